@@ -23,8 +23,9 @@ from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import gradient_slot_arrays
-from offload.io.engine import IOEngine, open_nameless
-from offload.io.select import open_engine, weights
+from offload.io.engine import IOEngine
+from offload.io.files import Files
+from offload.io.select import weights
 from offload.layout import Layout
 from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
@@ -55,8 +56,8 @@ from offload.planner.placement import (
 )
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
-from offload.run import Memory, Run, Stores
-from offload.storage.activation_store import ActivationStore
+from offload.run import Memory, OpenEngine, Run, Stores
+from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
@@ -111,6 +112,7 @@ def plan_run(
     groups: Sequence[Mapping[str, Any]],
     options: Options,
     comm: Communicator,
+    files: Files,
 ) -> Plan:
     """Decides what is where. Args: groups: the optimizer's param_groups.
 
@@ -124,7 +126,7 @@ def plan_run(
             f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
             stacklevel=4,
         )
-    for directory in dict.fromkeys(filter(None, map(replaceable_in, options.paths))):
+    for directory in dict.fromkeys(filter(None, (replaceable_in(path, files) for path in options.paths))):
         warnings.warn(
             f"{directory} is another user's, and every user may write to it: others can replace the files of this run; "
             f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
@@ -190,19 +192,27 @@ class Parts:
 
 
 def build(
-    undo: ExitStack, plan: Plan, placement: Placement, start: Start, comm: Communicator, timeline: Timeline
+    undo: ExitStack,
+    plan: Plan,
+    placement: Placement,
+    start: Start,
+    comm: Communicator,
+    timeline: Timeline,
+    open_engine: OpenEngine,
 ) -> Parts:
     """Reserves memory, opens files and makes the parts. Calls no other rank.
 
-    Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins anew.
+    Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins
+    anew; open_engine: makes the engine, if there are files.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     choice, layout, held = plan.choice, plan.layout, plan.held
     memory = _reserve(undo, plan, placement, comm)
     # Before there are files: it may be refused its threads.
     kernels = _kernels_for(undo, plan, memory)
-    slots, engine = _open_files(undo, plan, placement, memory, start, timeline, comm.everyone.rank)
-    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
+    entries = Entries(comm.everyone.size)
+    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries)
+    slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
     states = state_slot_arrays(layout, split_master=choice.states.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)
@@ -226,7 +236,7 @@ def build(
     undo.callback(step.close)
     stores = Stores(store, params, grads, frozen)
     masters = MasterWeights(run, choice.states, parameters, stores, streamed)
-    activations = _activation_store(undo, plan, run, engine, start)
+    activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
     return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
 
@@ -330,15 +340,15 @@ def _memory_of(name: str, pool: Pool, memory: Memory) -> tuple[dict[int, Tensor]
     return dict(zip(sorted(pool.resident), memory.take(resident(name)), strict=True)), memory.take(in_flight(name))
 
 
-def _activation_store(
-    undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None, start: Start
-) -> ActivationStore | None:
+def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None) -> ActivationStore | None:
     """Where activations wait; None: where they are made."""
     store, is_on_device = None, plan.choice.activations.tier == DEVICE and not plan.copier.direct
     for region in run.memory.take(SPILLED if is_on_device else ACTIVATIONS):
-        paths = () if engine is None else run.paths
-        files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
-        store = ActivationStore(region, plan.copier, plan.device, run.timeline, engine, files)
+        spill = None
+        if engine is not None:
+            opened = [engine.adopt(run.files.create_nameless(path)) for path in run.paths]
+            spill = SpillFiles(run.files, engine, opened)
+        store = ActivationStore(region, plan.copier, plan.device, run.timeline, spill)
     for region in run.memory.take(ACTIVATIONS):
         # What stays on the device is copied there, in the order of its own work.
         store = ActivationStore(region, HostCopier(), plan.device, run.timeline, beneath=store)
@@ -348,16 +358,11 @@ def _activation_store(
 
 
 def _open_files(
-    undo: ExitStack,
-    plan: Plan,
-    placement: Placement,
-    memory: Memory,
-    start: Start,
-    timeline: Timeline,
-    rank: int,
+    undo: ExitStack, run: Run, plan: Plan, placement: Placement, start: Start, open_engine: OpenEngine
 ) -> tuple[Stripes | None, IOEngine | None]:
-    """The swap files and their engine, if there are any. Args: rank: among all that train the model."""
-    paths, commits, choice = start.paths, plan.choice.commits, plan.choice
+    """The swap files and their engine, if there are any."""
+    memory, choice = run.memory, plan.choice
+    paths, commits = run.paths, choice.commits
     if not paths:
         memory.ram.prefault(lambda: None)
         return None, None
@@ -366,19 +371,19 @@ def _open_files(
     undo.callback(memory.ram.join)
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
-    files = RunFiles(
+    own = RunFiles(
         slots_per_chunk=commits.slots_per_chunk,
         committed=None if commits.every is None else committed_slots(plan.held, choice),
         resumed=None if resumed is None else resumed[1],
         is_temporary=start.found is not None and resumed is None,
         is_known=True,
         run_id=start.run_id if resumed is None else resumed[0],
-        rank=rank,
-        directories=start.held,
+        rank=run.comm.everyone.rank,
+        files=run.files,
     )
     # With commits, another budget has to find the same order of slots.
     resident = placement.states.resident if commits.every is None else ()
     slot_arrays, speeds = all_slot_arrays(plan.held, choice), weights(paths)
-    slots = Stripes(engine, paths, speeds, slot_arrays, files, timeline=timeline, resident=resident)
+    slots = Stripes(engine, paths, speeds, slot_arrays, own, timeline=run.timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

@@ -68,7 +68,7 @@ from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
-from offload.optim.adam import StepKey, scalars_of
+from offload.optim.adam import StepKey, hyper_parameters_of
 from offload.optim.adopt import (
     UNSUPPORTED,
     groups_state,
@@ -88,7 +88,7 @@ from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import agree_on_error, all_gather_shards, require_alike
 from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
-from offload.run import Owner
+from offload.run import DISK, Owner
 from offload.sizes import format_bytes
 from offload.torch_private import DisableTorchFunctionSubclass
 
@@ -280,7 +280,8 @@ class OffloadZero(torch.optim.Optimizer):
 
         Args: undo: gives all of it back. Returns: the optimizer to take over, and where the values come from.
         """
-        model = self._model
+        model, disk = self._model, DISK.get()
+        files = disk.files()
         with agree_on_error(self._everyone):
             require_free(model)
             given = torch.optim.AdamW(model.parameters()) if given is None else given
@@ -290,7 +291,7 @@ class OffloadZero(torch.optim.Optimizer):
                 stored(given.param_groups)
             source = source_of(options.init, init_missing=options.init_missing)
             source.check(model)
-            self._plan = plan_run(model, given.param_groups, options, self._comm)
+            self._plan = plan_run(model, given.param_groups, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._given = {param.dtype for param in params}
@@ -300,13 +301,15 @@ class OffloadZero(torch.optim.Optimizer):
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
         require_alike(self._comm, self._plan.held, self._choice)
-        start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, frozen)
+        start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
         with agree_on_error(self._everyone):
             direct, room = self._plan.copier.direct, self._plan.room
             reading_bytes = 0 if found is None else found.buffer_bytes
             self._placement = place(self._plan.held, self._choice, direct=direct, room=room, reserved=reading_bytes)
-            self._parts = parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
+            self._parts = parts = build(
+                undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine
+            )
             self._commits = Commits(
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
             )
@@ -573,9 +576,9 @@ class OffloadZero(torch.optim.Optimizer):
         if self._everyone.size > 1:
             self._agree_on_factors()
             # A rank that cannot step agrees with none, so all of them raise.
-            scalars = None if fault is not None else [scalars_of(group, 1, factor) for group in self.param_groups]
+            numbers = None if fault is not None else [factor, *map(hyper_parameters_of, self.param_groups)]
             variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
-            if not self._everyone.all_equal(repr((scalars, variants, skips))) and fault is None:
+            if not self._everyone.all_equal(repr((numbers, variants, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
                     "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "
@@ -1124,7 +1127,8 @@ class OffloadZero(torch.optim.Optimizer):
         with agreed():
             if not writes:
                 return ()
-            return export(Path(directory), entries, shared=ranks.size > 1 and not together)
+            files = self._parts.run.files
+            return export(Path(directory), entries, shared=ranks.size > 1 and not together, files=files)
 
     def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
         """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -13,12 +14,36 @@ from offload.choices import CommitChoice
 from offload.devices.copies import Copier
 from offload.entries import Entries
 from offload.errors import CLOSED, ClosedError
+from offload.io.engine import IOEngine
+from offload.io.files import Files
+from offload.io.select import open_engine
 from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
 from offload.storage.arena import Arena, Lender, Reserved
 from offload.storage.chunk_cache import Store
+
+OpenEngine = Callable[[str, Sequence[Path]], IOEngine]
+"""Of `io.select.open_engine`."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Through what a run reaches its directories.
+
+    Attributes:
+        files: makes the file system of one run, which holds the run's directories open.
+        open_engine: makes the I/O engine of one run, of a name that `Tuning.io_engine` takes.
+    """
+
+    files: Callable[[], Files] = Files
+    open_engine: OpenEngine = open_engine
+
+
+DISK: ContextVar[Disk] = ContextVar("offload.disk", default=Disk())  # noqa: B039  # frozen
+"""The disk of the runs that are made in this thread. OffloadZero asks once. Only the tests have another than this
+machine's: `tests.support.disks.on_disk`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,7 @@ class Run:
     kernels: Kernels
     comm: Communicator
     timeline: Timeline
+    files: Files = field(default_factory=Files)
     entries: Entries = field(default_factory=Entries)
 
 

@@ -34,6 +34,42 @@ ONLY_USED_BY = {
 """Modules that one room alone may know (the doctor only asks whether there is a GPU)."""
 
 
+REACHES_FILES = {"io/files.py", "io/engine.py", "io/threads.py", "io/portable.py", "io/io_uring.py"}
+"""`Files` and the I/O engines. In the rooms of HAVE_FILES nobody else calls the file system."""
+
+HAVE_FILES = {"io", "storage", "run", "planner", "checkpoint", "build", "optimizer"}
+"""The others have no files of a run: the kernel's, the user's weights, what a command was asked to write."""
+
+OF_NO_FILE = {"getpid", "geteuid", "getenv", "fsdecode", "fspath", "strerror", "sysconf", "register_at_fork"}
+"""Functions of `os` that reach no file."""
+
+OF_A_PATH = {
+    *("chmod", "exists", "expanduser", "glob", "hardlink_to", "is_dir", "is_file", "is_symlink", "iterdir", "lstat"),
+    *(
+        "mkdir",
+        "open",
+        "read_bytes",
+        "read_text",
+        "readlink",
+        "rename",
+        "resolve",
+        "rglob",
+        "rmdir",
+        "samefile",
+        "stat",
+        "symlink_to",
+    ),
+    *("touch", "unlink", "walk", "write_bytes", "write_text"),
+}
+"""Methods of a pathlib.Path that reach a file."""
+
+OPENS = {"open", "open_nofollow", "open_follow", "open_directory", "open_file"}
+"""Functions that open a file, of Python and of io/engine.py."""
+
+OURS = {"files", "_files", "disk", "_disk", "LOCAL", "engine", "snapshot", "transfer"}
+"""What has methods of such names, and is no path: `Files`, and other objects of ours."""
+
+
 def places() -> dict[str, tuple[int, int]]:
     return {name: (number, place) for number, floor in enumerate(FLOORS) for place, name in enumerate(floor)}
 
@@ -149,5 +185,37 @@ def test_choices_are_made_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and re.fullmatch(r"\w*Choice", node.func.id)
         if str(path.relative_to(ROOT)) not in makers
+    ]
+    assert not wrong
+
+
+def _calls_of_the_file_system(path: Path) -> list[str]:
+    """Where a file calls it: functions of os, fcntl and shutil, `open`, and methods of paths."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            found += [f"{node.lineno}: imports {name}" for name in names & {"fcntl", "shutil", "tempfile", "glob"}]
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name):
+            wrong = called.id in OPENS
+        elif isinstance(called, ast.Attribute) and ast.unparse(called.value).startswith("os"):
+            wrong = ast.unparse(called.value) in {"os", "os.path"} and called.attr not in OF_NO_FILE
+        elif isinstance(called, ast.Attribute):
+            wrong = called.attr in OF_A_PATH and ast.unparse(called.value).rpartition(".")[2] not in OURS
+        else:
+            wrong = False
+        found += [f"{node.lineno}: {ast.unparse(called)}"] if wrong else []
+    return found
+
+
+def test_only_files_and_engines_reach_the_file_system() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{call}"
+        for room, path in sources()
+        if room in HAVE_FILES and str(path.relative_to(ROOT)) not in REACHES_FILES
+        for call in _calls_of_the_file_system(path)
     ]
     assert not wrong

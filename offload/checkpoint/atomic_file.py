@@ -17,8 +17,9 @@ from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
 from offload.interrupts import is_of_system
 from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.sizes import format_bytes
-from offload.storage.files import TEMPORARY, Files
+from offload.storage.files import TEMPORARY
 
 
 def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from offload.checkpoint import recovery
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
@@ -73,7 +72,6 @@ from offload.optim.adopt import require_sound
 from offload.ranks.agreement import agree_on_error, all_gather_object
 from offload.run import Run, Stores
 from offload.storage.chunk_cache import Store, Version
-from offload.storage.files import Files
 from offload.storage.swap_file import Stripes
 
 T = TypeVar("T")
@@ -116,6 +114,7 @@ class Commits:
         self._choice, self._paths = run.commits, run.paths
         self._layout = run.layout
         self._comm = run.comm.everyone
+        self._files = run.files
         self._slots = slots
         self._all_stores = stores
         self._masters = masters
@@ -248,12 +247,6 @@ class Commits:
             self._note(attempt)
         else:
             self._undecided = None
-
-    @property
-    def _files(self) -> Files:
-        """What the directories of this run are reached through."""
-        slots = self._slots
-        return recovery.FILES if slots is None else recovery.FILES.within(slots.directories)
 
     @property
     def _home(self) -> Path:

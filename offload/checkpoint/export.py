@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,10 +24,9 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError, missing_parent
 from offload.interrupts import is_of_system
-from offload.io.engine import open_directory
-from offload.io.regular import require_regular
+from offload.io.files import LOCAL, Files
 from offload.sizes import GIB, MIB, format_bytes
-from offload.storage.files import LOCAL, Files, require_file_size
+from offload.storage.files import require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}
@@ -59,13 +57,13 @@ def export(
     total = sum(entry.nbytes for shard in shards for entry in shard)
     names = _names(stem, len(shards))
     index = f"{stem}.safetensors.index.json"
-    made = _make(directory)
+    made = _make(directory, files)
     try:
-        with _alone_in(directory):
-            if shared and _is_there(directory, index, names, shards, total):
+        with _alone_in(directory, files):
+            if shared and _is_there(directory, index, names, shards, total, files):
                 return ()
-            _require_free(directory, stem)
-            _require_space(directory, total)
+            _require_free(directory, stem, files)
+            _require_space(directory, total, files)
             largest = max(sum(entry.nbytes for entry in shard) for shard in shards)
             require_file_size(str(directory / names[0]), largest, option="directory")
             done = _write(directory, index, names, shards, total, files)
@@ -74,7 +72,7 @@ def export(
     except BaseException:
         if made:
             with contextlib.suppress(OSError):
-                directory.rmdir()
+                files.remove_directory(directory)
         raise
     return tuple(done)
 
@@ -106,30 +104,32 @@ def _write(
 
 
 @contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
+def _alone_in(directory: Path, files: Files) -> Iterator[None]:
     """Waits until no other export is under way in a directory. Some network file systems cannot tell."""
     with failing("open", directory):
-        held = open_directory(str(directory))
+        held = files.open_directory(directory)
     with held:
         with contextlib.suppress(OSError):
-            fcntl.flock(held.fd, fcntl.LOCK_EX)
+            files.wait_for_lock(held)
         yield
 
 
-def _is_there(directory: Path, index: str, names: Sequence[str], shards: Sequence[Sequence[Entry]], total: int) -> bool:
+def _is_there(
+    directory: Path, index: str, names: Sequence[str], shards: Sequence[Sequence[Entry]], total: int, files: Files
+) -> bool:
     """Whether a finished export holds the very bytes that would be written."""
     wanted: list[tuple[str, Iterable[bytes | memoryview]]] = [
         (name, stream(aligned(shard), METADATA)) for name, shard in zip(names, shards, strict=True)
     ]
     wanted += [(index, [_index(total, names, shards)])] if len(shards) > 1 else []
-    return all(_holds(directory / name, pieces) for name, pieces in wanted)
+    return all(_holds(directory / name, pieces, files) for name, pieces in wanted)
 
 
-def _holds(path: Path, pieces: Iterable[bytes | memoryview]) -> bool:
+def _holds(path: Path, pieces: Iterable[bytes | memoryview], files: Files) -> bool:
     try:
-        with LOCAL.open(path, os.O_RDONLY) as held:
-            require_regular(held)
-            with open(held.fd, "rb", closefd=False) as file:
+        with files.open(path, os.O_RDONLY) as held:
+            files.require_regular(held)
+            with files.stream(held) as file:
                 for piece in pieces:
                     data = memoryview(piece).cast("B")
                     for start in range(0, len(data), COMPARED_BYTES):
@@ -182,35 +182,34 @@ def _index(total: int, names: Sequence[str], shards: Sequence[Sequence[Entry]]) 
     return canonical({"metadata": {"total_size": total}, "weight_map": {**file_of}})
 
 
-def _make(directory: Path) -> bool:
+def _make(directory: Path, files: Files) -> bool:
+    """Whether it was missing."""
     try:
-        directory.mkdir()
-    except FileExistsError:
-        if not directory.is_dir():
-            raise PathError(errno.ENOTDIR, "is not a directory: give one to export to", str(directory)) from None
-        return False
+        made = files.make_directory(directory, 0o777)
     except OSError as error:
         if not is_of_system(error):
             raise
-        is_missing = isinstance(error, FileNotFoundError) and not directory.parent.exists()
+        is_missing = isinstance(error, FileNotFoundError) and not files.exists(directory.parent)
         why = missing_parent(directory) if is_missing else f"cannot be made: {error.strerror}"
         raise PathError(error.errno, why, str(directory)) from error
-    return True
+    if not made and not files.is_directory(directory, follows=True):
+        raise PathError(errno.ENOTDIR, "is not a directory: give one to export to", str(directory))
+    return made
 
 
-def _require_free(directory: Path, stem: str) -> None:
+def _require_free(directory: Path, stem: str, files: Files) -> None:
     taken = re.compile(rf"{re.escape(stem)}(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
     with failing("read", directory):
-        names = sorted(name for name in os.listdir(directory) if taken.fullmatch(name))
+        names = sorted(name for name in files.names(directory) if taken.fullmatch(name))
     if names:
         raise PathError(
             errno.EEXIST, "is there already: export to another directory, or remove it", str(directory / names[0])
         )
 
 
-def _require_space(directory: Path, needed: int) -> None:
+def _require_space(directory: Path, needed: int, files: Files) -> None:
     with failing("read", directory):
-        _, available = LOCAL.space(directory)
+        _, available = files.space(directory)
     if needed > available:
         raise BudgetError(
             f"{directory} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: free some, or "

@@ -18,7 +18,8 @@ from offload.checkpoint.commit import Commit, read_commit, read_manifest
 from offload.checkpoint.scan import swaps
 from offload.checkpoint.snapshot import is_snapshot_name
 from offload.errors import ConfigError, OffloadError, explained
-from offload.storage.files import COMMIT_NAME, LOCAL, RECORD_START, file_name
+from offload.io.files import LOCAL
+from offload.storage.files import COMMIT_NAME, RECORD_START, file_name
 from offload.storage.swap_file import any_is_held
 
 MOST_DIRECTORIES = 20_000
@@ -76,7 +77,7 @@ def find(root: Path, *, depth: int) -> Listing:
     Args: depth: levels of directories below `root` that are looked at; the nearest come first, up to MOST_DIRECTORIES.
     Raises: ConfigError if `root` is no directory.
     """
-    if not root.is_dir():
+    if not LOCAL.is_directory(root, follows=True):
         raise ConfigError(f"{root} is not a directory: give one that has runs in it or below")
     walk = _Walk(depth)
     for directory, names in _directories(root, walk):
@@ -99,9 +100,8 @@ def _directories(root: Path, walk: _Walk) -> Iterator[tuple[Path, list[str]]]:
         below: list[str] = []
         names: list[str] = []
         try:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    (below if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
+            for name, is_directory in LOCAL.kinds(directory).items():
+                (below if is_directory else names).append(name)
         except OSError as error:
             # Who trains meanwhile removes directories of snapshots.
             if error.errno not in (errno.ENOENT, errno.ENOTDIR) or directory == root:
@@ -143,7 +143,7 @@ def _committed(row: Listed) -> Listed:
             return row
         known = replace(row, run_id=commit.run_id, step=commit.step, is_snapshot=commit.is_snapshot)
         try:
-            known = replace(known, committed_s=(row.path / COMMIT_NAME).stat().st_mtime)
+            known = replace(known, committed_s=LOCAL.stat(row.path / COMMIT_NAME, follows=True).st_mtime)
             groups = read_manifest(row.path, commit, 0).groups
         except (OSError, OffloadError) as error:
             known = replace(known, problem=_said(error, row.path))
@@ -189,7 +189,7 @@ def _may_be_record(directory: Path) -> bool:
 
 def _bytes_on_disk(path: Path) -> int:
     try:
-        return path.lstat().st_blocks * _BLOCK_BYTES
+        return LOCAL.stat(path).st_blocks * _BLOCK_BYTES
     except OSError:
         return 0
 

@@ -35,10 +35,11 @@ from offload.checkpoint.scan import (
 )
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.io.engine import aligned_memory
+from offload.io.files import LOCAL, Files
 from offload.io.threads import Workers
 from offload.native import JOIN, Kernels, load
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
-from offload.storage.files import LOCAL, Files, swap_name
+from offload.storage.files import swap_name
 from offload.storage.swap_file import CommittedFile
 from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_header, superblock_padding_is_clean
 

@@ -75,6 +75,7 @@ from offload.checkpoint.scan import (
 from offload.choices import Choice, CommitChoice
 from offload.errors import CorruptionError, OffloadError, PathError, PathInUseError, ResumeError
 from offload.interrupts import is_of_system
+from offload.io.files import Files
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
@@ -82,7 +83,7 @@ from offload.ranks.agreement import agree_on_error, all_gather_object
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
-from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
+from offload.storage.files import COMMIT_NAME, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
 
 _Identity = tuple[str, int, int]
@@ -125,19 +126,21 @@ class _Told(NamedTuple):
     origin_identities: tuple[_Identity, ...]
 
 
-def meet(choice: CommitChoice, comm: Communicator) -> tuple[RunDirectories, bytes]:
+def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, bytes]:
     """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
 
     Returns: also 16 bytes, of rank 0. Raises: RankError.
     """
-    path_identities, origin_identities = (tuple(map(_identity, paths)) for paths in (choice.paths, choice.origins))
+    path_identities, origin_identities = (
+        tuple(_identity(path, files) for path in paths) for paths in (choice.paths, choice.origins)
+    )
     own = _Told(new_run_id().hex(), choice.paths, choice.origins, path_identities, origin_identities)
     told = all_gather_object(comm, own, _Told)
-    known = {os.path.realpath(path) for path in choice.paths}
+    known = {files.real(path) for path in choice.paths}
     found: list[tuple[Path, ...]] = []
     for given in ([one.paths for one in told], [one.origins for one in told]):
-        new = dict.fromkeys(path for paths in given for path in paths if os.path.realpath(path) not in known)
-        known |= {os.path.realpath(path) for path in new}
+        new = dict.fromkeys(path for paths in given for path in paths if files.real(path) not in known)
+        known |= {files.real(path) for path in new}
         found.append(tuple(new))
     others, named = found
     everywhere = [one.path_identities + one.origin_identities for one in told]
@@ -157,13 +160,14 @@ def _shares(
     return found
 
 
-def _identity(path: Path) -> _Identity:
+def _identity(path: Path, files: Files) -> _Identity:
     """Equal for two ranks if they are on one machine and reach the same directory; else different.
 
     That two machines share a file system is not known here: ranks on both then look at the same files.
     """
     try:
-        machine, info = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat(path)
+        machine = files.kernel_text(Path("/proc/sys/kernel/random/boot_id"))
+        info = files.stat(path, follows=True)
     except OSError:
         return secrets.token_hex(16), 0, 0
     return machine, info.st_dev, info.st_ino
@@ -239,8 +243,6 @@ def in_turns(
                 work()
 
 
-FILES: Files = LOCAL
-"""Where commits are written; the tests have one that loses power."""
 SHOWN = 5
 """Differences that an error lists."""
 
@@ -283,8 +285,8 @@ class RecoveryPlan:
     paths: this run's directories, in the order of its swap files; first: the manifest of the first rank that had this
     rank's slice of the model, rank 0 where there is one slice; manifest: this rank's, whose slots are used where they
     lie; reader: reads what this rank needs, if the layout is another one; records: as they were before anything was
-    locked; held: the directories that are open; extra: what was committed along, for this rank. Either manifest or
-    reader is None.
+    locked; files: the run's file system, which holds the directories; extra: what was committed along, for this rank.
+    Either manifest or reader is None.
     """
 
     paths: tuple[Path, ...]
@@ -292,7 +294,7 @@ class RecoveryPlan:
     manifest: Manifest | None
     target: Target
     records: Records
-    held: Directories
+    files: Files
     reader: Reader | None = None
     extra: Carried = field(default_factory=Carried)
 
@@ -303,13 +305,9 @@ class RecoveryPlan:
     @property
     def committed_at(self) -> str:
         """The local time of the commit's record, with the date unless it is of today."""
-        at = time.localtime(os.stat(self.target.last[0] / COMMIT_NAME).st_mtime)
+        at = time.localtime(self.files.stat(self.target.last[0] / COMMIT_NAME, follows=True).st_mtime)
         is_today = at[:3] == time.localtime()[:3]
         return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", at)
-
-    @property
-    def files(self) -> Files:
-        return FILES.within(self.held)
 
     @property
     def slots(self) -> tuple[bytes, list[int]] | None:
@@ -398,7 +396,7 @@ class RecoveryPlan:
             if path not in sizes:
                 try:
                     with self.files.open(path, os.O_RDONLY) as file:
-                        sizes[path] = os.fstat(file.fd).st_size
+                        sizes[path] = self.files.size(file)
                 except OSError as error:
                     if not is_of_system(error):
                         raise
@@ -459,14 +457,14 @@ class Start(NamedTuple):
     """What a run begins with.
 
     paths: the directories in the order of their files; found: the commit that all ranks resume, locked as far as
-    it is only read, None: the run begins anew; run_id: 16 bytes, of a new run; held: this rank's directories, as far as
-    they are there.
+    it is only read, None: the run begins anew; run_id: 16 bytes, of a new run; files: hold this rank's directories, as
+    far as they are there.
     """
 
     paths: tuple[Path, ...]
     found: RecoveryPlan | None
     run_id: bytes
-    held: Directories
+    files: Files
 
 
 def find_together(
@@ -475,40 +473,40 @@ def find_together(
     comm: Communicator,
     layout: Layout,
     wanted: Manifest,
+    files: Files,
     frozen: Container[str] = (),
 ) -> Start:
     """Looks for the commit to resume. See [Note: disks of machines] above.
 
-    Args: wanted: from `describe`; frozen: parameters that are frozen now, and may have been trained when it was
-    committed; undo: gets the closing of what is opened.
+    Args: wanted: from `describe`; files: the run's file system, which holds its directories from then on; frozen:
+    parameters that are frozen now, and may have been trained when it was committed; undo: gets the closing of what is
+    opened.
     Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
     leftovers; on ranks where nothing was wrong ConfigError; RankError.
     """
-    directories, run_id = meet(choice, comm)
+    directories, run_id = meet(choice, comm, files)
     own = directories.own + directories.origins
-    held = Directories()
-    undo.callback(held.close)
+    undo.callback(files.let_go)
     with agree_on_error(comm):
         for path in choice.paths:
-            check_directory(path, resumes=True)
+            check_directory(path, files, resumes=True)
         for path in own:
-            if path.is_dir():
-                held.hold(path)
-        files = FILES.within(held)
+            if files.is_directory(path, follows=True):
+                files.hold(path)
         before = _records_in(own, files) if choice.resume else ()
         is_held = not choice.resume and any(holds_commit(path, files) for path in choice.paths)
     if not choice.resume:
         if comm.all_reduce_any(is_held):
             _require_uncommitted(choice, directories, comm, files)
-        return Start(choice.paths, None, run_id, held)
+        return Start(choice.paths, None, run_id, files)
     seen = scan_together(directories, comm, files)
     with agree_on_error(comm):
         target = _target_of(seen, directories)
     if target is None:
         if choice.resume == "auto":
             _forget_begun(seen, directories, comm, files)
-            return Start(choice.paths, None, run_id, held)
+            return Start(choice.paths, None, run_id, files)
         _require_idle(choice.paths, files)  # a run there may commit any moment
         where = listed(directories.runs + directories.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
@@ -535,7 +533,7 @@ def find_together(
             # The record stays where it is, if it can: then replacing it is one rename.
             homes = {directory for directory, record in records.found if record == target.here}
             manifest, paths = None, tuple(sorted(choice.paths, key=lambda path: path not in homes))
-        found = RecoveryPlan(paths, first, manifest, target, records, held)
+        found = RecoveryPlan(paths, first, manifest, target, records, files)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
@@ -543,13 +541,13 @@ def find_together(
             reader = Reader(target.directories, files, (*target.last, tuple(manifests[rank] for rank in every)))
             undo.callback(reader.close)
             found = replace(found, manifest=None, reader=reader)
-            _require_seen(reader, layout, wanted, found.files)
+            _require_seen(reader, layout, wanted, files)
     with agree_on_error(comm):
         found = replace(found, extra=_extra(manifests, target, wanted, files))
     found.clear_up(comm)
     with agree_on_error(comm):
         found.lock(alone=comm.size == 1)
-    return Start(found.paths, found, run_id, held)
+    return Start(found.paths, found, run_id, files)
 
 
 def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm: Communicator, files: Files) -> None:
@@ -568,7 +566,7 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
         with agree_on_error(comm):
             _require_idle(choice.paths, files)
             for path in choice.paths:
-                check_directory(path)
+                check_directory(path, files)
     else:
         _forget_begun(seen, directories, comm, files)
 
@@ -576,7 +574,7 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
 def _require_idle(paths: Sequence[Path], files: Files) -> None:
     """Raises: PathInUseError if a live run holds files in one of these directories; PathError, TierIOError."""
     for path in paths:
-        names = names_in(path, files) if path.is_dir() else ()
+        names = names_in(path, files) if files.is_directory(path, follows=True) else ()
         if any_is_held(path, names, files):
             raise PathInUseError(errno.EBUSY, IN_USE, str(path))
 

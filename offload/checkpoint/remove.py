@@ -17,8 +17,9 @@ from pathlib import Path
 from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import MAX_COMMIT_BYTES, manifest_in, parse_commit
 from offload.errors import ConfigError, CorruptionError, ResumeError
+from offload.io.files import LOCAL
 from offload.sizes import PAGE_BYTES
-from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
 from offload.storage.swap_file import open_locked
 from offload.storage.swap_format import MAGIC, parse_superblock
 
@@ -27,7 +28,7 @@ _RECORDS = (COMMIT_NAME, COMMIT_NAME + NEW_SUFFIX, COMMIT_NAME + TEMPORARY)
 
 
 @dataclass(frozen=True)
-class Files:
+class Found:
     """Files with names as this library gives them.
 
     own: this library's, COMMIT first; strange: those that are not, or cannot be recognized, and why.
@@ -42,7 +43,7 @@ class Files:
         return [(path, why) for path, why in self.strange if path.name == COMMIT_NAME]
 
 
-def find(directories: Sequence[Path]) -> Files:
+def find(directories: Sequence[Path]) -> Found:
     """The files of a run in its directories. Raises: ConfigError if one is not a directory, TierIOError."""
     paths = [path for directory in directories for path in _named(directory)]
     runs: dict[Path, set[str]] = {}
@@ -63,7 +64,7 @@ def find(directories: Sequence[Path]) -> Files:
     known = set().union(*runs.values())
     by_run = {path for path, why in unknown.items() if why == _NOT_KNOWN and _is_of(path, known)}
     own = tuple(path for path in paths if path in runs or path in by_run)
-    return Files(own, tuple((path, why) for path, why in unknown.items() if path not in by_run))
+    return Found(own, tuple((path, why) for path, why in unknown.items() if path not in by_run))
 
 
 def require_idle(files: Sequence[Path]) -> None:
@@ -103,7 +104,7 @@ def remove(files: Sequence[Path]) -> None:
 
 def _named(directory: Path) -> Iterator[Path]:
     """The files with names as this library gives them, COMMIT first."""
-    if not directory.is_dir() or directory.is_symlink():
+    if not LOCAL.is_directory(directory):
         raise ConfigError(f"{directory} is not a directory: give the directory of a run")
     with failing("read", directory):
         names = sorted(LOCAL.names(directory), key=lambda name: (name != COMMIT_NAME, name))

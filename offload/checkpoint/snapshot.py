@@ -30,8 +30,9 @@ from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import Commit, copy_manifest, read_commit, read_manifest, write_commit
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
+from offload.io.files import Files
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, Files, file_name, swap_name
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, file_name, swap_name
 from offload.storage.swap_file import open_locked
 
 RUN_DIGITS = 8

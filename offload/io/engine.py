@@ -23,7 +23,6 @@ import fcntl
 import logging
 import mmap
 import os
-import secrets
 import stat
 import threading
 import weakref
@@ -167,28 +166,6 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
         _told_no_direct.add(info.st_dev)
         _log.warning("%s: no O_DIRECT on this file system; swap files go through the page cache", path)
     return file
-
-
-def open_nameless(path: str, dir_fd: int) -> IOFile:
-    """Opens a new file that goes when its last descriptor does: nobody can find it, and nothing has to remove it.
-
-    Args: path: the directory, for messages; dir_fd: its descriptor. Raises: PathError.
-    """
-    flags = os.O_RDWR | O_DIRECT
-    try:
-        try:
-            return open_nofollow(".", flags | os.O_TMPFILE, dir_fd=dir_fd, path=path)
-        except (AttributeError, OSError) as error:  # not on this system, or not on this file system
-            if isinstance(error, OSError) and not is_of_system(error):
-                raise
-            name = f".offload-{os.getpid()}-{secrets.token_hex(8)}"
-            file = open_nofollow(name, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd, path=path)
-            os.unlink(name, dir_fd=dir_fd)
-            return file
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot make a file there: {error.strerror}", path) from error
 
 
 def reopened(file: IOFile) -> IOFile:

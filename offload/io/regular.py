@@ -7,14 +7,11 @@ makes an error that names the file. A link to a regular file is one: so caches k
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from offload.io.engine import IOFile, open_follow
+from offload.io.files import LOCAL
 from offload.sizes import format_bytes
 
 _MOST_DIGITS = 400
@@ -23,25 +20,10 @@ _MOST_COMMAS = 1 << 22
 """What bounds the memory that a document takes, some 60 bytes a value."""
 
 
-def require_regular(file: IOFile) -> int:
-    """The size of an open file. Raises: OSError if it is anything but a regular one."""
-    info = os.fstat(file.fd)
-    if not stat.S_ISREG(info.st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", file.path)
-    return info.st_size
-
-
 def check_file(path: Path) -> None:
     """Raises: OSError if there is no such file, it cannot be read, or it is no regular one or link to one."""
-    with open_follow(str(path)) as file:
-        require_regular(file)
-
-
-def read_some(file: IOFile, most: int) -> bytes:
-    """The content of an open regular file, or the first `most + 1` bytes of it. Raises: OSError."""
-    size = require_regular(file)
-    with open(file.fd, "rb", closefd=False) as opened:
-        return opened.read(min(size, most + 1))
+    with LOCAL.open_followed(path) as file:
+        LOCAL.require_regular(file)
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -49,8 +31,8 @@ def read_file(path: Path, most: int) -> bytes:
 
     Raises: OSError; ValueError if it has more.
     """
-    with open_follow(str(path)) as file:
-        data = read_some(file, most)
+    with LOCAL.open_followed(path) as file:
+        data = LOCAL.read_regular(file, most)
     if len(data) > most:
         raise ValueError(f"it is longer than {format_bytes(most)}")
     return data

@@ -8,6 +8,7 @@ is as good as none.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -21,7 +22,8 @@ from msgspec import Meta
 
 from offload.errors import ConfigError, OffloadError
 from offload.io import io_uring
-from offload.io.engine import DEPTH, O_DIRECT, REQUEST_BYTES, IOEngine, IOFile, IOFuture, aligned_memory
+from offload.io.engine import DEPTH, O_DIRECT, REQUEST_BYTES, IOEngine, IOFuture, aligned_memory
+from offload.io.files import LOCAL
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
 from offload.io.regular import read_file, read_json
@@ -106,11 +108,15 @@ def remember(path: Path, settings: Settings) -> Path:
     entries = _load()
     entries[_file_system(path)] = msgspec.structs.replace(settings, measured_at=time.time())
     cache = cache_file()
-    cache.parent.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(cache.parents):
+        if not LOCAL.exists(folder):
+            LOCAL.make_directory(folder, 0o777)
     temporary = cache.with_suffix(f".{os.getpid()}")
-    written = _Remembered(VERSION, _machine(), entries)
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(written)))
-    os.replace(temporary, cache)
+    written = msgspec.json.format(msgspec.json.encode(_Remembered(VERSION, _machine(), entries)))
+    LOCAL.remove(temporary)
+    with LOCAL.create(temporary) as file:
+        LOCAL.write(file, memoryview(written))
+    LOCAL.rename(temporary, cache)
     return cache
 
 
@@ -130,16 +136,20 @@ def _load() -> dict[str, Any]:
 def _file_system(path: Path) -> str:
     """A name for the file system: the device's number is not kept over reboots, its mount point is."""
     existing = nearest_existing(path)
-    device = existing.stat().st_dev
-    while existing != existing.parent and existing.parent.stat().st_dev == device:
+    device = _device(existing)
+    while existing != existing.parent and _device(existing.parent) == device:
         existing = existing.parent
     return str(existing)
+
+
+def _device(path: Path) -> int:
+    return LOCAL.stat(path, follows=True).st_dev
 
 
 def nearest_existing(path: Path) -> Path:
     """`path` itself, or the folder that it will be made in."""
     path = path.absolute()
-    while not path.exists() and path != path.parent:
+    while not LOCAL.exists(path) and path != path.parent:
         path = path.parent
     return path
 
@@ -201,11 +211,12 @@ def measure_mixed(path: Path, size: int = PROBE_BYTES) -> float:
     The file has no name and is gone afterwards, whatever happens.
     Raises: OSError where the file system has no nameless files, no O_DIRECT or no room; TierIOError.
     """
-    folder = str(nearest_existing(path))
     engine = ThreadEngine()
     try:
-        file = engine.adopt(IOFile(folder, os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | O_DIRECT, 0o600)))
-        os.posix_fallocate(file.fd, 0, size)
+        file = engine.adopt(LOCAL.open(LOCAL.real(nearest_existing(path)), os.O_TMPFILE | os.O_RDWR | O_DIRECT))
+        if not file.direct:
+            raise OSError(errno.EINVAL, "no O_DIRECT here", file.path)
+        LOCAL.allocate(file, 0, size)
         into, out = (aligned_memory(TRANSFER_BYTES) for _ in range(2))
         half = range(0, size // 2, TRANSFER_BYTES)
         # Once without a clock: the first write into reserved space is slower than any later one.

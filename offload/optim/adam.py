@@ -492,14 +492,17 @@ class Step:
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:
-    """The kernel's scalars for a torch param group of Adam or AdamW, whose lr and betas may be tensors."""
+    """The kernel's scalars for a torch param group of Adam or AdamW."""
+    return AdamScalars.at(step=step, scale=scale, **hyper_parameters_of(group))
+
+
+def hyper_parameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a torch param group of Adam or AdamW, whose lr and betas may be tensors, as plain numbers."""
     beta1, beta2 = group["betas"]
-    return AdamScalars.at(
-        step=step,
-        lr=float(group["lr"]),
-        betas=(float(beta1), float(beta2)),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["decoupled_weight_decay"]),
-        scale=scale,
-    )
+    return {
+        "lr": float(group["lr"]),
+        "betas": (float(beta1), float(beta2)),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "decoupled": bool(group["decoupled_weight_decay"]),
+    }

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from offload.io.files import LOCAL
+
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60
@@ -22,7 +24,7 @@ def free_memory() -> int:
 def cgroup_room() -> int | None:
     """Bytes left below the limits of this process's control groups (of either version); None: no limit."""
     try:
-        lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in LOCAL.kernel_text(_OWN_GROUPS).splitlines()]
     except OSError:
         return None
     rooms: list[int] = []
@@ -40,9 +42,9 @@ def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
     folder = root / group.strip().lstrip("/")
     for one in (folder, *folder.parents):
         with contextlib.suppress(OSError, ValueError):
-            most = int((one / limit).read_text())
+            most = int(LOCAL.kernel_text(one / limit))
             if most < _NO_LIMIT:
-                yield max(most - int((one / used).read_text()), 0)
+                yield max(most - int(LOCAL.kernel_text(one / used)), 0)
         if one == root:
             break
 
@@ -50,7 +52,7 @@ def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
 def _available() -> int | None:
     """RAM that is available on the whole machine, as the kernel estimates it; None if it does not say."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in LOCAL.kernel_text(Path("/proc/meminfo")).splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError):

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import xxhash
@@ -34,6 +34,7 @@ from offload.devices.copies import Copier, Copy
 from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
 from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
+from offload.io.files import Files
 from offload.profiling import Event, Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.files import require_file_size
@@ -185,13 +186,22 @@ class _Buffers:
         return [one for one in self._made if torch_private.storage_uses(one[0]._cdata) == 1]
 
 
+class SpillFiles(NamedTuple):
+    """Files for what has no room in RAM. disk: the file system; engine: reads and writes them; opened: nameless files,
+    adopted by the engine."""
+
+    disk: Files
+    engine: IOEngine
+    opened: Sequence[IOFile]
+
+
 class ActivationStore:
     """See the top of this file. May be called from any thread.
 
     Attributes: peak_bytes: the most that has waited, here and beneath, in whole pages; largest_bytes: of one tensor.
 
-    Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; files: what
-    `open_nameless` opened, adopted by the engine; beneath: takes what has no room here. With neither, that is refused.
+    Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; spill:
+    files for what has no room here; beneath: takes it instead. With neither, it is refused.
     """
 
     def __init__(
@@ -200,19 +210,18 @@ class ActivationStore:
         copier: Copier,
         device: torch.device,
         timeline: Timeline,
-        engine: IOEngine | None = None,
-        files: Sequence[IOFile] = (),
+        spill: SpillFiles | None = None,
         beneath: ActivationStore | None = None,
     ) -> None:
         self._memory = memory
         self._copier = copier
         self.device = device
         self._timeline = timeline
-        self._engine = engine
-        self._files = files
+        self._spill = spill
+        self._files = () if spill is None else spill.opened
         self._beneath = beneath
         self._region = Ranges(len(memory))
-        self._disks = [Ranges() for _ in files]
+        self._disks = [Ranges() for _ in self._files]
         self._count = 0
         self._present: dict[int, _Entry] = {}
         self._unwritten: dict[int, _Entry] = {}  # in the region alone; the oldest first
@@ -432,7 +441,7 @@ class ActivationStore:
 
     def _reserve(self, entry: _Entry) -> None:
         """Gives an entry room in a file now: in a backward there might be none left. Raises: BudgetError."""
-        if not self._files:
+        if self._spill is None:
             return
         number = self._file_of(entry)
         disk, file = self._disks[number], self._files[number]
@@ -441,7 +450,7 @@ class ActivationStore:
             advice = "give path several directories, which share the activations"
             require_file_size(file.path, disk.size + missing, advice=advice)
             try:
-                os.posix_fallocate(file.fd, disk.size, missing)
+                self._spill.disk.allocate(file, disk.size, missing)
             except OSError as error:
                 if not is_of_system(error):
                     raise
@@ -486,7 +495,7 @@ class ActivationStore:
                 self._begin_read(other)
 
     def _begin(self, entry: _Entry, operation: Literal["read", "write"]) -> None:
-        assert self._engine is not None
+        assert self._spill is not None
         number = self._file_of(entry)
         lane = drive_lanes(number)[operation == "write"]
         for (start, stop), at in _pairs(entry.disk, entry.memory):
@@ -495,7 +504,7 @@ class ActivationStore:
             transfer = Transfer(operation, self._files[number], start, view)
             if moving is not None:
                 transfer.add_done_callback(partial(_ended, moving))
-            entry.transfers.append(self._engine.submit(transfer))
+            entry.transfers.append(self._spill.engine.submit(transfer))
         self._timeline.count("activation_read_bytes" if entry.is_read else "activation_written_bytes", entry.size)
 
     def _end_transfers(self, entry: _Entry) -> None:

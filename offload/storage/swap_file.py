@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,19 +21,11 @@ from torch import Tensor
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError, explained
 from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_all
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
+from offload.io.files import BUSY, LOCAL, Files
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.storage.files import (
-    LOCAL,
-    NEW_SUFFIX,
-    Directories,
-    Files,
-    check_directory,
-    leads_to,
-    require_file_size,
-    swap_name,
-)
+from offload.storage.files import NEW_SUFFIX, check_directory, require_file_size, swap_name
 from offload.storage.swap_format import (
     HEADER_BYTES,
     MAGIC,
@@ -48,76 +38,25 @@ from offload.storage.swap_format import (
     parse_superblock,
 )
 
-BUSY = (errno.EWOULDBLOCK, errno.EACCES)
-"""What `flock` says where another open file has the lock."""
-PATIENCE_S = 30.0
-"""How long a lock may outlive its process."""
-
-
-def take_lock(fd: int, how: int) -> None:
-    """`flock` without waiting for anybody who lives. Args: how: LOCK_EX or LOCK_SH.
-
-    A process that was killed may have had transfers under way, and io_uring ends them, and then lets go of the file, a
-    moment after the process. Until then nobody may write there: so the lock is waited for.
-    Raises: OSError; of `BUSY` if a live process has it.
-    """
-    ends, unknown = time.monotonic() + PATIENCE_S, 0
-    while True:
-        try:
-            return fcntl.flock(fd, how | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in BUSY or time.monotonic() > ends:
-                raise
-            holders = _holders(fd)
-            # None is seen in another container, and where it has let go meanwhile.
-            unknown += not holders
-            if unknown > 2 or any(map(_lives, holders)):
-                raise
-        time.sleep(0.01)
-
-
-def _holders(fd: int) -> list[int]:
-    """The processes that locked the file, as far as the kernel tells."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return []
-    info = os.fstat(fd)
-    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    fields = [line.split() for line in lines if " -> " not in line]
-    locks = [(int(words[4]), words[5]) for words in fields if words[1] == "FLOCK"]
-    exact = [pid for pid, where in locks if where == file]
-    # Btrfs tells `stat` the device of the subvolume, and /proc/locks that of the file system.
-    return exact or [pid for pid, where in locks if where.rpartition(":")[2] == str(info.st_ino)]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
 IN_USE = "a live run holds this path: close it, or give each run a path of its own"
 
 
-def _lock(fd: int, path: str, how: int) -> None:
+def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
     """Raises: PathInUseError if another process holds it, PathError."""
     try:
-        take_lock(fd, how)
+        files.lock(file, exclusive=exclusive)
     except OSError as error:
         if not is_of_system(error):
             raise
         if error.errno not in BUSY:
-            raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
-        raise PathInUseError(errno.EBUSY, IN_USE, path) from error
+            raise PathError(error.errno, f"cannot be locked: {error.strerror}", file.path) from error
+        raise PathInUseError(errno.EBUSY, IN_USE, file.path) from error
 
 
-def lock(file: IOFile) -> None:
+def lock(file: IOFile, files: Files) -> None:
     """Raises: PathInUseError if another process holds it, or has just removed it; PathError."""
-    _lock(file.fd, file.path, fcntl.LOCK_EX)
-    if os.fstat(file.fd).st_nlink == 0:
+    _lock(file, files)
+    if files.stat(file).st_nlink == 0:
         raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
 
 
@@ -136,7 +75,7 @@ def is_held(path: Path, files: Files) -> bool:
         raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     with file:
         try:
-            _lock(file.fd, file.path, fcntl.LOCK_SH)
+            _lock(file, files, exclusive=False)
         except PathInUseError:
             return True
         return False
@@ -156,18 +95,18 @@ def open_locked(path: Path, files: Files) -> IOFile:
             raise
         raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     try:
-        lock(file)
+        lock(file, files)
     except BaseException:
         file.close()
         raise
     return file
 
 
-def first_page(file: IOFile) -> memoryview:
+def first_page(file: IOFile, files: Files) -> memoryview:
     """The file's first page, with zeros after the file's end. Raises: PathError."""
     start = aligned_memory(PAGE_BYTES)
     try:
-        os.preadv(file.fd, [start], 0)
+        files.read_at(file, 0, start)
     except OSError as error:
         if not is_of_system(error):
             raise
@@ -175,23 +114,22 @@ def first_page(file: IOFile) -> memoryview:
     return start
 
 
-def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
+def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
     """Allocates the file's blocks now: a full disk shows before training, not in it.
 
     Args: needed: bytes; uncommitted: what would do without commits.
     Raises: BudgetError, PathError.
     """
-    info = os.fstat(file.fd)
-    os.fchmod(file.fd, 0o600)
-    disk = os.fstatvfs(file.fd)
-    available = disk.f_bavail * disk.f_frsize + info.st_blocks * 512
+    info = files.stat(file)
+    files.make_private(file)
+    available = files.available(file) + info.st_blocks * 512
     try:
         if needed > available:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(file.fd, 0, needed)
+        files.allocate(file, 0, needed)
     except OSError as error:
         # What was allocated before the disk was full goes back; what was there before stays.
-        os.ftruncate(file.fd, info.st_size)
+        files.truncate(file, info.st_size)
         if not is_of_system(error):
             raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -226,7 +164,7 @@ class RunFiles:
         is_known: whether the directory holds a commit has been checked already.
         run_id: 16 bytes, the same in all files of a run.
         rank: whose files.
-        directories: directories that are held open, to which these are added.
+        files: the run's file system, which holds the directories from then on.
     """
 
     slots_per_chunk: int = 1
@@ -236,7 +174,7 @@ class RunFiles:
     is_known: bool = False
     run_id: bytes = field(default_factory=new_run_id)
     rank: int = 0
-    directories: Directories = field(default_factory=Directories)
+    files: Files = field(default_factory=Files)
 
 
 class SwapFile:
@@ -258,10 +196,10 @@ class SwapFile:
         stripe: tuple[int, int] = (0, 1),
         timeline: Timeline | None = None,
     ) -> None:
-        self._run = run
         self._run_id = run.run_id.hex()
         resumes = run.resumed is not None
-        check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
+        self._disk = files = run.files
+        check_directory(directory, files, resumes=resumes or run.is_temporary or run.is_known)
         self._slot_arrays = tuple(slot_arrays)
         held = range(len(self._slot_arrays)) if held is None else held
         self._table = SlotTable(self._slot_arrays, held, run.slots_per_chunk, run.committed)
@@ -276,29 +214,29 @@ class SwapFile:
         advice = "give path several directories, which share the chunks"
         require_file_size(str(path), self._table.nbytes, advice=advice)
         with ExitStack() as undo:
-            if directory not in run.directories and _made(directory):
-                undo.callback(_remove_if_empty, directory)
-            dir_fd = run.directories.hold(directory)
-            is_new = path.name not in LOCAL.within(run.directories).names(directory)
+            if not files.holds(directory) and _make(directory, files):
+                undo.callback(_remove_if_empty, directory, files)
+            dir_fd = files.hold(directory)
+            is_new = path.name not in files.names(directory)
             if is_new and resumes:
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
             self._file = engine.open(str(path), dir_fd=dir_fd)
             undo.callback(self._file.close)
-            lock(self._file)
+            lock(self._file, files)
             if is_new:
                 undo.callback(self._remove)
-            is_blank = _is_blank(self._file)
+            is_blank = _is_blank(self._file, files)
             described = self._slot_arrays[: run.committed]
             chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
             superblock = Superblock(self._run_id, run.slots_per_chunk, stripe, run.committed is not None, chunks)
             block = aligned_memory(PAGE_BYTES)
             block[:] = superblock.encode()
             if resumes:
-                _require_same(self._file, block)
-                self._size_before = os.fstat(self._file.fd).st_size
+                _require_same(self._file, files, block)
+                self._size_before = files.size(self._file)
             # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
             is_marked = is_blank and not resumes and self._mark(block)
-            reserve(self._file, self._table.nbytes, self._table.nbytes_of_one)
+            reserve(self._file, files, self._table.nbytes, self._table.nbytes_of_one)
             if not (resumes or is_marked):
                 result_of(self._engine.write(self._file, 0, block))
             # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
@@ -393,7 +331,7 @@ class SwapFile:
         size, self._size_before = self._size_before, None
         if size is not None and size < self._table.nbytes:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file.fd, size)
+                self._disk.truncate(self._file, size)
         if self._is_disposable:
             self._is_disposable = False
             with contextlib.suppress(OSError):
@@ -420,16 +358,16 @@ class SwapFile:
 
         Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
         """
-        self._run.directories.require_here(self._final_path.parent)
+        self._disk.require_here(self._final_path.parent)
         file = self._file.path
-        if not leads_to(self._file, *self._run.directories.at(Path(file))):
+        if not self._disk.leads_to(Path(file), self._file):
             raise PathError(
                 errno.ESTALE,
                 "is not the file that this run opened, which was moved or removed: move it back and commit again, or "
                 "start again",
                 file,
             )
-        if (size := os.fstat(self._file.fd).st_size) < self._table.nbytes:
+        if (size := self._disk.size(self._file)) < self._table.nbytes:
             raise PathError(
                 errno.ESTALE,
                 f"was cut off at {size} of {self._table.nbytes} bytes while this run used it: start again",
@@ -438,9 +376,9 @@ class SwapFile:
 
     def _remove(self) -> None:
         """Removes the file, if it is still the one that has its name. Raises: OSError."""
-        name, dir_fd = self._run.directories.at(Path(self._file.path))
-        if leads_to(self._file, name, dir_fd):
-            os.unlink(name, dir_fd=dir_fd)
+        path = Path(self._file.path)
+        if self._disk.leads_to(path, self._file):
+            self._disk.remove(path)
 
 
 def memory_of(buffer: Tensor) -> memoryview:
@@ -457,37 +395,34 @@ def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) 
         transfer.resolve()
 
 
-def _made(directory: Path) -> bool:
+def _make(directory: Path, files: Files) -> bool:
     """Makes `directory`; whether it was missing. Raises: PathError."""
     try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        return False
+        return files.make_directory(directory)
     except OSError as error:
         if not is_of_system(error):
             raise
         raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
-    return True
 
 
-def _remove_if_empty(directory: Path) -> None:
+def _remove_if_empty(directory: Path, files: Files) -> None:
     with contextlib.suppress(OSError):
-        directory.rmdir()
+        files.remove_directory(directory)
 
 
-def _is_blank(file: IOFile) -> bool:
+def _is_blank(file: IOFile, files: Files) -> bool:
     """Whether nothing is in it. Raises: PathError if it is somebody else's. One with our magic was left by a run that
     committed nothing, and is reused."""
-    start = first_page(file)
+    start = first_page(file, files)
     if start[: len(MAGIC)] == MAGIC:
         return False
-    if any(start) or os.fstat(file.fd).st_size > PAGE_BYTES:
+    if any(start) or files.size(file) > PAGE_BYTES:
         raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
     return True
 
 
-def _require_same(file: IOFile, block: memoryview) -> None:
-    found = first_page(file)
+def _require_same(file: IOFile, files: Files, block: memoryview) -> None:
+    found = first_page(file, files)
     end = len(bytes(block).rstrip(b"\0"))
     if found[:end] == block[:end] and found != block:
         raise CorruptionError("is damaged after the text of its superblock", file=file.path, offset=end)
@@ -542,7 +477,7 @@ class Stripes(Slots):
 
     Args: directories: one or more, all different; weights: their bandwidths; slot_arrays: what each chunk holds;
     resident: chunks that stay in RAM, and seldom move.
-    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory; directories, as in `RunFiles`.
+    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
     Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -559,13 +494,12 @@ class Stripes(Slots):
     ) -> None:
         run = run or RunFiles()
         for directory in directories:
-            check_directory(directory, resumes=run.is_temporary or run.is_known or run.resumed is not None)
+            check_directory(directory, run.files, resumes=run.is_temporary or run.is_known or run.resumed is not None)
         chosen = assign([slot.nbytes for slot in slot_arrays], weights)
         if run.resumed is not None:
             chosen[: len(run.resumed)] = run.resumed
         self.run_id = run.run_id
         self.chosen = tuple(chosen)
-        self.directories = run.directories
         self._stripes: list[SwapFile] = []
         of: dict[int, SwapFile] = {}
         super().__init__(of)
@@ -642,6 +576,7 @@ class CommittedFile:
 
     def __init__(self, path: Path, files: Files = LOCAL, *, exclusive: bool = False) -> None:
         self.path = str(path)
+        self._disk = files
         try:
             # NFS gives an exclusive lock only to who may write.
             self._file = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
@@ -652,13 +587,12 @@ class CommittedFile:
             if error.errno != errno.ELOOP:
                 why = f"cannot open the swap file: {error.strerror}"
             raise PathError(error.errno, why, self.path) from error
-        fd = self._file.fd
         try:
-            info = os.fstat(fd)
+            info = files.stat(self._file)
             if not stat.S_ISREG(info.st_mode):
                 raise PathError(errno.EINVAL, "is no regular file", self.path)
             self.size = info.st_size
-            _lock(fd, self.path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            _lock(self._file, files, exclusive=exclusive)
             page = aligned_memory(PAGE_BYTES)
             self.page = bytes(page[: self.read(page, 0)])
             self.block = parse_superblock(self.page, self.path)
@@ -671,7 +605,7 @@ class CommittedFile:
         done = 0
         while done < len(data):
             try:
-                got = os.preadv(self._file.fd, [data[done:]], offset + done)
+                got = self._disk.read_at(self._file, offset + done, data[done:])
             except OSError as error:
                 if not is_of_system(error):
                     raise

@@ -17,7 +17,7 @@ from offload.checkpoint.extra import memory_of
 from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
 from offload.io.engine import IOFile
-from offload.storage.files import Files
+from offload.io.files import Files
 
 INDEX = "model.safetensors.index.json"
 
@@ -240,6 +240,7 @@ class Failing(Files):
     """Fails the n-th call of one operation."""
 
     def __init__(self, operation: str, number: int) -> None:
+        super().__init__()
         self.left = number
         self.operation = operation
 

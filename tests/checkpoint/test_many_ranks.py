@@ -21,24 +21,26 @@ from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
 from offload.choices import Choice
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.layout import Layout, build
 from offload.model.units import specs_of
 from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.ranks.communicator import Communicator
-from offload.storage.files import Files, swap_name
+from offload.storage.files import swap_name
 from tests.support.committed import RUN, STEP, superblock
 from tests.support.threads import Threads
 
 
 class Counted(Files):
-    """Counts what each thread opens."""
+    """Counts what is opened."""
 
     def __init__(self) -> None:
-        self.opened: Counter[int] = Counter()
+        super().__init__()
+        self.opened = 0
 
     def open(self, path: Path, flags: int) -> IOFile:
-        self.opened[threading.get_ident()] += 1
+        self.opened += 1
         return super().open(path, flags)
 
 
@@ -65,17 +67,17 @@ def write_run(folder: Path, ranks: int) -> None:
     write_commit(folder, Commit(RUN, STEP, tuple(digests)))
 
 
-def find(comm: Communicator, folder: Path) -> RecoveryPlan:
+def find(comm: Communicator, folder: Path, files: Files | None = None) -> RecoveryPlan:
     choice, layout, wanted = plan(comm.rank, comm.size, folder)
     with ExitStack() as undo:
-        found = find_together(undo, choice.commits, comm, layout, wanted).found
+        found = find_together(undo, choice.commits, comm, layout, wanted, files or Files()).found
     assert found is not None
     return found
 
 
 def costs(folder: Path, ranks: int, patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Files opened and manifests decoded, on each rank."""
-    files, decoded = Counted(), Counter[int]()
+    decoded = Counter[int]()
     real = records.parse
 
     def parse(data: bytes, file: str = "") -> Manifest:
@@ -83,14 +85,14 @@ def costs(folder: Path, ranks: int, patch: pytest.MonkeyPatch) -> list[tuple[int
         return real(data, file)
 
     def work(comm: Communicator) -> tuple[int, int]:
-        found = find(comm, folder)
+        files = Counted()
+        found = find(comm, folder, files)
         assert found.reader is None
         assert found.manifest is not None
         assert (found.manifest.rank, found.extra.extra) == (comm.rank, {"rank": comm.rank})
-        return files.opened[threading.get_ident()], decoded[threading.get_ident()]
+        return files.opened, decoded[threading.get_ident()]
 
     with patch.context() as context:
-        context.setattr("offload.checkpoint.recovery.FILES", files)
         context.setattr(records, "parse", parse)
         return Threads(ranks).run(work)
 

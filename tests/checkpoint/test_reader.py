@@ -20,10 +20,12 @@ from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.devices.copies import HostCopier
 from offload.errors import ConfigError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
+from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import SWAP_NAME, Files, swap_name
+from offload.storage.files import SWAP_NAME, swap_name
 from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import (
     STATE_KINDS,
@@ -329,17 +331,15 @@ def test_a_swap_file_of_another_run_or_layout_is_refused(
         reader.swap_files.lock()
 
 
-def test_an_io_error_is_one_slots_error(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_io_error_is_one_slots_error(places: list[Path]) -> None:
+    class Failing(Files):
+        def read_at(self, file: IOFile, offset: int, data: memoryview) -> int:
+            if offset > PAGE_BYTES:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read_at(file, offset, data)
+
     write_run(places[:1])
-    real = os.preadv
-
-    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if offset > PAGE_BYTES:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, buffers, offset)
-
-    with Reader(places[:1]) as reader:
-        monkeypatch.setattr(os, "preadv", failing)
+    with Reader(places[:1], Failing()) as reader:
         found = list(reader.verify())
     errors = [one.error for one in found if one.error]
     assert len(errors) == len(found) - 1

@@ -20,9 +20,9 @@ from offload.checkpoint.recovery import (
     read_together,
     scan_together,
 )
+from offload.io.files import LOCAL
 from offload.ranks.agreement import all_gather_object
 from offload.ranks.communicator import Communicator
-from offload.storage.files import LOCAL
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.threads import Threads
 

@@ -16,9 +16,10 @@ from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.scan import clean_up, foreign, is_clean, last_of, require_free, scan, swaps
 from offload.errors import PathError, PathInUseError, ResumeError
+from offload.io.files import LOCAL, Files
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
-from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME, Files
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from offload.storage.swap_file import open_locked
 from tests.support.committed import manifest_of, superblock, superblock_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -43,6 +44,7 @@ class Logged(Files):
     """What was asked of the file system, in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.log: list[str] = []
 
     def rename(self, old: Path, new: Path) -> None:

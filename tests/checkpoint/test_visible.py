@@ -16,9 +16,10 @@ from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.scan import hidden_ranks, ranks_in
 from offload.errors import CorruptionError
+from offload.io.engine import IOFile
+from offload.io.files import LOCAL, Files
 from offload.ranks.communicator import SingleProcess
-from offload.storage import swap_file
-from offload.storage.files import LOCAL
+from offload.storage.swap_file import CommittedFile
 from tests.support.committed import RUN, manifest_of, superblock
 
 OTHER = "f" * 32
@@ -97,17 +98,17 @@ def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
 
 
 def test_an_exclusive_lock_is_asked_for_on_a_file_that_may_be_written(
-    places: list[Path], manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+    places: list[Path], manifests: list[Manifest]
 ) -> None:
     """NFS gives it to nobody else."""
 
-    def on_nfs(fd: int, how: int) -> None:
-        writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-        if how == fcntl.LOCK_EX and not writes:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    class OnNFS(Files):
+        def lock(self, file: IOFile, *, exclusive: bool) -> None:
+            writes = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            if exclusive and not writes:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    monkeypatch.setattr(swap_file, "take_lock", on_nfs)
     put(places[0], manifests[0], 0)
     place = places[0] / "offload-rank0.swap"
-    swap_file.CommittedFile(place, exclusive=True).close()
-    swap_file.CommittedFile(place).close()
+    CommittedFile(place, OnNFS(), exclusive=True).close()
+    CommittedFile(place, OnNFS()).close()

@@ -166,7 +166,7 @@ def test_remove_takes_the_record_first(tmp_path: Path, monkeypatch: pytest.Monke
     places = folders(tmp_path, 2)
     write_run(places, 2)
     removed: list[Path] = []
-    monkeypatch.setattr("offload.storage.files.Files.remove", lambda files, path: removed.append(path))
+    monkeypatch.setattr("offload.io.files.Files.remove", lambda files, path: removed.append(path))
     assert call("remove", *places[::-1], "--yes").exit_code == 0
     assert removed[0] == places[0] / COMMIT_NAME
     assert len(removed) == 1 + 2 * 2 + 2

@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero, Tuning
-from offload.checkpoint import recovery
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, InterruptedStepError, OffloadError, RankError, ResumeError, TierIOError
 from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.planner import least_cpu_memory
 from offload.ranks import torch_distributed as comm
-from offload.storage.files import Files
 from tests.support import models
+from tests.support.disks import on_disk
 from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds
 from tests.support.sharded import batches_of, communicators, devices_apart
@@ -157,9 +157,13 @@ def test_resumed_ranks_have_the_bits_of_ranks_that_never_stopped(
 
 
 class Failing(Files):
-    """Fails at the first operation of a kind on a file whose name begins so."""
+    """Fails, once it is told, at the first operation of a kind on a file whose name begins so."""
 
-    def __init__(self, operation: str, name: str) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._operation = self._name = ""
+
+    def fail(self, operation: str, name: str) -> None:
         self._operation, self._name = operation, name
 
     def _fail(self, operation: str, path: Path) -> None:
@@ -178,18 +182,20 @@ class Failing(Files):
 
 def _refused(path: str, rank: int, operation: str, name: str) -> tuple[str, str]:
     """What a commit of step 5 raised, and what the same rank's call after it did."""
-    training = Training(path, stage=2)
+    files = Failing()
+    with on_disk(files):
+        training = Training(path, stage=2)
     training.go_to(AT)
     training.optimizer.commit()
     expected = training.bits()
     training.go_to(AT + MORE)
-    files = Failing(operation, name) if dist.get_rank() == rank else Files()
+    if dist.get_rank() == rank:
+        files.fail(operation, name)
     said = then = "nothing"
-    with patch.object(recovery, "FILES", files):
-        try:
-            training.optimizer.commit()
-        except OffloadError as error:
-            said = type(error).__name__
+    try:
+        training.optimizer.commit()
+    except OffloadError as error:
+        said = type(error).__name__
     if dist.get_rank() == 0:
         found = read_commit(Path(path))
         assert found is not None

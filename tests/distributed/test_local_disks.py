@@ -18,7 +18,7 @@ from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.scan import swaps
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
-from offload.storage.files import LOCAL
+from offload.io.files import LOCAL
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
 from tests.support.machines import RUN, needs_proc, on

@@ -12,13 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.checkpoint import recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need
 from offload.errors import BudgetError, OffloadError, RankError
 from offload.io.engine import IOFile
-from offload.storage.files import Files
 from tests.distributed.test_commits import AT, MORE, TIMEOUT_S, Failing, Training, _patient, same
+from tests.support.disks import on_disk
 from tests.support.ranks import World, Worlds
 
 pytestmark = pytest.mark.timeout(120)
@@ -133,15 +132,18 @@ class FailingCopy(Failing):
 
 
 def _refused(base: str, shared: bool, rank: int, operation: str, name: str) -> str:
-    training = Training(paths_of(base, shared), stage=2)
+    files = FailingCopy()
+    with on_disk(files):
+        training = Training(paths_of(base, shared), stage=2)
     training.go_to(AT)
     training.optimizer.commit()
     said = "nothing"
-    with patch.object(recovery, "FILES", FailingCopy(operation, name) if dist.get_rank() == rank else Files()):
-        try:
-            training.optimizer.snapshot()
-        except OffloadError as error:
-            said = type(error).__name__
+    if dist.get_rank() == rank:
+        files.fail(operation, name)
+    try:
+        training.optimizer.snapshot()
+    except OffloadError as error:
+        said = type(error).__name__
     left = [*Path(base).glob("*/snapshot-*/COMMIT")]
     assert not left
     training.go_to(AT + 1)

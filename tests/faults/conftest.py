@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import OffloadError
 from offload.planner import least_cpu_memory
+from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
 
 SMALL = Tuning(chunk="4KiB", threads=1)
@@ -99,8 +100,8 @@ def make(path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyEngine:
+def disk() -> Iterator[FaultyEngine]:
     """The disk under the next OffloadZero."""
     engine = FaultyEngine(delay_s=0.0005)
-    monkeypatch.setattr("offload.build.open_engine", lambda name, paths: engine)
-    return engine
+    with on_disk(engine=engine):
+        yield engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Snapshot
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY, Files
+from offload.io.files import Files
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY
 from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
+from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
 
 
@@ -27,6 +30,7 @@ class Logged(Files):
     """What was asked of the file system; `fail` raises instead."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.log: list[str] = []
         self.fails = ""
 
@@ -55,10 +59,10 @@ class Logged(Files):
 
 
 @pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Logged:
+def files() -> Iterator[Logged]:
     made = Logged()
-    monkeypatch.setattr("offload.checkpoint.recovery.FILES", made)
-    return made
+    with on_disk(made):
+        yield made
 
 
 def test_nothing_is_decided_before_all_that_it_names_is_durable(

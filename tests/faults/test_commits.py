@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,12 +28,14 @@ from offload.errors import (
     TierIOError,
 )
 from offload.io.engine import IOFile, IOFuture
+from offload.io.files import Files
 from offload.planner import least_cpu_memory
 from offload.planner.placement import all_slot_arrays
-from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.damage import flip
-from tests.support.faulty_engine import FaultyEngine, resolved
+from tests.support.disks import SwitchedFiles, on_disk
+from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import run_killed
 from tests.support.simulated_disk import SimulatedDisk
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -131,10 +132,9 @@ class CutDisk(SimulatedDisk):
 class Cuts:
     """A training that loses power, and one that does not, to compare with."""
 
-    def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, make: Make, path: Path) -> None:
         self._make = make
         self._path = path
-        self._patch = monkeypatch
         self.expected: dict[int, dict[str, Tensor]] = {}
         model = Tiny()
         optimizer = make(model, path=path.with_name("alone"))
@@ -151,11 +151,10 @@ class Cuts:
         self.files.cut_at = chance.randrange(60) if chance.random() < 0.6 else None
         self.files.operations = 0
         disk = CutDisk(clock)
-        self._patch.setattr("offload.build.open_engine", lambda name, paths: disk)
-        self._patch.setattr("offload.checkpoint.recovery.FILES", self.files)
         model, made = Tiny(), []
         try:
-            made.append(self._make(model, commit_every=0, resume="auto"))
+            with on_disk(self.files, disk):
+                made.append(self._make(model, commit_every=0, resume="auto"))
             self._go_on(model, made[0], clock, chance)
         except PowerCut:
             pass
@@ -202,31 +201,31 @@ def cut_power(training: Cuts, cuts: int, seed: int) -> None:
     assert begun or training.least, "nothing was ever committed"
 
 
-def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_power(Cuts(make, path, monkeypatch), 20, seed=1)
+def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path) -> None:
+    cut_power(Cuts(make, path), 20, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_thousand_power_cuts(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_power(Cuts(make, path, monkeypatch), 2000, seed=2)
+def test_two_thousand_power_cuts(make: Make, path: Path) -> None:
+    cut_power(Cuts(make, path), 2000, seed=2)
 
 
 # A disk that fails.
 
 
-def test_full_disk_at_a_commit_keeps_the_last_one(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = committed(make)
+def test_full_disk_at_a_commit_keeps_the_last_one(make: Make) -> None:
+    class Full(Files):
+        def write(self, file: IOFile, data: memoryview) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files = SwitchedFiles()
+    with on_disk(files):
+        model, optimizer = committed(make)
     expected = bits(model, optimizer)
     one_step(model, optimizer, 3)
-
-    def full(fd: int, data: memoryview) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LOCAL, "write", full)
-        with pytest.raises(TierIOError) as caught:
-            optimizer.commit()
+    with files.switched(Full()), pytest.raises(TierIOError) as caught:
+        optimizer.commit()
     assert caught.value.errno == errno.ENOSPC
     optimizer.rollback()
     assert_same(expected, bits(model, optimizer))
@@ -240,11 +239,10 @@ def test_full_disk_at_a_commit_keeps_the_last_one(make: Make, path: Path, monkey
     assert_same(after, bits(again, resumed))
 
 
-def test_a_failed_sync_is_final(make: Make, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_is_final(make: Make, disk: FaultyEngine) -> None:
     model, optimizer = committed(make)
     one_step(model, optimizer)
-    lost = TierIOError("sync", errno.EIO, "swap", 0, 0)
-    monkeypatch.setattr(disk, "sync", lambda file: resolved(error=lost))
+    disk.fail("sync", errno.EIO)
     with pytest.raises(TierIOError):
         optimizer.commit()
     for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):
@@ -265,26 +263,21 @@ def test_rollback_recovers_from_a_failed_write(make: Make, disk: FaultyEngine) -
 
 
 @pytest.mark.parametrize(
-    ("which", "tiers"),
-    [
-        ("params", {"param_tier": "nvme", "tuning": SMALL}),
-        ("grads", {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")}),
-    ],
+    "tiers",
+    [{"param_tier": "nvme", "tuning": SMALL}, {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")}],
+    ids=["parameters", "gradients"],
 )
 def test_rollback_recovers_from_a_failed_write_of_what_is_not_committed(
-    make: Make, monkeypatch: pytest.MonkeyPatch, which: str, tiers: dict[str, Any]
+    make: Make, path: Path, disk: FaultyEngine, tiers: dict[str, Any]
 ) -> None:
     """Parameters and gradients in slots: a commit names neither, and their store has to be as new all the same."""
     model, optimizer = committed(make, cpu_memory=least_cpu_memory(Tiny(), **tiers), **tiers)
     optimizer.synchronize()
     expected = bits(model, optimizer)
-    store = getattr(optimizer._parts.stores, which)
-    lost = TierIOError("write", errno.EIO, "swap", 0, 0)
-    with monkeypatch.context() as patch:
-        broken = SimpleNamespace(read=store._slots.read, write=lambda *args, **named: resolved(error=lost))
-        patch.setattr(store, "_slots", broken)
-        with pytest.raises(TierIOError):
-            some_steps(model, optimizer)
+    with Reader([path]) as reader:
+        committed_chunks = len(reader.manifests[0].chunks)
+    with disk.failing("write", errno.EIO, lambda chunk: chunk >= committed_chunks), pytest.raises(TierIOError):
+        some_steps(model, optimizer)
     with pytest.raises(TierIOError):
         optimizer.synchronize()
     optimizer.rollback()

@@ -37,6 +37,7 @@ from offload.storage.arena import Arena
 from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.before import Before
+from tests.support.disks import FreeFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
@@ -177,38 +178,19 @@ def test_memory_that_the_machine_refuses_leaves_nothing(
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_too_little_disk_is_refused(model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fstatvfs
-
-    def full(fd: int) -> os.statvfs_result:
-        found = list(real(fd))
-        found[4] = 5
-        return os.statvfs_result(found)
-
-    monkeypatch.setattr(os, "fstatvfs", full)
-    with pytest.raises(BudgetError) as caught:
+def test_too_little_disk_is_refused(model: Tiny, make: Make) -> None:
+    with on_disk(FreeFiles(5 * 4096)), pytest.raises(BudgetError) as caught:
         make(model)
     assert caught.value.available < caught.value.needed
     assert caught.value.option == "path"
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_where_one_slot_a_chunk_would_fit_that_is_named(
-    model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.fstatvfs
-    pages = {"free": 0}
-
-    def small(fd: int) -> os.statvfs_result:
-        found = list(real(fd))
-        found[1], found[4] = 4096, pages["free"]
-        return os.statvfs_result(found)
-
+def test_where_one_slot_a_chunk_would_fit_that_is_named(model: Tiny, make: Make) -> None:
     slots = 5 * (1 + 3)  # Tiny's chunks: a header and three arrays of a page each
-    monkeypatch.setattr(os, "fstatvfs", small)
     for free, option in ((slots, "path"), (1 + slots, "commit_every"), (2 * slots, "commit_every")):
-        pages["free"] = free - 1  # the superblock has its page already
-        with pytest.raises(BudgetError, match=r"or choose another path") as caught:
+        few = FreeFiles((free - 1) * 4096)  # the superblock has its page already
+        with on_disk(few), pytest.raises(BudgetError, match=r"or choose another path") as caught:
             make(model)
         assert caught.value.needed == 4096 * (1 + 2 * slots)
         assert caught.value.option == option
@@ -693,14 +675,13 @@ def test_a_module_to_keep_that_is_not_in_the_model_is_refused(model: Tiny, make:
 # Half-way.
 
 
-def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
-    model: Tiny, make: Make, path: Path, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(model: Tiny, make: Make) -> None:
     before = open_files(), arena_bytes()
     threads = {thread for thread in threading.enumerate() if thread.name != "faulty-disk"}
     given, before_it = AdamW(model.parameters()), Before(model)
+    disk = FaultyEngine(delay_s=0.0005)
     disk.fail("write", errno.EIO, nth=3)
-    with pytest.raises(TierIOError) as caught:
+    with on_disk(engine=disk), pytest.raises(TierIOError) as caught:
         make(model, given)
     pairs = list(zip(model.parameters(), Tiny().parameters(), strict=True))
     lost = [now.isnan().all() for now, plain in pairs if not torch.equal(now, plain)]
@@ -711,7 +692,6 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
     del caught
     assert (open_files(), arena_bytes()) == before
     assert {thread for thread in threading.enumerate() if thread.name != "faulty-disk"} <= threads
-    monkeypatch.undo()
     # Neither the path nor the optimizer is taken.
     fresh = Tiny()
     one_step(fresh, make(fresh))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from offload import NonFiniteGradientError, OffloadError, OffloadZero, ReleasedParameterError
 from offload.checkpoint.atomic_file import write_temporary
 from offload.checkpoint.reader import Reader
+from offload.io.files import Files
 from offload.model import fetch, flat_param, transfer
 from offload.storage import chunk_cache, swap_file
-from offload.storage.files import Directories, Files
 from tests.faults.test_interrupted_steps import CLOSE, FAR_APART, PLACEMENTS, X, build, train
 from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
@@ -215,9 +215,9 @@ def test_an_interrupt_leaves_no_file_open_that_nobody_knows(tmp_path: Path) -> N
     swap, files = tmp_path / "run" / "offload-rank0.swap", Files()
 
     def hold() -> None:
-        held = Directories()
+        held = Files()
         held.hold(tmp_path)
-        held.close()
+        held.let_go()
 
     def write() -> None:
         write_temporary(files, tmp_path / "new", [b"1"])

@@ -22,11 +22,13 @@ from offload.checkpoint import commit as records
 from offload.checkpoint import committer
 from offload.checkpoint.reader import Reader
 from offload.errors import TierIOError
+from offload.io import files as local
 from offload.io.engine import IOFile, IOFuture
-from offload.storage import files as local
+from offload.io.files import Files
 from offload.storage import swap_file
-from offload.storage.files import COMMIT_NAME, Files
+from offload.storage.files import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
+from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine, resolved
 
 OPERATIONS = ("create", "write", "sync", "close", "rename", "remove", "copy", "sync_directory", "names", "read")
@@ -39,6 +41,7 @@ class Interrupted(Files):
     """Raises KeyboardInterrupt at one call of the file system, before it does anything, or after."""
 
     def __init__(self, at: int, *, is_done: bool) -> None:
+        super().__init__()
         self.left = at
         self._is_done = is_done
 
@@ -89,7 +92,9 @@ class Loop:
     def __init__(self, make: Make, path: Path) -> None:
         self._path = path
         self.model = Tiny()
-        self.optimizer: OffloadZero = make(self.model, commit_every=0)
+        self.files = SwitchedFiles()
+        with on_disk(self.files):
+            self.optimizer: OffloadZero = make(self.model, commit_every=0)
         self._step = 0
         self._expected: dict[int, dict[str, Tensor]] = {}
         self.committed: list[int] = []
@@ -130,15 +135,14 @@ class Loop:
 
 @pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.slow), True], ids=["before it", "after it"])
 def test_interrupted_at_any_call_of_the_file_system_no_commit_is_overwritten(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+    make: Make, path: Path, is_done: bool
 ) -> None:
     loop = Loop(make, path)
     kept = []
     for at in range(200):
         loop.go_on()
         files = Interrupted(at, is_done=is_done)
-        with monkeypatch.context() as patch:
-            patch.setattr("offload.checkpoint.recovery.FILES", files)
+        with loop.files.switched(files):
             try:
                 loop.optimizer.commit()
             except KeyboardInterrupt:
@@ -160,18 +164,18 @@ def test_interrupted_at_any_call_of_the_file_system_no_commit_is_overwritten(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
 def test_interrupted_at_any_call_of_the_file_system_what_state_dicts_name_stays(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+    make: Make, path: Path, is_done: bool
 ) -> None:
-    model = Tiny()
-    optimizer = make(model, commit_every=0)
+    model, switched = Tiny(), SwitchedFiles()
+    with on_disk(switched):
+        optimizer = make(model, commit_every=0)
     named: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
     for at in range(400):
         one_step(model, optimizer, at)
         named.append((copy.deepcopy(optimizer.state_dict()), bits(model, optimizer)))
         one_step(model, optimizer, 1000 + at)
         files = Interrupted(at, is_done=is_done)
-        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr("offload.checkpoint.recovery.FILES", files)
+        with switched.switched(files), suppress(KeyboardInterrupt):
             optimizer.commit()
         optimizer.commit()
         if at % 3 == 0:
@@ -244,11 +248,10 @@ def test_a_sync_that_failed_while_it_was_interrupted_is_still_final(
             call()
 
 
-def test_an_interrupt_right_after_a_failed_sync_of_the_directory_is_final(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Tiny()
-    optimizer = make(model, commit_every=0)
+def test_an_interrupt_right_after_a_failed_sync_of_the_directory_is_final(make: Make) -> None:
+    model, files = Tiny(), SwitchedFiles()
+    with on_disk(files):
+        optimizer = make(model, commit_every=0)
     one_step(model, optimizer)
     optimizer.commit()
     one_step(model, optimizer)
@@ -267,10 +270,8 @@ def test_an_interrupt_right_after_a_failed_sync_of_the_directory_is_final(
                 finally:
                     raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.checkpoint.recovery.FILES", Failing())
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.commit()
+    with files.switched(Failing()), pytest.raises(KeyboardInterrupt):
+        optimizer.commit()
     for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):
         with pytest.raises(TierIOError):
             call()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +16,13 @@ from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import BudgetError, CorruptionError, OffloadError, PathInUseError, ResumeError
 from offload.io.engine import IOFile, IOFuture
+from offload.io.files import Files
 from offload.planner import least_cpu_memory
-from offload.storage.files import COMMIT_NAME, SWAP_NAME, Files
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, kill
 from tests.support.damage import flip
+from tests.support.disks import FreeFiles, SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.simulated_files import PowerCut
 
@@ -45,6 +44,7 @@ class Counted(Files):
     """The files of this machine, until an operation in whose place the process ends."""
 
     def __init__(self, left: int) -> None:
+        super().__init__()
         self.left = left
 
     def spend(self) -> None:
@@ -72,19 +72,19 @@ class Counted(Files):
         self.spend()
         super().sync_directory(path)
 
+    # A process that has ended changes nothing either by what a run does when it ends in order.
 
-@contextmanager
-def cut_off(monkeypatch: pytest.MonkeyPatch, left: int) -> Iterator[Counted]:
-    files = Counted(left)
+    def truncate(self, file: IOFile, size: int) -> None:
+        self.require_alive()
+        super().truncate(file, size)
 
-    # A file that is beside another one is removed when a run ends in order; a process that is killed removes nothing.
-    def close(file: Any) -> None:
-        file._hasher.shutdown(wait=True)
+    def remove_directory(self, path: Path) -> None:
+        self.require_alive()
+        super().remove_directory(path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.checkpoint.recovery.FILES", files)
-        patch.setattr("offload.storage.swap_file.SwapFile.close", close)
-        yield files
+    def require_alive(self) -> None:
+        if self.left < 0:
+            raise PowerCut
 
 
 def resume_in(folder: Path, path: list[str], tuning: Tuning, **more: Any) -> tuple[Tiny, OffloadZero]:
@@ -94,9 +94,7 @@ def resume_in(folder: Path, path: list[str], tuning: Tuning, **more: Any) -> tup
 
 
 @pytest.mark.parametrize(("before", "after"), [("a", "a"), ("a", "ab"), ("ab", "b"), ("ab", "ba")])
-def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(
-    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(before: str, after: str, tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     model = Tiny()
@@ -109,7 +107,8 @@ def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(
     for left in range(200):
         folder = tmp_path / f"cut{left}"
         shutil.copytree(first, folder)
-        with cut_off(monkeypatch, left) as files, suppress(PowerCut):
+        files = Counted(left)
+        with on_disk(files), suppress(PowerCut):
             resume_in(folder, [*after], LARGER)[1].close()
         with Reader([folder / name for name in "ab"]) as reader:
             seen.add((reader.commit.replaces is None, files.left < 0))
@@ -127,9 +126,7 @@ def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(
 
 
 @pytest.mark.parametrize(("before", "after"), [("a", "a"), ("ab", "b"), ("ab", "ba")])
-def test_clearing_up_may_be_lost_in_any_part(
-    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clearing_up_may_be_lost_in_any_part(before: str, after: str, tmp_path: Path) -> None:
     """What follows the decision, without the removal of the record that no longer counts, is in no order."""
     first = tmp_path / "first"
     first.mkdir()
@@ -153,8 +150,7 @@ def test_clearing_up_may_be_lost_in_any_part(
                 if path.name == COMMIT_NAME or is_temporary or chance.random() < 0.5:
                     super().remove(path)
 
-        with monkeypatch.context() as patch:
-            patch.setattr("offload.checkpoint.recovery.FILES", Losing())
+        with on_disk(Losing()):
             resume_in(folder, [*after], LARGER)[1].close()
         again, optimizer = resume_in(folder, [*after], LARGER)
         assert optimizer.resumed == (1, {"seen": 1})
@@ -180,26 +176,25 @@ class Dying(FaultyEngine):
         return super().write(file, offset, data)
 
 
-def test_a_first_commit_and_the_start_after_it_may_both_be_cut_off_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_commit_and_the_start_after_it_may_both_be_cut_off_anywhere(tmp_path: Path) -> None:
     """With manifests in two directories and no record the run has committed nothing, also when one of its swap files
     is another run's already."""
     outcomes = []
     for left in range(8, 40):
         first = tmp_path / f"first{left}"
         first.mkdir()
-        model, optimizer = resume_in(first, ["a", "b"], SMALL, resume="auto")
+        switched, files = SwitchedFiles(), Counted(left)
+        with on_disk(switched):
+            model, optimizer = resume_in(first, ["a", "b"], SMALL, resume="auto")
         one_step(model, optimizer)
-        with cut_off(monkeypatch, left) as files, suppress(PowerCut):
+        with switched.switched(files), suppress(PowerCut):
             optimizer.commit({"seen": 1})
-        with cut_off(monkeypatch, 0):
+        with switched.switched(Counted(0)):
             optimizer._failure = RuntimeError("killed")
             optimizer.close()
         is_committed = (first / "a" / COMMIT_NAME).exists()
         if [*(first / "b").glob("manifest-*.json")]:
-            with cut_off(monkeypatch, 1000), monkeypatch.context() as patch, suppress(PowerCut, OffloadError):
-                patch.setattr("offload.build.open_engine", lambda name, paths: Dying(1))
+            with on_disk(Counted(1000), Dying(1)), suppress(PowerCut, OffloadError):
                 resume_in(first, ["a", "b"], LARGER, resume="auto")[1].close()
             _, again = resume_in(first, ["a", "b"], SMALL, resume="auto")
             assert (again.resumed is not None) == is_committed
@@ -225,9 +220,7 @@ def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path) -> None:
 # Nothing of the old commit is touched before.
 
 
-def test_the_old_commit_is_untouched_until_the_new_one_decides(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_old_commit_is_untouched_until_the_new_one_decides(make: Make, path: Path) -> None:
     committed(make)[1].close()
     before = contents(path)
     seen: list[bool] = []
@@ -241,29 +234,19 @@ def test_the_old_commit_is_untouched_until_the_new_one_decides(
             decided.append(new.name)
             super().rename(old, new)
 
-    monkeypatch.setattr("offload.checkpoint.recovery.FILES", Looking())
-    make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB").close()
+    with on_disk(Looking()):
+        make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB").close()
     assert seen == [True, True]
     assert not before.keys() - {COMMIT_NAME, SWAP_NAME} & contents(path).keys()
 
 
-def test_too_little_disk_for_both_is_refused_before_anything_is_written(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_for_both_is_refused_before_anything_is_written(make: Make, path: Path) -> None:
     model, optimizer = committed(make)
     expected = bits(model, optimizer)
     optimizer.close()
     before = contents(path)
-    real = os.fstatvfs
-
-    def small(fd: int) -> Any:
-        found = real(fd)
-        return SimpleNamespace(f_bavail=20, f_frsize=4096, f_bsize=found.f_bsize)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.storage.swap_file.os.fstatvfs", small)
-        with pytest.raises(BudgetError) as caught:
-            make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
+    with on_disk(FreeFiles(20 * 4096)), pytest.raises(BudgetError) as caught:
+        make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
     assert caught.value.available == 21 * 4096 < caught.value.needed  # the superblock has its page already
     assert contents(path) == before
     again = Tiny()

@@ -31,12 +31,13 @@ from offload.errors import (
     ResumeError,
     TierIOError,
 )
-from offload.storage import files as local
-from offload.storage.files import COMMIT_NAME, SWAP_NAME, Files
+from offload.io.files import Files
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
-from tests.faults.test_resharding import LARGER, contents, cut_off
+from tests.faults.test_resharding import LARGER, Counted, contents
+from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 SPLIT = Tuning(chunk="4KiB", threads=1, split_master=True)
@@ -223,9 +224,7 @@ def test_half_of_a_snapshot_is_missed(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["run", pytest.param("new", marks=pytest.mark.slow)])
-def test_going_back_cut_off_anywhere_leaves_what_was_or_what_is_to_be(
-    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_going_back_cut_off_anywhere_leaves_what_was_or_what_is_to_be(after: str, tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     model = Tiny()
@@ -245,7 +244,8 @@ def test_going_back_cut_off_anywhere_leaves_what_was_or_what_is_to_be(
             again = Tiny()
             return again, OffloadZero(again, path=folder / after, tuning=SMALL, commit_every=0, **options)
 
-        with cut_off(monkeypatch, left) as files, suppress(PowerCut):
+        files = Counted(left)
+        with on_disk(files), suppress(PowerCut):
             resume(resume=[snapshot])[1].close()
         assert is_whole([snapshot])
         if after == "run":
@@ -509,23 +509,29 @@ def test_only_what_lies_on_one_device_of_one_machine_is_added() -> None:
 
 @pytest.mark.parametrize("paths", [1, 2])
 def test_too_little_disk_is_refused_before_anything_is_written(
-    make: Make, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: int
+    make: Make, path: Path, tmp_path: Path, paths: int
 ) -> None:
-    model = Tiny()
-    optimizer = make(model, path=[path, tmp_path / "second"][:paths], commit_every=0)
+    class Full(Files):
+        free = 0
+
+        def space(self, path: Path) -> tuple[int, int]:
+            return super().space(path)[0], self.free
+
+    model, files = Tiny(), Full()
+    with on_disk(files):
+        optimizer = make(model, path=[path, tmp_path / "second"][:paths], commit_every=0)
     optimizer.commit({"x": torch.ones(1000)})
     with Reader([Path(file).parent for file in optimizer.files]) as reader:
         slots = sum(slot.size for slots in reader._slots for slot in slots)
     manifest = sum(file.stat().st_size for kind in ("manifest", "extra") for file in path.glob(f"{kind}-*"))
     needed = slots + paths * (4096 + manifest)
-    free = [needed - 1]
-    monkeypatch.setattr(Files, "space", lambda files, directory: (directory.stat().st_dev, free[0]))
+    files.free = needed - 1
     before = contents(tmp_path)
     with pytest.raises(BudgetError, match="a snapshot needs") as caught:
         optimizer.snapshot()
     assert (caught.value.needed, caught.value.available) == (needed, needed - 1)
     assert contents(tmp_path) == before
-    free[0] = needed
+    files.free = needed
     assert is_whole(optimizer.snapshot())
     one_step(model, optimizer)
     optimizer.commit()
@@ -545,11 +551,12 @@ def test_damage_in_the_manifest_is_not_kept(make: Make, path: Path) -> None:
 class Undone:
     """A run with a snapshot of step 2 and a commit of step 4, and its files, with which operations may go wrong."""
 
-    def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.patch = path, monkeypatch
+    def __init__(self, make: Make, path: Path) -> None:
+        self.path, self.switched = path, SwitchedFiles()
         self.model = Tiny()
         path.mkdir()
-        self.optimizer = make(self.model, path=[path / "a", path / "b"], commit_every=0)
+        with on_disk(self.switched):
+            self.optimizer = make(self.model, path=[path / "a", path / "b"], commit_every=0)
         self.expected: dict[int, dict[str, Tensor]] = {}
         for step in (2, 4):
             self.expected[step] = go_on(self.model, self.optimizer, step - 2, step)
@@ -562,8 +569,7 @@ class Undone:
     def files(self, **fault: Any) -> tuple[SimulatedFiles, BaseException | None]:
         """Tries to make another snapshot, and to take the first away."""
         files = SimulatedFiles(**fault).load(self.path)
-        with self.patch.context() as patch:
-            patch.setattr("offload.checkpoint.recovery.FILES", files)
+        with self.switched.switched(files):
             try:
                 self.optimizer.snapshot(keep=1)
             except (PowerCut, OffloadError) as error:
@@ -588,9 +594,9 @@ def look(folder: Path, expected: dict[int, dict[str, Tensor]]) -> set[int]:
     return found - {-4}
 
 
-def cut_off_anywhere(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int | None) -> None:
+def cut_off_anywhere(make: Make, path: Path, cuts: int | None) -> None:
     """At every operation. Args: cuts: how often the power is cut there; None: only the process ends."""
-    run = Undone(make, path, monkeypatch)
+    run = Undone(make, path)
     seen = set()
     folder = path.with_name("after")
     for number in range(100):
@@ -623,23 +629,19 @@ def cut_off_anywhere(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cu
 
 
 @pytest.mark.parametrize("cuts", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["without power", "killed"])
-def test_cut_off_at_any_operation_there_is_no_half_snapshot(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int | None
-) -> None:
-    cut_off_anywhere(make, path, monkeypatch, cuts)
+def test_cut_off_at_any_operation_there_is_no_half_snapshot(make: Make, path: Path, cuts: int | None) -> None:
+    cut_off_anywhere(make, path, cuts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_power_cut_a_dozen_times_at_any_operation(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off_anywhere(make, path, monkeypatch, 12)
+def test_power_cut_a_dozen_times_at_any_operation(make: Make, path: Path) -> None:
+    cut_off_anywhere(make, path, 12)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_failing_disk_is_said_and_leaves_no_half_snapshot(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    run = Undone(make, path, monkeypatch)
+def test_a_failing_disk_is_said_and_leaves_no_half_snapshot(make: Make, path: Path, code: int) -> None:
+    run = Undone(make, path)
     failed = 0
     for number in range(100):
         files, error = run.files(fail_at=number, code=code)
@@ -669,22 +671,21 @@ def test_a_failing_disk_is_said_and_leaves_no_half_snapshot(
 
 
 @pytest.mark.parametrize("kernel", ["copies", "cannot", "says nothing"])
-def test_holes_stay_holes_and_the_rest_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
-    if kernel != "copies":
+def test_holes_stay_holes_and_the_rest_is_the_same(tmp_path: Path, kernel: str) -> None:
+    class Copying(Files):
+        piece_bytes = 8192
 
-        def copy(*args: Any) -> int:
+        def copy_in_kernel(self, source: int, target: int, offset: int, length: int) -> int:
+            if kernel == "copies":
+                return super().copy_in_kernel(source, target, offset, length)
             if kernel == "cannot":
                 raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
             return 0
 
-        monkeypatch.setattr(os, "copy_file_range", copy)
-    monkeypatch.setattr(local, "PIECE_BYTES", 8192)
     source, target = tmp_path / "source", tmp_path / "target"
     data = os.urandom(1 << 20)
     source.write_bytes(data)
-    files = Files()
+    files = Copying()
     file = files.create(target)
     files.copy(source, file, 0, 4096)
     files.copy(source, file, 900_000, 100_001)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from offload import OffloadZero, build
+from offload import OffloadZero
 from offload.checkpoint.reader import Reader
-from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX
 from tests.faults.conftest import Make, Tiny, assert_same, bits
 from tests.faults.test_commits import Cuts, cut_power
 from tests.support.processes import run_killed
@@ -37,11 +37,10 @@ def test_a_hundred_kills_of_trainings_that_take_snapshots(tmp_path: Path, paths:
 class KeepingCuts(Cuts):
     """Takes snapshots, too, and looks at them when the power is back. Attributes: found: how many it looked at."""
 
-    def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._engine = build.open_engine
+    def __init__(self, make: Make, path: Path) -> None:
         self._taken: list[int] = []
         self.found = 0
-        super().__init__(make, path, monkeypatch)
+        super().__init__(make, path)
 
     def begin_anew(self) -> None:
         super().begin_anew()
@@ -85,8 +84,6 @@ class KeepingCuts(Cuts):
             assert reader.commit.is_snapshot
             assert all(slot.error is None for slot in reader.verify())
         if resumes:
-            self._patch.setattr("offload.build.open_engine", self._engine)
-            self._patch.setattr("offload.checkpoint.recovery.FILES", LOCAL)
             model = Tiny()
             with self._make(
                 model, path=place.with_name(f"own{step}"), commit_every=0, resume=[place], cpu_memory="1MiB"
@@ -95,17 +92,15 @@ class KeepingCuts(Cuts):
         return step
 
 
-def test_power_cuts_leave_whole_snapshots(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = KeepingCuts(make, path, monkeypatch)
+def test_power_cuts_leave_whole_snapshots(make: Make, path: Path) -> None:
+    training = KeepingCuts(make, path)
     cut_power(training, 20, seed=1)
     assert training.found > 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_thousand_power_cuts_of_trainings_that_take_snapshots(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = KeepingCuts(make, path, monkeypatch)
+def test_a_thousand_power_cuts_of_trainings_that_take_snapshots(make: Make, path: Path) -> None:
+    training = KeepingCuts(make, path)
     cut_power(training, 1000, seed=3)
     assert training.found > 500

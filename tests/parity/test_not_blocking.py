@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload import OffloadZero, Tuning
 from tests.support import models
+from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.training import Run, train
@@ -73,10 +74,10 @@ def run_in(
         "cpu_memory": "least" if seed % 2 else "2MiB",
     }
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr("offload.build.open_engine", lambda name, paths: FaultyEngine(seed=seed, delay_s=delay_s))
         if on_device:
             patch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
             options["cpu_memory"] = "2MiB"
         path = Path(folder) / "swap"
-        run = train(kind, steps=STEPS, accumulation=accumulation, path=path, each_step=look, **options)
+        with on_disk(engine=FaultyEngine(seed=seed, delay_s=delay_s)):
+            run = train(kind, steps=STEPS, accumulation=accumulation, path=path, each_step=look, **options)
     run.assert_same_bits(blocking(kind, accumulation))

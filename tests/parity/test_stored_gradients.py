@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, Tuning
 from offload.planner import least_cpu_memory
+from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.toy import take_step
@@ -85,10 +86,10 @@ def test_gradients_in_slots_change_no_bit_and_take_no_ram(accumulation: int, par
 def test_gradients_in_slots_under_late_copies_and_a_late_disk_change_no_bit(
     accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.build.open_engine", lambda name, paths: FaultyEngine(seed=seed))
     monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
     tier = ("cpu", "nvme")[seed % 2]
-    found = run(accumulation, path=tmp_path / "run", grad_tier="nvme", param_tier=tier, tuning=TUNING)
+    with on_disk(engine=FaultyEngine(seed=seed)):
+        found = run(accumulation, path=tmp_path / "run", grad_tier="nvme", param_tier=tier, tuning=TUNING)
     assert_same(found, accumulation)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from offload import Tuning
 from tests.support import models
+from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.training import Run, train
@@ -50,9 +51,9 @@ def test_streamed_parameters_change_no_bit(
 def test_streamed_parameters_under_late_copies_and_a_late_disk_change_no_bit(
     kind: str, split_master: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.build.open_engine", lambda name, paths: FaultyEngine(seed=seed))
     monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
     options: dict[str, Any] = {"param_tier": "nvme" if seed % 2 else "cpu", "cpu_memory": "4MiB"}
     tuning = Tuning(chunk="4KiB", prefetch_chunks=seed % 5, prefetch_units=seed % 5, split_master=split_master)
-    run = train(kind, steps=STEPS, path=tmp_path / "swap", tuning=tuning, **options)
+    with on_disk(engine=FaultyEngine(seed=seed)):
+        run = train(kind, steps=STEPS, path=tmp_path / "swap", tuning=tuning, **options)
     run.assert_same_bits(resident(kind, 1))

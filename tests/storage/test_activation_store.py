@@ -17,23 +17,17 @@ from torch import Tensor
 
 from offload.devices.copies import HostCopier
 from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
-from offload.io.engine import IOFile, aligned_memory, open_nameless
+from offload.io.engine import IOFile, aligned_memory
+from offload.io.files import Files
 from offload.io.portable import PortableEngine
 from offload.profiling import Timeline
-from offload.storage.activation_store import ActivationStore, Ranges, Stored
+from offload.storage.activation_store import ActivationStore, Ranges, SpillFiles, Stored
+from tests.support.disks import SwitchedFiles
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 
 PAGE = 4096
 CPU = torch.device("cpu")
-
-
-def nameless(directory: Path) -> IOFile:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        return open_nameless(str(directory), fd)
-    finally:
-        os.close(fd)
 
 
 def region(pages: int) -> Tensor:
@@ -52,10 +46,12 @@ def engine() -> Iterator[FaultyEngine]:
 
 
 def store_with_files(
-    engine: FaultyEngine | PortableEngine, tmp_path: Path, pages: int, files: int = 1
+    engine: FaultyEngine | PortableEngine, tmp_path: Path, pages: int, count: int = 1, files: Files | None = None
 ) -> ActivationStore:
-    opened = [engine.adopt(nameless(tmp_path)) for _ in range(files)]
-    return ActivationStore(region(pages), HostCopier(), CPU, Timeline(), engine, opened)
+    """Args: count: of files."""
+    files = files or Files()
+    opened = [engine.adopt(files.create_nameless(tmp_path)) for _ in range(count)]
+    return ActivationStore(region(pages), HostCopier(), CPU, Timeline(), SpillFiles(files, engine, opened))
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
@@ -81,7 +77,7 @@ def test_ranges_never_overlap_and_none_is_lost(size: int, moves: list[tuple[bool
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_comes_back_in_any_order(seed: int, engine: FaultyEngine, tmp_path: Path) -> None:
     """Forwards and backwards, more than one under way, in a region that holds a fraction."""
-    store, rng = store_with_files(engine, tmp_path, 12, files=1 + seed % 2), random.Random(seed)
+    store, rng = store_with_files(engine, tmp_path, 12, count=1 + seed % 2), random.Random(seed)
     waiting: list[tuple[Stored, Tensor]] = []
     for number in range(150):
         if rng.random() < (0.7 if number % 50 < 30 else 0.3) or not waiting:
@@ -139,19 +135,16 @@ def test_without_files_what_does_not_fit_is_refused_and_the_rest_stays() -> None
     store.close()
 
 
-def test_full_disk_is_refused_when_something_is_put(
-    engine: FaultyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = store_with_files(engine, tmp_path, 2)
+def test_full_disk_is_refused_when_something_is_put(engine: FaultyEngine, tmp_path: Path) -> None:
+    class Full(Files):
+        def allocate(self, file: IOFile, offset: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, "full")
+
+    files = SwitchedFiles()
+    store = store_with_files(engine, tmp_path, 2, files=files)
     first = store.put(values(1, PAGE))
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(BudgetError, match="disk is full"):
-            store.put(values(2, PAGE))
+    with files.switched(Full()), pytest.raises(BudgetError, match="disk is full"):
+        store.put(values(2, PAGE))
     second = store.put(values(2, 2 * PAGE))
     assert torch.equal(store.get(first), values(1, PAGE))
     assert torch.equal(store.get(second), values(2, 2 * PAGE))

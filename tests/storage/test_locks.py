@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from offload.storage import swap_file
-from offload.storage.swap_file import take_lock
+from offload.io.engine import IOFile
+from offload.io.files import LOCAL, Files
 from tests.support.processes import start_python
 
 HOLD = """
@@ -26,6 +25,14 @@ time.sleep(60)
 """
 
 
+class Patient(Files):
+    """Waits so long for a lock whose holder does not live."""
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__()
+        self.patience_s = patience_s
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "file"
@@ -34,68 +41,69 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fd(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR)
-    yield fd
-    os.close(fd)
+def file(path: Path) -> Iterator[IOFile]:
+    with LOCAL.open(path, os.O_RDWR) as file:
+        yield file
 
 
-def busy(fd: int, how: int = fcntl.LOCK_EX) -> bool:
+def busy(file: IOFile, files: Files = LOCAL, *, exclusive: bool = True) -> bool:
     try:
-        take_lock(fd, how)
+        files.lock(file, exclusive=exclusive)
     except BlockingIOError:
         return True
     return False
 
 
-def test_the_lock_of_a_killed_process_is_waited_for(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_killed_process_is_waited_for(path: Path, file: IOFile) -> None:
     with start_python(HOLD, str(path)) as holder:
         assert holder.stdout.readline() == "\n"
-        monkeypatch.setattr(swap_file, "PATIENCE_S", 1e9)
-        assert busy(fd), "a live one is not waited for"
+        assert busy(file, Patient(1e9)), "a live one is not waited for"
         holder.kill()
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-        assert not swap_file._lives(holder.pid), "a process that nobody has waited for"
-        monkeypatch.setattr(swap_file, "PATIENCE_S", 0.1)
-        assert busy(fd), "not for ever"
+        assert not LOCAL.lives(holder.pid), "a process that nobody has waited for"
+        assert busy(file, Patient(0.1)), "not for ever"
         tries: list[None] = []
 
-        def lives(pid: int) -> bool:
-            assert pid == holder.pid
-            tries.append(None)
-            if len(tries) == 5:
-                holder.stdin.close()
-            return False
+        class Watched(Patient):
+            def lives(self, pid: int) -> bool:
+                assert pid == holder.pid
+                tries.append(None)
+                if len(tries) == 5:
+                    holder.stdin.close()
+                return False
 
-        monkeypatch.setattr(swap_file, "PATIENCE_S", 60.0)
-        monkeypatch.setattr(swap_file, "_lives", lives)
-        assert not busy(fd)
+        assert not busy(file, Watched(60.0))
         assert len(tries) >= 5
 
 
-def test_readers_share_and_a_dead_ones_lock_is_not_a_live_ones(path: Path, fd: int) -> None:
-    other = os.open(path, os.O_RDONLY)
-    take_lock(other, fcntl.LOCK_SH)
-    assert not busy(fd, fcntl.LOCK_SH)
-    assert busy(fd)
-    os.close(other)
-    assert not busy(fd)
+def test_readers_share_and_a_dead_ones_lock_is_not_a_live_ones(path: Path, file: IOFile) -> None:
+    other = LOCAL.open(path, os.O_RDONLY)
+    LOCAL.lock(other, exclusive=False)
+    assert not busy(file, exclusive=False)
+    assert busy(file)
+    other.close()
+    assert not busy(file)
 
 
-def test_a_holder_that_is_not_seen_counts_as_alive(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = os.open(path, os.O_RDONLY)
-    take_lock(other, fcntl.LOCK_EX)
-    monkeypatch.setattr(swap_file, "_holders", lambda fd: [])
-    monkeypatch.setattr(swap_file, "PATIENCE_S", 1e9)
-    assert busy(fd)
-    os.close(other)
+def test_a_holder_that_is_not_seen_counts_as_alive(path: Path, file: IOFile) -> None:
+    class Blind(Patient):
+        def holders(self, file: IOFile) -> list[int]:
+            return []
+
+    with LOCAL.open(path, os.O_RDONLY) as other:
+        LOCAL.lock(other, exclusive=True)
+        assert busy(file, Blind(1e9))
 
 
-def test_a_lock_that_the_kernel_tells_under_another_device_is_found(
-    fd: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_the_kernel_tells_under_another_device_is_found(path: Path, file: IOFile) -> None:
     """As on btrfs, where each subvolume has a device of its own, which /proc/locks does not know."""
-    line = f"1: FLOCK  ADVISORY  WRITE 4242 00:99:{os.fstat(fd).st_ino} 0 EOF\n"
-    monkeypatch.setattr(Path, "read_text", lambda self: line)
-    assert swap_file._holders(fd) == [4242]
-    assert swap_file._holders(os.open(os.devnull, os.O_RDONLY)) == []
+
+    class Btrfs(Files):
+        def kernel_text(self, path: Path) -> str:
+            assert path == Path("/proc/locks")
+            return f"1: FLOCK  ADVISORY  WRITE 4242 00:99:{inode} 0 EOF\n"
+
+    inode = os.stat(path).st_ino
+    assert Btrfs().holders(file) == [4242]
+    with LOCAL.open(Path(os.devnull), os.O_RDONLY) as other:
+        assert Btrfs().holders(other) == []

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from offload.devices.copies import HostCopier
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
+from offload.io.engine import IOFile
+from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
@@ -22,6 +24,7 @@ from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import SlotArrays, file_bytes
 from tests.support.damage import flipped
+from tests.support.disks import FreeFiles
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
 from tests.support.slot_arrays import slot_arrays
@@ -255,10 +258,10 @@ sys.stdin.read()
 """
 
 
-def opens(path: Path) -> bool:
+def opens(path: Path, files: Files | None = None) -> bool:
     engine = ThreadEngine()
     try:
-        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles()).close()
+        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles(files=files or Files())).close()
     except PathInUseError:
         return False
     finally:
@@ -279,19 +282,15 @@ def test_another_process_holds_the_path_until_it_is_killed_even_if_its_child_liv
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
+def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path) -> None:
+    class Removed(Files):
+        def lock(self, file: IOFile, *, exclusive: bool) -> None:
+            super().lock(file, exclusive=exclusive)
+            (path / SWAP_NAME).unlink(missing_ok=True)
 
-    real = fcntl.flock
-
-    def removed(fd: int, operation: int) -> None:
-        real(fd, operation)
-        (path / SWAP_NAME).unlink(missing_ok=True)
-
-    monkeypatch.setattr(fcntl, "flock", removed)
     engine = ThreadEngine()
-    with pytest.raises(PathInUseError):
-        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles())
+    with pytest.raises(PathInUseError, match="another run has just removed this file"):
+        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles(files=Removed()))
     engine.close()
 
 
@@ -394,7 +393,7 @@ def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str,
     else:
         path = tmp_path / ("x" * 300)
     before = sorted(tmp_path.iterdir())
-    for refuse in (lambda: check_directory(path), lambda: opens(path)):
+    for refuse in (lambda: check_directory(path, LOCAL), lambda: opens(path)):
         with pytest.raises(PathError) as caught:
             refuse()
         assert caught.value.errno == code
@@ -404,13 +403,13 @@ def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str,
 
 def test_the_first_directory_that_is_missing_is_named_and_how_to_make_all(tmp_path: Path) -> None:
     path = tmp_path / "scratch" / "my runs" / "run1"
-    for refuse in (lambda: check_directory(path), lambda: opens(path)):
+    for refuse in (lambda: check_directory(path, LOCAL), lambda: opens(path)):
         with pytest.raises(PathError, match=rf"{tmp_path / 'scratch'} does not exist: make it first") as caught:
             refuse()
     command = re.search(r"\((mkdir -p .*?)\)", str(caught.value))
     assert command
     subprocess.run(["sh", "-c", command[1]], check=True)
-    check_directory(path)
+    check_directory(path, LOCAL)
 
 
 def read_only(path: Path) -> Iterator[Path]:
@@ -433,7 +432,7 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
 def test_a_directory_that_cannot_be_written_is_refused(forbidden: Path) -> None:
     for path, named in ((forbidden, ""), (forbidden / "run", f"{forbidden} ")):
         with pytest.raises(PathError, match=f"{named}is not writable"):
-            check_directory(path)
+            check_directory(path, LOCAL)
         with pytest.raises(PathError, match=f"{named}is not writable"):
             opens(path)
 
@@ -457,7 +456,7 @@ def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_di
     engine, run = ThreadEngine(), RunFiles()
     with pytest.raises(BudgetError) as caught:
         SwapFile(engine, small_disk / "run", slot_arrays([MIB]), run)
-    run.directories.close()
+    run.files.let_go()
     assert caught.value.needed == file_bytes(slot_arrays([MIB]), 1)
     assert 0 < caught.value.available <= MIB
     assert caught.value.option == "path"
@@ -466,21 +465,11 @@ def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_di
     engine.close()
 
 
-def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.fstatvfs
-
-    def optimistic(fd: int) -> object:
-        found = list(real(fd))
-        found[3] = found[4] = 1 << 30
-        return os.statvfs_result(found)
-
-    monkeypatch.setattr(os, "fstatvfs", optimistic)
+def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
     (small_disk / "run").mkdir()
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", slot_arrays([MIB]), RunFiles())
+        SwapFile(engine, small_disk / "run", slot_arrays([MIB]), RunFiles(files=FreeFiles(1 << 42)))
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert list((small_disk / "run").iterdir()) == []
@@ -499,19 +488,19 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     assert opens(small_disk)
 
 
-def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path) -> None:
+    class Half(Files):
+        def allocate(self, file: IOFile, offset: int, length: int) -> None:
+            # As file systems do that allocate extent by extent.
+            self.truncate(file, length // 2)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     assert opens(path)
     size = os.stat(path / SWAP_NAME).st_size
 
-    def half(fd: int, offset: int, length: int) -> None:
-        # As file systems do that allocate extent by extent.
-        os.ftruncate(fd, length // 2)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", half)
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, slot_arrays([MIB]), RunFiles())
+        SwapFile(engine, path, slot_arrays([MIB]), RunFiles(files=Half()))
     engine.close()
     assert os.stat(path / SWAP_NAME).st_size == size
 
@@ -524,42 +513,24 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
         engine.close()
 
 
-def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.fstatvfs
-
-    def full(fd: int) -> object:
-        found = list(real(fd))
-        found[4] = 0
-        return os.statvfs_result(found)
-
-    monkeypatch.setattr(os, "fstatvfs", full)
+def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(path: Path) -> None:
     engine = FaultyEngine()
     engine.fail("write", errno.ENOSPC)
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, slot_arrays([MIB]), RunFiles())
+        SwapFile(engine, path, slot_arrays([MIB]), RunFiles(files=FreeFiles(0)))
     assert not path.exists()
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, slot_arrays([MIB]), RunFiles())
+        SwapFile(engine, path, slot_arrays([MIB]), RunFiles(files=FreeFiles(0)))
     assert not path.exists()
     engine.close()
 
 
-def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fstatvfs
-
-    def full(fd: int) -> object:
-        found = list(real(fd))
-        found[4] = 3
-        return os.statvfs_result(found)
-
-    monkeypatch.setattr(os, "fstatvfs", full)
+def test_space_that_the_file_system_denies_is_a_budget_error(path: Path) -> None:
     with pytest.raises(BudgetError) as caught:
-        opens(path)
+        opens(path, FreeFiles(3 * PAGE_BYTES))
     # What is left, and the page that the superblock has.
-    assert caught.value.available == 3 * os.statvfs(path.parent).f_frsize + PAGE_BYTES
+    assert caught.value.available == 3 * PAGE_BYTES + PAGE_BYTES
     assert not path.exists()
 
 

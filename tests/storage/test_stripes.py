@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 
 from offload.devices.copies import HostCopier
 from offload.errors import BudgetError, PathInUseError
+from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.files import SWAP_NAME
-from offload.storage.swap_file import Stripes, assign, memory_of
+from offload.storage.swap_file import RunFiles, Stripes, assign, memory_of
 from offload.storage.swap_format import SlotArrays
 from tests.support.slot_arrays import slot_arrays
 
@@ -84,19 +87,15 @@ def test_a_locked_path_among_several_is_named_and_the_others_are_left_as_they_we
     held.close()
 
 
-def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(
-    engine: ThreadEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.posix_fallocate
+def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(engine: ThreadEngine, tmp_path: Path) -> None:
+    class Full(Files):
+        def allocate(self, file: IOFile, offset: int, length: int) -> None:
+            if file.path.startswith(str(tmp_path / "b")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().allocate(file, offset, length)
 
-    def full(fd: int, start: int, length: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "b")):
-            raise OSError(28, "No space left on device")
-        real(fd, start, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BudgetError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slot_arrays(NUMELS))
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slot_arrays(NUMELS), RunFiles(files=Full()))
     assert str(tmp_path / "b") in str(caught.value)
     assert caught.value.option == "path"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == []

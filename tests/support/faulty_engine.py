@@ -13,12 +13,14 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from offload.errors import TierIOError
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
+from offload.storage.swap_format import parse_header
 
 Move = Callable[[IOFile, int, memoryview], IOFuture]
 Fault = Callable[[Move, IOFile, int, memoryview], IOFuture]
@@ -59,6 +61,7 @@ class FaultyEngine(IOEngine):
         self._under_way = 0
         self._closed = False
         self._faults: dict[tuple[str, int], Fault] = {}
+        self._refused: tuple[str, int, Callable[[int], bool]] | None = None
         self._counts: defaultdict[str, int] = defaultdict(int)
         self.most_at_once = 0
         self._thread = threading.Thread(target=self._run, name="faulty-disk", daemon=True)
@@ -81,6 +84,15 @@ class FaultyEngine(IOEngine):
             return resolved(error=TierIOError(operation, code, file.path, offset, len(buffer)))
 
         self._arm(operation, nth, fault)
+
+    @contextmanager
+    def failing(self, operation: str, code: int, chunk: Callable[[int], bool] = lambda chunk: True) -> Iterator[None]:
+        """Inside, transfers of that operation fail with errno `code`. Args: chunk: only writes of slots of these."""
+        self._refused = operation, code, chunk
+        try:
+            yield
+        finally:
+            self._refused = None
 
     def flip(self, operation: str, at: int, nth: int = 0) -> None:
         """Byte `at` of the transfer arrives changed, without an error."""
@@ -126,9 +138,6 @@ class FaultyEngine(IOEngine):
     def adopt(self, file: IOFile) -> IOFile:
         return self._inner.adopt(file)
 
-    def sync(self, file: IOFile) -> IOFuture:
-        return self._inner.sync(file)
-
     def close(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)
@@ -139,11 +148,14 @@ class FaultyEngine(IOEngine):
 
     def submit(self, transfer: Transfer) -> Transfer:
         operation, file, offset, buffer = transfer.operation, transfer.file, transfer.offset, transfer.view
-        move: Move = self._inner.read if operation == "read" else self._inner.write
+        if operation == "sync":
+            move: Move = lambda file, offset, buffer: self._inner.sync(file)  # noqa: E731
+        else:
+            move = self._inner.read if operation == "read" else self._inner.write
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine is closed")
-            fault = self._faults.pop((operation, self._counts[operation]), None)
+            fault = self._faults.pop((operation, self._counts[operation]), None) or self._refusal(transfer)
             self._counts[operation] += 1
             self._under_way += 1
             self.most_at_once = max(self.most_at_once, self._under_way)
@@ -160,6 +172,18 @@ class FaultyEngine(IOEngine):
 
         self._later(start)
         return transfer
+
+    def _refusal(self, transfer: Transfer) -> Fault | None:
+        """What `failing` says of a transfer."""
+        if self._refused is None:
+            return None
+        operation, code, of = self._refused
+        if operation != transfer.operation:
+            return None
+        if operation == "write" and not of(parse_header(transfer.view, transfer.file.path, transfer.offset, 0).chunk):
+            return None
+        lost = TierIOError(operation, code, transfer.file.path, transfer.offset, len(transfer.view))
+        return lambda *_: resolved(error=lost)
 
     def _report(self, transfer: Transfer, ended: IOFuture) -> None:
         transfer.error = ended.exception()

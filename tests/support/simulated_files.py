@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from offload.checkpoint.snapshot import is_snapshot_name
 from offload.io.engine import IOFile
-from offload.storage.files import LOCAL, Directories
+from offload.io.files import Files
 from tests.support.simulated_disk import SECTOR_BYTES
 
 
@@ -60,13 +61,15 @@ Names = dict[str, _Inode]
 Change = Callable[[Names], None]
 
 
-class SimulatedFiles:
-    """Stands in for storage.files.Files. Attributes: operations: those made so far; log: their names.
+class SimulatedFiles(Files):
+    """What commits write is simulated. Swap files and the directories of runs are really there, and what is asked of
+    them is asked of the machine. Attributes: operations: those made so far; log: their names.
 
     Args: cut_at: the operation, from 0 on, in whose place the power is cut; fail_at: the one that fails, with `code`.
     """
 
     def __init__(self, cut_at: int | None = None, fail_at: int | None = None, code: int = errno.EIO) -> None:
+        super().__init__()
         self.cut_at = cut_at
         self.fail_at = fail_at
         self.code = code
@@ -110,9 +113,6 @@ class SimulatedFiles:
     def close(self, file: IOFile) -> None:
         del self._open[file]
 
-    def within(self, held: Directories) -> SimulatedFiles:
-        return self
-
     def rename(self, old: Path, new: Path) -> None:
         self._operation("rename", new)
         if old.name in self._real(old.parent):
@@ -147,13 +147,20 @@ class SimulatedFiles:
         inode.content = inode.content.ljust(offset, b"\0")[:offset] + data + inode.content[offset + length :]
         inode.versions.append(inode.content)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: Path, mode: int = 0o700) -> bool:
+        if not is_snapshot_name(path.name):
+            return super().make_directory(path, mode)
         self._operation("make directory", path)
-        if path.name not in self._names(path.parent):
-            inode = _Inode(is_directory=True)
-            self._change(path.parent, lambda names: names.__setitem__(path.name, inode))
+        if path.name in self._names(path.parent):
+            return False
+        inode = _Inode(is_directory=True)
+        self._change(path.parent, lambda names: names.__setitem__(path.name, inode))
+        return True
 
     def remove_directory(self, path: Path) -> None:
+        if not is_snapshot_name(path.name):
+            super().remove_directory(path)
+            return
         self._operation("remove directory", path)
         if not self._names(path):
             self._change(path.parent, lambda names: names.pop(path.name, None))
@@ -166,20 +173,15 @@ class SimulatedFiles:
     def names(self, directory: Path) -> list[str]:
         return sorted([*self._names(directory), *self._real(directory)])
 
-    def is_directory(self, path: Path) -> bool:
+    def is_directory(self, path: Path, *, follows: bool = False) -> bool:
         inode = self._names(path.parent).get(path.name)
+        if inode is None and path.parent not in self._loaded:
+            return super().is_directory(path, follows=follows)
         return inode is not None and inode.is_directory
-
-    def open(self, path: Path, flags: int) -> IOFile:
-        """Of a real file."""
-        return LOCAL.open(path, flags)
-
-    def space(self, path: Path) -> tuple[int, int]:
-        return LOCAL.space(path)
 
     def read(self, path: Path, most: int) -> bytes:
         if path.name in self._real(path.parent):
-            return LOCAL.read(path, most)
+            return super().read(path, most)
         if path.name not in self._names(path.parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return self._names(path.parent)[path.name].content[: most + 1]

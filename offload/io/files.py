@@ -1,0 +1,396 @@
+"""The file system: every call of it that a run makes is a method of `Files`, but for the transfers of an I/O engine.
+
+A path may lead elsewhere later: a relative one when the working directory changes, any other when a directory is moved
+or replaced. So a run has `Files` of its own, which hold its directories open (`hold`): what is in a directory that is
+held is reached relative to its descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from offload.errors import PathError
+from offload.interrupts import is_of_system
+from offload.io.engine import O_DIRECT, IOFile, open_directory, open_follow, open_nofollow
+from offload.sizes import MIB
+
+BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+"""What `flock` says where another open file has the lock."""
+COPIED_BYTES = 64 * MIB
+"""Asked of the kernel at once, so that a copy can be interrupted."""
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+class Files:
+    """A file system. The tests have others, one of which loses power.
+
+    Every method raises OSError, where it says nothing else. No effect is durable before a sync. Links are not followed
+    where a method does not say so. A forked child holds none of its parent's directories.
+
+    Attributes: patience_s: how long a lock may outlive its process; piece_bytes: copied at once where the kernel does
+    not copy.
+    """
+
+    patience_s = 30.0
+    piece_bytes = 4 * MIB
+
+    def __init__(self) -> None:
+        self._held: dict[Path, IOFile] = {}
+
+    # Directories that are held.
+
+    def hold(self, directory: Path) -> int:
+        """Opens the directory, if it is not. Returns: its descriptor. Raises: PathError."""
+        path = directory.absolute()
+        if path not in self._held:
+            try:
+                self._held[path] = open_directory(str(path))
+            except OSError as error:
+                if not is_of_system(error):
+                    raise
+                raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+        return self._held[path].fd
+
+    def holds(self, directory: Path) -> bool:
+        return directory.absolute() in self._held
+
+    def require_here(self, directory: Path) -> None:
+        """Whether the name of a directory that is held still leads to it. Raises: PathError."""
+        path = directory.absolute()
+        if not _leads_to(self._held[path], str(path), None, follows=True):
+            raise PathError(
+                errno.ESTALE,
+                "is not the directory that this run opened, which was moved or removed: move it back and commit again; "
+                "what was committed is still in it",
+                str(path),
+            )
+
+    def let_go(self) -> None:
+        """Closes the directories that are held. May be called again."""
+        for file in self._held.values():
+            file.close()
+        self._held.clear()
+
+    def _at(self, path: Path) -> tuple[str, int | None]:
+        """A name in a directory, and the `dir_fd` to which it is relative, as the functions of `os` take them."""
+        return self._below(path, itself=False)
+
+    def _in(self, directory: Path) -> tuple[str, int | None]:
+        """The same for a directory that is looked into: if it is held itself, wherever its name leads by now."""
+        return self._below(directory, itself=True)
+
+    def _below(self, path: Path, *, itself: bool) -> tuple[str, int | None]:
+        if self._held:
+            whole = path.absolute()
+            for directory in (whole, *whole.parents) if itself else whole.parents:
+                if directory in self._held:
+                    return str(whole.relative_to(directory)), self._held[directory].fd
+        return str(path), None
+
+    # Opening.
+
+    def open(self, path: Path, flags: int) -> IOFile:
+        """Opens a file that is there; waits for nobody."""
+        name, within = self._at(path)
+        return open_nofollow(name, flags, dir_fd=within, path=str(path))
+
+    def open_followed(self, path: Path) -> IOFile:
+        """Opens a file, or the one that a link leads to, to read it; waits for nobody."""
+        return open_follow(str(path))
+
+    def open_directory(self, path: Path) -> IOFile:
+        """Opens a directory, or the one that a link leads to."""
+        name, within = self._in(path)
+        return open_directory(name, dir_fd=within)
+
+    def create(self, path: Path) -> IOFile:
+        """Makes a file of mode 0600 where there is none, to write to."""
+        name, within = self._at(path)
+        return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path))
+
+    def create_nameless(self, directory: Path) -> IOFile:
+        """Makes a file that goes when its last descriptor does: nobody can find it, and nothing has to remove it.
+
+        Args: directory: is held from now on. Raises: PathError.
+        """
+        within, path, flags = self.hold(directory), str(directory), os.O_RDWR | O_DIRECT
+        try:
+            try:
+                return open_nofollow(".", flags | os.O_TMPFILE, dir_fd=within, path=path)
+            except (AttributeError, OSError) as error:  # not on this system, or not on this file system
+                if isinstance(error, OSError) and not is_of_system(error):
+                    raise
+                name = f".offload-{os.getpid()}-{secrets.token_hex(8)}"
+                file = open_nofollow(name, flags | os.O_CREAT | os.O_EXCL, dir_fd=within, path=path)
+                os.unlink(name, dir_fd=within)
+                return file
+        except OSError as error:
+            if not is_of_system(error):
+                raise
+            raise PathError(error.errno, f"cannot make a file there: {error.strerror}", path) from error
+
+    # An open file.
+
+    def write(self, file: IOFile, data: memoryview) -> None:
+        """Appends all of `data`."""
+        while data:
+            data = data[os.write(file.fd, data) :]
+
+    def read_at(self, file: IOFile, offset: int, data: memoryview) -> int:
+        """Reads into `data` what lies from `offset` on. Returns: how many bytes; fewer not only at the file's end."""
+        return os.preadv(file.fd, [data], offset)
+
+    def stream(self, file: IOFile) -> BinaryIO:
+        """To read a file from its position on. Closing it does not close the file."""
+        return open(file.fd, "rb", closefd=False)
+
+    def sync(self, file: IOFile) -> None:
+        """Makes the file's content durable. If it fails, the content is lost, whatever a second call says."""
+        os.fsync(file.fd)
+
+    def close(self, file: IOFile) -> None:
+        file.close()
+
+    def size(self, file: IOFile) -> int:
+        """In bytes."""
+        return self.stat(file).st_size
+
+    def require_regular(self, file: IOFile) -> int:
+        """The size of a file. Raises: OSError if it is anything but a regular one."""
+        info = self.stat(file)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", file.path)
+        return info.st_size
+
+    def allocate(self, file: IOFile, offset: int, length: int) -> None:
+        """Gives a range of the file blocks of the disk, and the file the range's end as its size, if it has less."""
+        os.posix_fallocate(file.fd, offset, length)
+
+    def truncate(self, file: IOFile, size: int) -> None:
+        os.ftruncate(file.fd, size)
+
+    def make_private(self, file: IOFile) -> None:
+        """From now on only its owner can open it."""
+        os.fchmod(file.fd, 0o600)
+
+    def available(self, file: IOFile) -> int:
+        """Bytes that are free on the disk of a file or directory."""
+        disk = os.fstatvfs(file.fd)
+        return disk.f_bavail * disk.f_frsize
+
+    # Locks.
+
+    def lock(self, file: IOFile, *, exclusive: bool) -> None:
+        """Takes the lock of a file without waiting for anybody who lives.
+
+        A process that was killed may have had transfers under way, and io_uring ends them, and then lets go of the
+        file, a moment after the process. Until then nobody may write there: so the lock is waited for.
+        Raises: OSError; of `BUSY` if a live process has it.
+        """
+        ends, unknown = time.monotonic() + self.patience_s, 0
+        while True:
+            try:
+                return fcntl.flock(file.fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in BUSY or time.monotonic() > ends:
+                    raise
+                holders = self.holders(file)
+                # None is seen in another container, and where it has let go meanwhile.
+                unknown += not holders
+                if unknown > 2 or any(map(self.lives, holders)):
+                    raise
+            time.sleep(0.01)
+
+    def wait_for_lock(self, file: IOFile) -> None:
+        """Takes the lock of a file, however long another process has it."""
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
+
+    def holders(self, file: IOFile) -> list[int]:
+        """The processes that locked a file, as far as the kernel tells."""
+        try:
+            lines = self.kernel_text(Path("/proc/locks")).splitlines()
+        except OSError:
+            return []
+        info = self.stat(file)
+        name = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+        fields = [line.split() for line in lines if " -> " not in line]
+        locks = [(int(words[4]), words[5]) for words in fields if words[1] == "FLOCK"]
+        exact = [pid for pid, where in locks if where == name]
+        # Btrfs tells `stat` the device of the subvolume, and /proc/locks that of the file system.
+        return exact or [pid for pid, where in locks if where.rpartition(":")[2] == str(info.st_ino)]
+
+    def lives(self, pid: int) -> bool:
+        """Whether a process does, and is not only waiting for its parent to ask how it ended."""
+        try:
+            state = self.kernel_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in "ZX"
+
+    # Names.
+
+    def stat(self, at: Path | IOFile, *, follows: bool = False) -> os.stat_result:
+        """What the file system knows of a file. Args: at: also a name; follows: if that is a link, where it leads."""
+        if isinstance(at, IOFile):
+            return os.fstat(at.fd)
+        name, within = self._at(at)
+        return os.stat(name, dir_fd=within, follow_symlinks=follows)
+
+    def is_directory(self, path: Path, *, follows: bool = False) -> bool:
+        """Whether it is one. Args: follows: or a link to one."""
+        try:
+            return stat.S_ISDIR(self.stat(path, follows=follows).st_mode)
+        except OSError as error:
+            if error.errno not in _NOTHING_THERE:
+                raise
+            return False
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is anything of that name, or where a link of that name leads."""
+        try:
+            self.stat(path, follows=True)
+        except OSError as error:
+            if error.errno not in _NOTHING_THERE:
+                raise
+            return False
+        return True
+
+    def leads_to(self, path: Path, file: IOFile) -> bool:
+        """Whether `path` still is the name of an open file. Raises: PathError if that cannot be told."""
+        return _leads_to(file, *self._at(path), follows=False)
+
+    def real(self, path: Path) -> Path:
+        """The same without links on the way."""
+        return Path(os.path.realpath(path))
+
+    def may_write(self, directory: Path) -> bool:
+        """Whether this process may make files in it."""
+        return os.access(directory, os.W_OK | os.X_OK)
+
+    def names(self, directory: Path) -> list[str]:
+        with self.open_directory(directory) as opened:
+            return os.listdir(opened.fd)
+
+    def kinds(self, directory: Path) -> dict[str, bool]:
+        """Whether what is in a directory is a directory itself, by name."""
+        with self.open_directory(directory) as opened, os.scandir(opened.fd) as entries:
+            return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+
+    def rename(self, old: Path, new: Path) -> None:
+        (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
+        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, not what it links to; one that is not there is fine."""
+        name, within = self._at(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=within)
+
+    def make_directory(self, path: Path, mode: int = 0o700) -> bool:
+        """Makes a directory, if nothing has its name. Returns: whether it did."""
+        name, within = self._at(path)
+        try:
+            os.mkdir(name, mode, dir_fd=within)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove_directory(self, path: Path) -> None:
+        """If nothing is in it; one that is not there, or not empty, is fine."""
+        name, within = self._at(path)
+        try:
+            os.rmdir(name, dir_fd=within)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes what was made, renamed and removed in `path` durable."""
+        with self.open_directory(path) as directory:
+            os.fsync(directory.fd)
+
+    # Contents.
+
+    def read(self, path: Path, most: int) -> bytes:
+        """The content of a regular file, or the first `most + 1` bytes of it."""
+        with self.open(path, os.O_RDONLY) as file:
+            return self.read_regular(file, most)
+
+    def read_regular(self, file: IOFile, most: int) -> bytes:
+        """The same of an open file."""
+        size = self.require_regular(file)
+        with self.stream(file) as opened:
+            return opened.read(min(size, most + 1))
+
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        """Writes a range of the file `source` to the same offset of `target`, which ends before it.
+
+        Where the file system can, both share the blocks until one of them is written to.
+        """
+        # O_DIRECT or not, what a swap file's engine has written is seen here: it was synced.
+        with self.open(source, os.O_RDONLY) as file:
+            end = offset + length
+            while offset < end:
+                done = self._copy_some(file.fd, target.fd, offset, min(end - offset, COPIED_BYTES))
+                if not done:
+                    raise OSError(errno.EIO, f"{source} ends at {offset}, before what is to be copied does")
+                offset += done
+
+    def space(self, path: Path) -> tuple[int, int]:
+        """The device that a directory is on, and bytes that are free there."""
+        with self.open_directory(path) as directory:
+            return self.stat(directory).st_dev, self.available(directory)
+
+    def kernel_text(self, path: Path) -> str:
+        """What the kernel tells in a file of /proc or /sys, which has no size. It may be a link."""
+        with self.open_followed(path) as file, self.stream(file) as lines:
+            return lines.read().decode()
+
+    def copy_in_kernel(self, source: int, target: int, offset: int, length: int) -> int:
+        """Copies up to `length` bytes without reading them, as a file system may. Args: source, target: descriptors.
+
+        Returns: how many; some file systems say 0 where they cannot.
+        """
+        return os.copy_file_range(source, target, length, offset, offset)
+
+    def _copy_some(self, source: int, target: int, offset: int, length: int) -> int:
+        """Copies up to `length` bytes, in the kernel if that can. Returns: how many; 0 at the end of the source."""
+        done = 0
+        if hasattr(os, "copy_file_range"):
+            try:
+                done = self.copy_in_kernel(source, target, offset, length)
+            except OSError as error:
+                if error.errno not in _NOT_IN_THE_KERNEL:
+                    raise
+        if not done:
+            data = os.pread(source, min(length, self.piece_bytes), offset)
+            done = os.pwrite(target, data, offset) if data else 0
+        if hasattr(os, "posix_fadvise"):
+            # It was read once, and pushes nothing else out of the page cache.
+            os.posix_fadvise(source, offset, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+
+def _leads_to(file: IOFile, name: str, dir_fd: int | None, *, follows: bool) -> bool:
+    """Whether `name` leads to an open file or directory. Raises: PathError if that cannot be told."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=follows), os.fstat(file.fd))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if not is_of_system(error):
+            raise
+        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", file.path) from error
+
+
+LOCAL = Files()
+"""The files of this machine, for who only looks at them, and holds no directory."""

@@ -1,0 +1,77 @@
+"""Other disks than this machine's, under the runs that a test makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from offload.io.engine import IOEngine, IOFile
+from offload.io.files import Files
+from offload.run import DISK
+
+T = TypeVar("T")
+
+
+@contextmanager
+def on_disk(files: Files | None = None, engine: IOEngine | None = None) -> Iterator[None]:
+    """Inside, OffloadZero is made on these, for as long as it lives. None: as it is outside.
+
+    `files` may serve several runs, one after the other. In another thread it is this machine's disk, as always.
+    """
+    disk = DISK.get()
+    if files is not None:
+        disk = replace(disk, files=partial(_same, files))
+    if engine is not None:
+        disk = replace(disk, open_engine=partial(_same, engine))
+    token = DISK.set(disk)
+    try:
+        yield
+    finally:
+        DISK.reset(token)
+
+
+def _same(made: T, *_: object) -> T:
+    return made
+
+
+class FreeFiles(Files):
+    """A disk with so many free bytes, whatever is there. Args: free: bytes."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self._free = free
+
+    def available(self, file: IOFile) -> int:
+        return self._free
+
+
+class SwitchedFiles(Files):
+    """Files that another file system is asked for while a run goes on.
+
+    Attributes: instead: is asked from now on for all but the directories that are held; None: this machine is.
+    """
+
+    _OWN = frozenset({"hold", "holds", "require_here", "let_go", "patience_s", "piece_bytes", "instead"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instead: Files | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        if name.startswith("_") or name in own("_OWN"):
+            return own(name)
+        instead = own("instead")
+        return own(name) if instead is None else getattr(instead, name)
+
+    @contextmanager
+    def switched(self, instead: Files) -> Iterator[None]:
+        """Inside, `instead` is asked."""
+        self.instead = instead
+        try:
+            yield
+        finally:
+            self.instead = None
