@@ -17,13 +17,13 @@ from offload.checkpoint.snapshot import Snapshot
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
+from offload.io.threads import ThreadEngine
 from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY
 from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
 from tests.support.disks import on_disk
-from tests.support.faulty_engine import FaultyEngine
 
 
 class Logged(Files):
@@ -66,25 +66,26 @@ def files() -> Iterator[Logged]:
 
 
 def test_nothing_is_decided_before_all_that_it_names_is_durable(
-    make: Make, tmp_path: Path, files: Logged, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, files: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, make_permanent = disk.sync, SwapFile.make_permanent
+    make_permanent = SwapFile.make_permanent
 
-    def noted(file: IOFile) -> IOFuture:
-        future = sync(file)
-        future.result()
-        files.log.append("sync swap")
-        return future
+    class Noting(ThreadEngine):
+        def sync(self, file: IOFile) -> IOFuture:
+            future = super().sync(file)
+            future.result()
+            files.log.append("sync swap")
+            return future
 
     def permanent(file: SwapFile) -> None:
         files.log.append("permanent")
         make_permanent(file)
 
-    monkeypatch.setattr(disk, "sync", noted)
     monkeypatch.setattr(SwapFile, "make_permanent", permanent)
     model = Tiny()
     (tmp_path / "x").mkdir()
-    optimizer = make(model, path=[tmp_path / "x" / "first", tmp_path / "second"], commit_every=0)
+    with on_disk(engine=Noting()):
+        optimizer = make(model, path=[tmp_path / "x" / "first", tmp_path / "second"], commit_every=0)
     for step in range(2):
         files.log.clear()
         one_step(model, optimizer, step)

@@ -309,7 +309,7 @@ def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pyt
 
 @pytest.mark.parametrize("is_committed", [False, True], ids=["nothing committed", "committed"])
 def test_what_no_disk_said_while_a_chunk_moved_is_raised_once_and_names_the_way_out(
-    make: Make, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+    make: Make, disk: FaultyEngine, is_committed: bool
 ) -> None:
     model = Tiny()
     optimizer = make(model, commit_every=0)
@@ -317,12 +317,10 @@ def test_what_no_disk_said_while_a_chunk_moved_is_raised_once_and_names_the_way_
         one_step(model, optimizer)
         optimizer.commit()
     expected = bits(model, optimizer)
-    store = optimizer._parts.stores.states
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_read_ahead", _recursing)
-        # What a thread of the I/O meets is told by the next call.
-        with pytest.raises((RecursionError, InterruptedStepError)):
-            some_steps(model, optimizer)
+    too_deep = RecursionError("maximum recursion depth exceeded")
+    # What a thread of the I/O meets is told by the next call.
+    with disk.failing("read", too_deep), pytest.raises((RecursionError, InterruptedStepError)):
+        some_steps(model, optimizer)
     way_out = r"call rollback\(\)" if is_committed else "nothing was committed.*new OffloadZero"
     for call in (optimizer.synchronize, optimizer.step, optimizer.commit):
         with pytest.raises(InterruptedStepError, match=way_out) as caught:
@@ -333,10 +331,6 @@ def test_what_no_disk_said_while_a_chunk_moved_is_raised_once_and_names_the_way_
         assert_same(expected, bits(model, optimizer))
         one_step(model, optimizer)
         optimizer.commit()
-
-
-def _recursing() -> None:
-    raise RecursionError("maximum recursion depth exceeded")
 
 
 # What lies at the path.
@@ -409,20 +403,22 @@ def test_the_second_directory_of_a_commit_is_not_taken_either(make: Make, path: 
 
 @pytest.mark.parametrize("resume", [False, "auto"])
 def test_a_run_in_two_directories_that_was_cut_off_before_its_first_commit_is_in_nobodys_way(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool | str
+    make: Make, tmp_path: Path, resume: bool | str
 ) -> None:
     places = [tmp_path / "a", tmp_path / "b"]
 
-    def cut_off(*args: object) -> None:
-        raise KeyboardInterrupt
+    class CutOff(Files):
+        def create(self, path: Path) -> IOFile:
+            if path.name.startswith(COMMIT_NAME):
+                raise KeyboardInterrupt
+            return super().create(path)
 
     model = Tiny()
-    first = make(model, path=places, commit_every=0)
+    with on_disk(CutOff()):
+        first = make(model, path=places, commit_every=0)
     one_step(model, first)
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.checkpoint.committer.write_commit", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            first.commit()
+    with pytest.raises(KeyboardInterrupt):
+        first.commit()
     assert all([*place.glob("manifest-*")] for place in places)
     with pytest.raises(PathInUseError):  # it may be about to commit
         make(Tiny(), path=places, commit_every=0, resume=resume)

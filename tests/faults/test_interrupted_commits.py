@@ -25,11 +25,12 @@ from offload.errors import TierIOError
 from offload.io import files as local
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
+from offload.io.threads import ThreadEngine
 from offload.storage import swap_file
 from offload.storage.files import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.disks import SwitchedFiles, on_disk
-from tests.support.faulty_engine import FaultyEngine, resolved
+from tests.support.faulty_engine import resolved
 
 OPERATIONS = ("create", "write", "sync", "close", "rename", "remove", "copy", "sync_directory", "names", "read")
 OPERATIONS += ("make_directory", "remove_directory", "is_directory", "open")
@@ -217,13 +218,8 @@ def test_interrupted_at_every_opcode_no_commit_is_overwritten(make: Make, path: 
     print(at_opcodes(Loop(make, path), range(100_000)), "opcodes")
 
 
-def test_a_sync_that_failed_while_it_was_interrupted_is_still_final(
-    make: Make, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_that_failed_while_it_was_interrupted_is_still_final(make: Make) -> None:
     """A disk says once that it lost something."""
-    model = Tiny()
-    optimizer = make(model, commit_every=0)
-    one_step(model, optimizer)
     lost = TierIOError("sync", errno.EIO, "swap", 0, 0)
 
     class Interrupting(IOFuture):
@@ -237,10 +233,19 @@ def test_a_sync_that_failed_while_it_was_interrupted_is_still_final(
 
     interrupts, answers = [KeyboardInterrupt()], [Interrupting()]
 
-    def sync(file: IOFile) -> IOFuture:
-        return answers.pop() if answers else resolved()
+    class Lost(ThreadEngine):
+        is_lost = False
 
-    monkeypatch.setattr(disk, "sync", sync)
+        def sync(self, file: IOFile) -> IOFuture:
+            if not self.is_lost:
+                return super().sync(file)
+            return answers.pop() if answers else resolved()
+
+    model, engine = Tiny(), Lost()
+    with on_disk(engine=engine):
+        optimizer = make(model, commit_every=0)
+    one_step(model, optimizer)
+    engine.is_lost = True
     with pytest.raises(KeyboardInterrupt):
         optimizer.commit()
     for call in (optimizer.commit, optimizer.synchronize):

@@ -13,9 +13,12 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
+from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
+from tests.support.disks import SwitchedFiles, on_disk
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -126,22 +129,20 @@ def test_a_commit_without_its_swap_file_is_refused(make: Make, path: Path, damag
     assert (path / COMMIT_NAME).read_bytes() == record
 
 
-def test_what_is_cut_short_while_a_commit_is_written_is_not_committed(
-    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_cut_short_while_a_commit_is_written_is_not_committed(make: Make, path: Path) -> None:
     """Looking once, before it is written, would not do."""
-    model, optimizer = committed(make)
+
+    class Deleting(Files):
+        def create(self, path: Path) -> IOFile:
+            delete(path.with_name(SWAP_NAME))
+            return super().create(path)
+
+    files = SwitchedFiles()
+    with on_disk(files):
+        model, optimizer = committed(make)
     record = (path / COMMIT_NAME).read_bytes()
     one_step(model, optimizer)
-    flush = optimizer._parts.stores.states.flush
-
-    def meanwhile() -> object:
-        found = flush()
-        delete(path / SWAP_NAME)
-        return found
-
-    monkeypatch.setattr(optimizer._parts.stores.states, "flush", meanwhile)
-    with pytest.raises(PathError):
+    with files.switched(Deleting()), pytest.raises(PathError):
         optimizer.commit()
     assert (path / COMMIT_NAME).read_bytes() == record
 

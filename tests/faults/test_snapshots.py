@@ -18,7 +18,7 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from offload.checkpoint import committer
 from offload.checkpoint.commit import read_commit, write_commit
-from offload.checkpoint.manifest import Digest
+from offload.checkpoint.manifest import Digest, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need, Snapshot, require_space
 from offload.errors import (
@@ -522,7 +522,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(
         optimizer = make(model, path=[path, tmp_path / "second"][:paths], commit_every=0)
     optimizer.commit({"x": torch.ones(1000)})
     with Reader([Path(file).parent for file in optimizer.files]) as reader:
-        slots = sum(slot.size for slots in reader._slots for slot in slots)
+        slots = sum(slot.size for manifest in reader.manifests for slot in committed_slots(manifest))
     manifest = sum(file.stat().st_size for kind in ("manifest", "extra") for file in path.glob(f"{kind}-*"))
     needed = slots + paths * (4096 + manifest)
     files.free = needed - 1

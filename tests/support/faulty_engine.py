@@ -61,7 +61,7 @@ class FaultyEngine(IOEngine):
         self._under_way = 0
         self._closed = False
         self._faults: dict[tuple[str, int], Fault] = {}
-        self._refused: tuple[str, int, Callable[[int], bool]] | None = None
+        self._refused: tuple[str, int | Exception, Callable[[int], bool]] | None = None
         self._counts: defaultdict[str, int] = defaultdict(int)
         self.most_at_once = 0
         self._thread = threading.Thread(target=self._run, name="faulty-disk", daemon=True)
@@ -86,9 +86,12 @@ class FaultyEngine(IOEngine):
         self._arm(operation, nth, fault)
 
     @contextmanager
-    def failing(self, operation: str, code: int, chunk: Callable[[int], bool] = lambda chunk: True) -> Iterator[None]:
-        """Inside, transfers of that operation fail with errno `code`. Args: chunk: only writes of slots of these."""
-        self._refused = operation, code, chunk
+    def failing(
+        self, operation: str, error: int | Exception, chunk: Callable[[int], bool] = lambda chunk: True
+    ) -> Iterator[None]:
+        """Inside, transfers of that operation fail. Args: error: its errno, or what ends them; chunk: only writes of
+        slots of these."""
+        self._refused = operation, error, chunk
         try:
             yield
         finally:
@@ -177,13 +180,14 @@ class FaultyEngine(IOEngine):
         """What `failing` says of a transfer."""
         if self._refused is None:
             return None
-        operation, code, of = self._refused
+        operation, error, of = self._refused
         if operation != transfer.operation:
             return None
         if operation == "write" and not of(parse_header(transfer.view, transfer.file.path, transfer.offset, 0).chunk):
             return None
-        lost = TierIOError(operation, code, transfer.file.path, transfer.offset, len(transfer.view))
-        return lambda *_: resolved(error=lost)
+        if isinstance(error, int):
+            error = TierIOError(operation, error, transfer.file.path, transfer.offset, len(transfer.view))
+        return lambda *_: resolved(error=error)
 
     def _report(self, transfer: Transfer, ended: IOFuture) -> None:
         transfer.error = ended.exception()
