@@ -17,7 +17,7 @@ OffloadError
 ├── InterruptedStepError   an exception that is none of these came inside a step: some parameters are a step further
 ├── DeviceError            the device failed: its error, and how to go on (also a RuntimeError)
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
-├── OtherRankError         a commit, rollback or export failed on another rank, whose own error says why
+├── OtherRankError         what ranks do together failed on another one; has its number and its error
 ├── TorchVersionError      the installed torch lacks what this library needs of it (also an ImportError)
 ├── StateError             an internal mistake: a bug of this library, never yours
 └── ClosedError            used after close(), or in a forked child
@@ -198,8 +198,16 @@ class RankError(OffloadError, RuntimeError):
 
 
 class OtherRankError(OffloadError, RuntimeError):
-    """A commit, a rollback or an export failed on another rank, and so on all ranks. The last commit stays what it
-    was."""
+    """What all ranks do together failed on another one, and so on all: a construction, a commit, a rollback, an export.
+    The message is that rank's number and its error. The last commit stays what it was.
+
+    Attributes:
+        is_final: whether that rank cannot go on: then none can.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class TorchVersionError(OffloadError, ImportError):

@@ -53,7 +53,6 @@ from offload.errors import (
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
-    OtherRankError,
     ResumeError,
 )
 from offload.held_model import HeldModel, Values
@@ -86,7 +85,7 @@ from offload.options import Options, PathLike, Tuning
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
-from offload.ranks.agreement import agree_on_error, all_gather_shards, require_alike
+from offload.ranks.agreement import all_gather_shards, require_alike, together
 from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.run import DISK, Owner
 from offload.sizes import format_bytes
@@ -282,7 +281,7 @@ class OffloadZero(torch.optim.Optimizer):
         """
         model, disk = self._model, DISK.get()
         files = disk.files()
-        with agree_on_error(self._everyone):
+        with together(self._everyone):
             require_free(model)
             given = torch.optim.AdamW(model.parameters()) if given is None else given
             require_adoptable(given)
@@ -303,7 +302,7 @@ class OffloadZero(torch.optim.Optimizer):
         require_alike(self._comm, self._plan.held, self._choice)
         start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
-        with agree_on_error(self._everyone):
+        with together(self._everyone):
             direct, room = self._plan.copier.direct, self._plan.room
             reading_bytes = 0 if found is None else found.buffer_bytes
             self._placement = place(self._plan.held, self._choice, direct=direct, room=room, reserved=reading_bytes)
@@ -1113,10 +1112,9 @@ class OffloadZero(torch.optim.Optimizer):
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         ranks = self._everyone
-        together = self._choice.grads.stage == 3 or self._comm.tensor_parallel.size > 1
-        writes = ranks.rank == 0 or not together
-        elsewhere = OtherRankError("another rank could not export: its own error says why")
-        agreed = partial(agree_on_error, ranks, elsewhere) if together else nullcontext
+        is_shared = self._choice.grads.stage == 3 or self._comm.tensor_parallel.size > 1
+        writes = ranks.rank == 0 or not is_shared
+        agreed = partial(together, ranks) if is_shared else nullcontext
         with agreed():
             self._require_room_for_whole(tensors.values())
         for name, tensor in tensors.items():
@@ -1128,7 +1126,7 @@ class OffloadZero(torch.optim.Optimizer):
             if not writes:
                 return ()
             files = self._parts.run.files
-            return export(Path(directory), entries, shared=ranks.size > 1 and not together, files=files)
+            return export(Path(directory), entries, shared=ranks.size > 1 and not is_shared, files=files)
 
     def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
         """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""

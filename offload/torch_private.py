@@ -18,7 +18,7 @@ import torch
 from offload import torch_2_11
 from offload.errors import TorchVersionError
 
-TESTED = ("2.11", "2.12", "2.13", "2.15")
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that the test suite runs with."""
 
 NAMES: list[tuple[str, str]] = []

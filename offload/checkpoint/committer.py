@@ -69,7 +69,7 @@ from offload.interrupts import is_of_system
 from offload.model.master_weights import MasterWeights
 from offload.optim.adam import NewParameters
 from offload.optim.adopt import require_sound
-from offload.ranks.agreement import agree_on_error, all_gather_object
+from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
 from offload.storage.chunk_cache import Store, Version
 from offload.storage.swap_file import Stripes
@@ -78,8 +78,7 @@ T = TypeVar("T")
 
 AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
-_DONE, _FAILED, _FINAL = range(3)
-"""How a rank's part went, in what ranks tell each other."""
+STAYS = "; the last commit stays what it was"
 
 
 class _Attempt(NamedTuple):
@@ -294,22 +293,11 @@ class Commits:
         Raises: OtherRankError where nothing was wrong; RankError.
         """
         try:
-            yield
-        except Exception:
-            self._worst(_FAILED if self.final is None else _FINAL)
+            with together(self._comm, STAYS, lambda: self.final is not None):
+                yield
+        except OtherRankError as error:
+            self.final = error if error.is_final else None
             raise
-        worst = self._worst(_DONE)
-        if worst != _DONE:
-            error = OtherRankError(
-                "another rank could not do its part of this commit, so that the last one stays what it was: that "
-                "rank's own error says why"
-            )
-            self.final = error if worst == _FINAL else None
-            raise error
-
-    def _worst(self, outcome: int) -> int:
-        """The worst outcome of any rank."""
-        return int(self._comm.all_gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
 
     def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
@@ -328,7 +316,7 @@ class Commits:
             self.commit(_nothing, step, param_steps, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
-            found.finish(self._record, self._comm, _not_restored())
+            found.finish(self._record, self._comm)
             slots.was_renamed()
         reader.close()
 
@@ -429,7 +417,7 @@ class Commits:
         for ranges in what.values():
             for one in ranges:
                 numels[one.target] += one.numel
-        with agree_on_error(self._comm, _not_restored()):
+        with together(self._comm):
             self._masters.take_over(taken, numels, step)
         self._all_gather_parameters(step)
 
@@ -471,11 +459,11 @@ class Commits:
 
         decided = {name for names in self._found_by_all(look) for name in names}
         exists, others = self._found_by_first(lambda: (snapshot.exists(), [*snapshot.existing()]))
-        with agree_on_error(comm, _no_snapshot()):
+        with together(comm):
             snapshot.clear(decided=decided)
         if not exists:
             self._make(snapshot)
-        with suppress(TierIOError, OtherRankError), agree_on_error(comm, _no_snapshot()):  # else the next one does it
+        with suppress(TierIOError, OtherRankError), together(comm):  # else the next one does it
             snapshot.finish({*others, snapshot.name})
 
     def _make(self, snapshot: Snapshot) -> None:
@@ -488,14 +476,14 @@ class Commits:
 
         require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
         try:
-            with agree_on_error(comm, _no_snapshot()):
+            with together(comm):
                 snapshot.make()
         except OffloadError as error:
             if not isinstance(error, RankError):
                 with suppress(TierIOError):
                     snapshot.clear([snapshot.name])
             raise
-        with agree_on_error(comm, _no_snapshot()):
+        with together(comm):
             # If this fails, it may be there or not: whoever comes next looks.
             if comm.rank == 0:
                 snapshot.decide()
@@ -508,12 +496,12 @@ class Commits:
         comm = self._comm
         with ExitStack() as held, suppress(TierIOError, OtherRankError):
             names = self._found_by_first(lambda: choose(held))
-            with agree_on_error(comm, _no_snapshot()):
+            with together(comm):
                 snapshot.retire(names)
-            with agree_on_error(comm, _no_snapshot()):
+            with together(comm):
                 if comm.rank == 0:
                     snapshot.withdraw(names)
-            with agree_on_error(comm, _no_snapshot()):
+            with together(comm):
                 snapshot.clear(names)
 
     def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
@@ -521,7 +509,7 @@ class Commits:
 
         Raises: what `find` raises, on all ranks; RankError.
         """
-        with agree_on_error(self._comm, _no_snapshot()):
+        with together(self._comm):
             own = find()
         return all_gather_object(self._comm, own, kind)
 
@@ -543,7 +531,7 @@ class Commits:
         self.require_last()
         record, files = self._record, self._files
         assert record is not None
-        with agree_on_error(self._comm, _not_restored()):
+        with together(self._comm):
             manifest = read_manifest(self._home, record, self._comm.rank, files)
             return carried_in(read_extra(self._home, manifest, files))
 
@@ -553,7 +541,7 @@ class Commits:
         Raises: as `require_last`; CorruptionError, TierIOError, OtherRankError, RankError.
         """
         manifest = self.require_last()
-        with agree_on_error(self._comm, _not_restored()):
+        with together(self._comm):
             self._restore_own(manifest)
         self._all_gather_parameters(manifest.step)
         return manifest
@@ -687,14 +675,6 @@ def _cut_off() -> InterruptedStepError:
         "a commit was interrupted, and this rank cannot know what the others know of it: start again with resume=True, "
         "which finds this commit or the last"
     )
-
-
-def _not_restored() -> OtherRankError:
-    return OtherRankError("another rank could not go to the last commit: its own error says why")
-
-
-def _no_snapshot() -> OtherRankError:
-    return OtherRankError("another rank could not make its part of this snapshot: its own error says why")
 
 
 def _nothing() -> None:

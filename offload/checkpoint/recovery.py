@@ -73,13 +73,13 @@ from offload.checkpoint.scan import (
     uncommitted,
 )
 from offload.choices import Choice, CommitChoice
-from offload.errors import CorruptionError, OffloadError, PathError, PathInUseError, ResumeError
+from offload.errors import CorruptionError, PathError, PathInUseError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.files import Files
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
-from offload.ranks.agreement import agree_on_error, all_gather_object
+from offload.ranks.agreement import all_gather_object, together
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
@@ -174,8 +174,8 @@ def _identity(path: Path, files: Files) -> _Identity:
 
 
 def scan_together(directories: RunDirectories, comm: Communicator, files: Files) -> Scans:
-    """Every rank looks in its own directories. Raises: as `scan`; ConfigError where nothing was wrong; RankError."""
-    with agree_on_error(comm):
+    """Every rank looks in its own directories. Raises: as `scan`; OtherRankError where nothing was wrong; RankError."""
+    with together(comm):
         own = [scan(directories.own, files), scan(directories.origins, files)]
     told = all_gather_object(comm, own, list[ScanResult])
     runs, named = (merge([one[which] for one in told]) for which in (0, 1))
@@ -193,7 +193,7 @@ def read_together(
     Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
     """
     count = len(commit.manifests)
-    with agree_on_error(comm):
+    with together(comm):
         lying = manifests_in(directories, commit, files)
         swapping = ranks_in(directories, commit, files, set(range(count)) - lying.keys())
     flags = [[number in those for number in range(count)] for those in (lying, swapping, wanted)]
@@ -202,12 +202,12 @@ def read_together(
     require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), directories, home)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
-    with agree_on_error(comm):
+    with together(comm):
         read = {number: read_manifest(lying[number], commit, number, files) for number in {*wanted, *mine} & {*lying}}
     if lacking.any():
         sent = {number: serialise(read[number]) for number in mine}
         told_of = all_gather_object(comm, sent, dict[int, bytes])
-        with agree_on_error(comm):  # the others would wait for a rank that has given up
+        with together(comm):  # the others would wait for a rank that has given up
             for number, data in (item for told in told_of for item in told.items()):
                 if number in wanted and number not in read:
                     read[number] = manifest_told(data, commit, number)
@@ -220,24 +220,21 @@ def _numbers_in(flags: Tensor) -> list[int]:
     return found
 
 
-def in_turns(
-    comm: Communicator, priority: Callable[[], int], work: Callable[[], None], elsewhere: OffloadError | None = None
-) -> None:
+def in_turns(comm: Communicator, priority: Callable[[], int], work: Callable[[], None]) -> None:
     """Every rank works in its own directories, one rank at a time, because ranks may share directories.
 
     Args: priority: of this rank for the next turn, 0 if it has nothing to do; asked before every turn, because another
-    rank may have done the work of this one; work: done once, when it is this rank's turn; elsewhere: see
-    `agree_on_error`.
-    Raises: what they raise, `elsewhere` (None: ConfigError) on the other ranks; RankError.
+    rank may have done the work of this one; work: done once, when it is this rank's turn.
+    Raises: what they raise, OtherRankError on the other ranks; RankError.
     """
     is_done = False
     while True:
-        with agree_on_error(comm, elsewhere):
+        with together(comm):
             own = 0 if is_done else priority()
         priorities = comm.all_gather(torch.tensor([own], dtype=torch.uint8, device="cpu")).flatten().tolist()
         if not any(priorities):
             return
-        with agree_on_error(comm, elsewhere):
+        with together(comm):
             if priorities.index(max(priorities)) == comm.rank:
                 is_done = True
                 work()
@@ -340,7 +337,7 @@ class RecoveryPlan:
         """After a run that was cut off, before any rank locks what is to be read.
 
         Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed);
-        on ranks where nothing was wrong ConfigError; RankError.
+        on ranks where nothing was wrong OtherRankError; RankError.
         """
         commit = self.target.here or self.commit
 
@@ -355,13 +352,13 @@ class RecoveryPlan:
 
         in_turns(comm, priority, work)
 
-    def finish(self, commit: Commit, comm: Communicator, elsewhere: OffloadError) -> None:
+    def finish(self, commit: Commit, comm: Communicator) -> None:
         """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
 
         def work() -> None:
             clean_up([*self.target.owned], commit, self.files, locked=True)
 
-        in_turns(comm, lambda: self._priority(commit), work, elsewhere)
+        in_turns(comm, lambda: self._priority(commit), work)
 
     def _priority(self, commit: Commit) -> int:
         """Of this rank for `clean_up`: a record that was replaced is removed before anything else, on whatever rank."""
@@ -483,12 +480,12 @@ def find_together(
     opened.
     Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
-    leftovers; on ranks where nothing was wrong ConfigError; RankError.
+    leftovers; on ranks where nothing was wrong OtherRankError; RankError.
     """
     directories, run_id = meet(choice, comm, files)
     own = directories.own + directories.origins
     undo.callback(files.let_go)
-    with agree_on_error(comm):
+    with together(comm):
         for path in choice.paths:
             check_directory(path, files, resumes=True)
         for path in own:
@@ -501,7 +498,7 @@ def find_together(
             _require_uncommitted(choice, directories, comm, files)
         return Start(choice.paths, None, run_id, files)
     seen = scan_together(directories, comm, files)
-    with agree_on_error(comm):
+    with together(comm):
         target = _target_of(seen, directories)
     if target is None:
         if choice.resume == "auto":
@@ -522,7 +519,7 @@ def find_together(
             raise
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
-    with agree_on_error(comm):
+    with together(comm):
         first = _require_this_model(target, manifests, wanted, files, frozen)
         require_no_other(choice.paths, target.last[1], wanted.rank, files)
         replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
@@ -537,15 +534,15 @@ def find_together(
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
-        with agree_on_error(comm):
+        with together(comm):
             reader = Reader(target.directories, files, (*target.last, tuple(manifests[rank] for rank in every)))
             undo.callback(reader.close)
             found = replace(found, manifest=None, reader=reader)
             _require_seen(reader, layout, wanted, files)
-    with agree_on_error(comm):
+    with together(comm):
         found = replace(found, extra=_extra(manifests, target, wanted, files))
     found.clear_up(comm)
-    with agree_on_error(comm):
+    with together(comm):
         found.lock(alone=comm.size == 1)
     return Start(found.paths, found, run_id, files)
 
@@ -556,14 +553,14 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
     One directory alone cannot tell: the record of a run of several is in the first. What such runs left is removed.
     Raises: as `check_directory` if something is committed; as `scan_together` and `forget`.
     """
-    with agree_on_error(comm):
+    with together(comm):
         has_record = any(COMMIT_NAME in names_in(path, files) for path in choice.paths)
     is_committed = comm.all_reduce_any(has_record)
     if not is_committed:
         seen = scan_together(directories, comm, files)
         is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.held)
     if is_committed:
-        with agree_on_error(comm):
+        with together(comm):
             _require_idle(choice.paths, files)
             for path in choice.paths:
                 check_directory(path, files)

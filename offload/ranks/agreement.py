@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.choices import Choice
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OtherRankError
 from offload.layout import Layout
 from offload.ranks.communicator import Communicator
 
@@ -70,19 +70,37 @@ def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
     return [decoder.decode(row.numpy().tobytes()) for row in rows]
 
 
-@contextmanager
-def agree_on_error(comm: Communicator, elsewhere: OffloadError | None = None) -> Iterator[None]:
-    """An error inside on one rank is raised on all of them, so that none waits for a rank that has given up.
+def _never() -> bool:
+    return False
 
-    Raises: RankError; on ranks where nothing was wrong `elsewhere` (None: a ConfigError).
+
+@contextmanager
+def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] = _never) -> Iterator[None]:
+    """What is done inside succeeds on all ranks, or fails on all: none waits for a rank that has given up.
+
+    A rank that fails raises its own error. The others hear of it, at a cost of one small collective if there is none.
+
+    Args:
+        comm: the ranks, each of which does its part.
+        result: what is the case after a failure, for those that did not fail: ends their message.
+        is_final: called after a failure on this rank: whether it is one after which nothing can go on.
+
+    Raises:
+        OtherRankError: another rank failed, and this one did not. It has what that one said, and `is_final`.
+        RankError: a rank does not take part.
     """
     try:
         yield
-    except Exception:
-        comm.all_reduce_any(True)
+    except Exception as error:
+        if comm.all_reduce_any(True):
+            all_gather_object(comm, (f"{type(error).__name__}: {error}", is_final()))
         raise
     if comm.all_reduce_any(False):
-        raise elsewhere or ConfigError("another rank could not take the model: its own error says why")
+        told: list[tuple[str, bool] | None] = all_gather_object(comm, None)
+        failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
+        rank, message, _ = failed[0]
+        others = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        raise OtherRankError(f"rank {rank}: {message}{others}{result}", is_final=any(final for *_, final in failed))
 
 
 def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:

@@ -19,7 +19,7 @@ from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_
 from offload.checkpoint.manifest import ChunkFacts, Manifest, committed_slots
 from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
 from offload.choices import Choice
-from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
+from offload.errors import CorruptionError, OffloadError, OtherRankError, ResumeError
 from offload.io.engine import IOFile
 from offload.io.files import Files
 from offload.layout import Layout, build
@@ -165,8 +165,8 @@ def test_what_is_wrong_with_one_rank_is_an_error_on_all(what: str, tmp_path: Pat
 
     errors = Threads(4).run(work)
     expected: dict[str, list[Any]] = {
-        "damaged": [ConfigError, ConfigError, CorruptionError, ConfigError],
-        "of another model": [ConfigError, ConfigError, CorruptionError, ConfigError],
+        "damaged": [OtherRankError, OtherRankError, CorruptionError, OtherRankError],
+        "of another model": [OtherRankError, OtherRankError, CorruptionError, OtherRankError],
         "missing": [CorruptionError] * 4,
         "without its swap file": [ResumeError] * 4,
     }
