@@ -92,8 +92,10 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
     try:
         yield
     except Exception as error:
-        if comm.all_reduce_any(True):
-            all_gather_object(comm, (f"{type(error).__name__}: {error}", is_final()))
+        comm.all_reduce_any(True)
+        message = f"{type(error).__name__}: {error}"
+        # Names of files may hold what UTF-8 has no bytes for.
+        all_gather_object(comm, (message.encode(errors="backslashreplace").decode(), is_final()))
         raise
     if comm.all_reduce_any(False):
         told: list[tuple[str, bool] | None] = all_gather_object(comm, None)

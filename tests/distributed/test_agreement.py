@@ -37,6 +37,13 @@ def test_the_others_hear_what_the_one_that_failed_says() -> None:
         assert not other.is_final
 
 
+def test_what_an_error_says_may_hold_what_utf_8_cannot() -> None:
+    fault = ConfigError("a\ud800b")
+    first, second, _ = done_by({0: fault})
+    assert first is fault
+    assert str(second) == "rank 0: ConfigError: a\\ud800b"
+
+
 def test_of_several_failures_the_others_hear_the_first_and_how_many_more() -> None:
     faults = {0: ConfigError("a"), 2: ConfigError("b")}
     first, second, third = done_by(faults)
