@@ -75,7 +75,8 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def option_bytes(nbytes: int, *, at_most: bool = False) -> str:
-    """So many bytes as an option takes them, "131.5GiB": rounded up, or down if `at_most`, by a thousandth or less."""
+    """So many bytes as an option takes them, "131.5GiB": rounded up, or down if `at_most`, by at most a thousandth
+    and a byte."""
     for name, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= size:
             scale = 10 ** (4 - len(str(nbytes // size)))

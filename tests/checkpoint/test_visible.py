@@ -18,6 +18,7 @@ from offload.checkpoint.scan import hidden_ranks, ranks_in
 from offload.errors import CorruptionError
 from offload.io.engine import IOFile
 from offload.io.files import LOCAL, Files
+from offload.ranks import agreement
 from offload.ranks.communicator import SingleProcess
 from offload.storage.swap_file import CommittedFile
 from tests.support.committed import RUN, manifest_of, superblock
@@ -92,6 +93,7 @@ def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
     monkeypatch.setattr(recovery, "read_manifest", lambda *_: manifests[0])
     monkeypatch.setattr(recovery, "ranks_in", lambda *_: {0})
     monkeypatch.setattr(recovery, "all_gather_object", lambda *_: [{}, comm._sent])
+    monkeypatch.setattr(agreement, "all_gather_object", lambda *_: [])
     with pytest.raises(CorruptionError):
         recovery.read_together({0, 1}, places, places[0], COMMIT, comm, LOCAL)
     assert comm.told[-1] is True, "the other rank waits for this one"

@@ -131,7 +131,7 @@ def test_people_get_tables_a_sample_and_the_picture(folder: Path) -> None:
     assert "Loss curve: out/loss.png" in result.stdout
     assert "step 1/3  loss 5." in result.stderr
     assert "step 3/3" in result.stderr
-    assert "nvme" in result.stderr
+    assert "(disk)" in result.stderr
 
 
 def test_timeline_writes_the_last_three_steps_and_draws_them(folder: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from offload import OffloadZero, Tuning
-from tests.support import models
-from tests.support.cases import often, training
+from tests.support import models, training
+from tests.support.cases import often
 from tests.support.device import DEVICE
 from tests.support.late_copier import LateCopier
 from tests.support.training import LR, Run, train
