@@ -764,32 +764,34 @@ class OffloadZero(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """What was moved, waited for and taken since training began, and what runs where.
 
-        Returns:
-            Integers, and floats where the unit is seconds, by name. This rank's, where there are several:
+        Of this rank, where there are several:
 
-            - step, skipped_steps: steps made, and those left out for NaN or Inf.
-            - parameters: elements that are trained. chunks, streamed_chunks: pieces of their states; those that do not
-              stay in RAM.
-            - tier of each part: param_tier, grad_tier, activation_tier (None: activations are not moved).
-            - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: since then.
-            - host_to_device_bytes, device_to_host_bytes: copied between RAM and the device, streamed parameters aside.
-              gathered_bytes: of streamed parameters, brought to where they are used.
-            - activation_read_bytes, activation_written_bytes: of activations, from and to disk.
-            - step_s: spent in `step()`; apply_s: in applying its results later; gradient_s: in backward. adam_s is a
-              part of the first two.
-            - wait_nvme_s: for the disk; wait_cpu_s: for the worker that runs Adam for a device; wait_device_s: for
-              gradients, for memory that a copy still uses, and for a device that is too far behind. Where Adam runs on
-              the CPU these are parts of step_s and apply_s.
-            - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
-              device_budget_bytes: the same for parameters, buffers and states on the device.
-            - activation_bytes, peak_activation_bytes: the region for activations, and the most in it at once.
-            - disk_bytes: of swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0 to 1.
-            - held_param_bytes, held_grad_bytes, held_master_bytes, held_exp_avg_bytes, held_exp_avg_sq_bytes: what this
-              rank holds of each, on any tier; parameters that are on the device only for their use not counted there.
-            - kernel, threads, io_engine: which kernels run Adam, on how many threads; how files are read (None: none).
-            - rank, ranks: among those that share the data; tensor_parallel_rank, tensor_parallel_ranks: among those
-              that share the layers; stage: of ZeRO. With several ranks there are also `<collective>_calls`,
-              `<collective>_elements` and `<collective>_bytes`: what this rank sent.
+        - step, skipped_steps: steps made, and those left out for NaN or Inf.
+        - parameters: elements that are trained. chunks, streamed_chunks: pieces of their states; those that do not
+          stay in RAM.
+        - tier of each part: param_tier, grad_tier, activation_tier (None: activations are not moved).
+        - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: since then.
+        - host_to_device_bytes, device_to_host_bytes: copied between RAM and the device, streamed parameters aside.
+          gathered_bytes: of streamed parameters, brought to where they are used.
+        - activation_read_bytes, activation_written_bytes: of activations, from and to disk.
+        - step_s: spent in `step()`; apply_s: in applying its results later; gradient_s: in backward. adam_s is a
+          part of the first two.
+        - wait_nvme_s: for the disk; wait_cpu_s: for the worker that runs Adam for a device; wait_device_s: for
+          gradients, for memory that a copy still uses, and for a device that is too far behind. Where Adam runs on
+          the CPU these are parts of step_s and apply_s.
+        - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
+          device_budget_bytes: the same for parameters, buffers and states on the device.
+        - activation_bytes, peak_activation_bytes: the region for activations, and the most in it at once.
+        - disk_bytes: of swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0 to 1.
+        - held_param_bytes, held_grad_bytes, held_master_bytes, held_exp_avg_bytes, held_exp_avg_sq_bytes: what this
+          rank holds of each, on any tier; parameters that are on the device only for their use not counted there.
+        - kernel, threads, io_engine: which kernels run Adam, on how many threads; how files are read (None: none).
+        - rank, ranks: among those that share the data; tensor_parallel_rank, tensor_parallel_ranks: among those
+          that share the layers; stage: of ZeRO. With several ranks there are also `<collective>_calls`,
+          `<collective>_elements` and `<collective>_bytes`: what this rank sent.
+
+        Returns:
+            Integers, floats where the unit is seconds or a share, and words, by name.
         """
         placement, parts, memory = self._placement, self._parts, self._parts.run.memory
         counted, initial = self._timeline.counted, self._held.initial_bytes
