@@ -75,11 +75,11 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def option_bytes(nbytes: int, *, at_most: bool = False) -> str:
-    """So many bytes as an option takes them, "131.5GiB": rounded up, or down if `at_most`, by at most a thousandth
-    and a byte."""
+    """So many bytes as an option takes them, "131.5GiB": rounded up, or down if `at_most`, by a thousandth or less."""
+    digits = 5 if at_most else 4  # whoever reads it rounds down to a byte once more
     for name, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= size:
-            scale = 10 ** (4 - len(str(nbytes // size)))
+            scale = 10 ** (digits - len(str(nbytes // size)))
             number = nbytes * scale // size if at_most else -(-nbytes * scale // size)
             return f"{number / scale:g}{name}"
     return str(nbytes)
