@@ -296,7 +296,8 @@ class Commits:
             with together(self._comm, STAYS, lambda: self.final is not None):
                 yield
         except OtherRankError as error:
-            self.final = error if error.is_final else None
+            if error.is_final:
+                self.final = error
             raise
 
     def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
