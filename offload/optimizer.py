@@ -777,6 +777,8 @@ class OffloadZero(torch.optim.Optimizer):
         step_s and apply_s, and so are the waits where Adam runs on the CPU. wait_nvme_s: for the disk; wait_cpu_s:
         for the worker that runs Adam for a device; wait_device_s: for gradients, for memory that a copy still uses, and
         for a device that is too far behind.
+        host_to_device_bytes, device_to_host_bytes: of parameters and gradients, also of units that stream to a device.
+        gathered_bytes: of units that stream, wherever the model is.
         peak_device_bytes: the most that parameters and buffers had on the device at once.
         arena_utilisation: the share of the buffers' bytes that chunks fill.
         """
