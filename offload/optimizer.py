@@ -771,8 +771,9 @@ class OffloadZero(torch.optim.Optimizer):
           stay in RAM.
         - tier of each part: param_tier, grad_tier, activation_tier (None: activations are not moved).
         - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: since then.
-        - host_to_device_bytes, device_to_host_bytes: copied between RAM and the device, streamed parameters aside.
-          gathered_bytes: of streamed parameters, brought to where they are used.
+        - host_to_device_bytes, device_to_host_bytes: parameters and gradients copied between RAM and the device, those
+          of streamed units, too. gathered_bytes: of streamed units, brought to where they are used, wherever the
+          model is.
         - activation_read_bytes, activation_written_bytes: of activations, from and to disk.
         - step_s: spent in `step()`; apply_s: in applying its results later; gradient_s: in backward. adam_s is a
           part of the first two.

@@ -104,6 +104,12 @@ class Copier(ABC):
         not wait for it, nor it for them."""
         return nullcontext()
 
+    def beside(self) -> AbstractContextManager[None]:
+        """What is queued inside begins after what the current stream has queued. Work on other streams does not wait
+        for it. What it reads may be freed, or changed, after an event from `mark` inside. For work that allocates no
+        memory."""
+        return nullcontext()
+
     def free_bytes(self) -> int | None:
         """Memory free on the device; None: it is the host's."""
         return None
@@ -215,7 +221,8 @@ class _StreamEvent(Copy):
 
 
 class DeviceCopier(Copier):
-    """One stream a direction, so that both directions of the link work at once beside the compute stream."""
+    """One stream a direction, so that both directions of the link work at once beside the compute stream, and one for
+    what waits for neither."""
 
     direct = False
 
@@ -235,6 +242,7 @@ class DeviceCopier(Copier):
             self._current = partial(torch.cuda.current_stream, device)
         self._down = stream(device, **first)
         self._up = stream(device)
+        self._beside = stream(device, **first)
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
         cudart = getattr(torch.get_device_module(device), "cudart", None)
         self._runtime: Any = None if cudart is None else cudart()
@@ -259,6 +267,13 @@ class DeviceCopier(Copier):
     @contextmanager
     def ahead_of_downloads(self) -> Iterator[None]:
         with self._on(self._down):
+            yield
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        begins = self.mark()
+        with self._on(self._beside):
+            begins.wait_on_device()
             yield
 
     @contextmanager

@@ -5,8 +5,10 @@ A rank keeps the gradients of its own shards only. When the gradients of all par
 (ranks/buckets.py), they are copied into a communication buffer of constant size and sent. What comes back is the
 average over the ranks of the bucket's part of this rank's shard, which goes to where gradients wait (shards.py). Until
 a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
-averaged there, and the averages are copied to RAM. All of this is queued at once, and the device puts it in order: the
-host waits only for buffers that it wants back.
+averaged there, and the averages are copied to RAM. All of this is queued at once, beside what computes, and the device
+puts it in order: a bucket waits for the buffer of an earlier one, and its gradients wait for that. The device goes on
+with backward meanwhile, and waits for the gradients of UNITS_WAITING units ago, whose memory it then uses again. The
+host waits only for averages that it has to add to others in RAM, and for buckets of UNITS_AHEAD units ago.
 
 [Note: taking turns]
 All ranks have to launch the collectives of all groups in one order: on GPUs they are kernels that wait for one another.
@@ -35,10 +37,11 @@ import torch
 from torch import Tensor
 
 from offload.choices import GradChoice
-from offload.devices.copies import Copy
+from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import AccumulationError, OffloadError
 from offload.grads.base import GradientBuffer, too_often
 from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE, ReductionPlan
+from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.native import ACCUMULATE, CAST
 from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
@@ -46,6 +49,12 @@ from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
 from offload.run import Run
 from offload.storage.chunk_cache import Store
+
+UNITS_WAITING = 1
+"""Units whose gradients wait on the device for a buffer, beside the one whose backward runs."""
+UNITS_AHEAD = 4
+"""The host waits until the buckets are averaged that were sent so many units ago. Fewer than those that it waits for in
+transfer.py, without a limit of time: a device that waits for a rank which is gone is past none of them."""
 
 
 @dataclass
@@ -65,21 +74,32 @@ class _Buffer:
 class _Reduction:
     """A bucket under way.
 
-    average: its elements of this rank's shard, in RAM in the end; is_in_place: whether they are written where they
-    wait; round: its number; copy, moving: of the average from the device.
+    buffer: None once a later bucket has it; average: its elements of this rank's shard, in RAM in the end; is_in_place:
+    whether they are written where they wait; round: its number; turn: of its unit; copy, moving: of the average from
+    the device.
     """
 
     work: Work
-    buffer: _Buffer
+    buffer: _Buffer | None
     bucket: Bucket
     average: Tensor
     is_in_place: bool
     round: int
+    turn: int
     copy: Copy | None = None
     moving: Event | None = None
 
 
-_abandoned: list[Copy] = []
+@dataclass
+class _Waiting:
+    """Gradients on the device that are copied into a buffer. turn: of their unit; copied: the event after it."""
+
+    turn: int
+    copied: DeviceEvent
+    grads: list[Tensor]
+
+
+_abandoned: list[Copy | _Waiting] = []
 """After a collective that another rank keeps from ending: who frees such a copy waits for it. Its memory stays, too."""
 
 
@@ -99,6 +119,9 @@ class ReducedGradients(GradientBuffer):
         self._unsent: dict[int, Tensor] = {}
         self._uses: dict[int, int] = {}
         self._reducing: deque[_Reduction] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._turn = 0  # counts changes of the unit whose buckets are sent
+        self._sent_unit: str | None = None
         self._round = 0
         # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
         self._takes_turns = run.layout.shard_group_size > 1 and not choice.params_stay
@@ -192,6 +215,7 @@ class ReducedGradients(GradientBuffer):
     def drain(self) -> None:
         while self._reducing:
             self._finish_reduction()
+        self._waiting.clear()  # what was copied from them has ended
 
     def norm(self, params: Collection[int]) -> float:
         key = tuple(params)
@@ -215,8 +239,9 @@ class ReducedGradients(GradientBuffer):
                 with suppress(OffloadError):
                     reduction.copy.wait()
             elif reduction.copy is not None:
-                _abandoned.append(reduction.copy)
+                _abandoned.extend((reduction.copy, *self._waiting))
         self._reducing.clear()
+        self._waiting.clear()
         self._unsent.clear()
 
     def _agree(self, params: Collection[int] = (), *, drops: bool = False) -> list[int]:
@@ -328,13 +353,58 @@ class ReducedGradients(GradientBuffer):
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        while not self._free:
+        self._wait_for_others(self._layout.flats[bucket.flat].unit)
+        self._launch(bucket)
+        if not self._copier.direct:
+            self._start_copy(self._reducing[-1])
+
+    def _wait_for_others(self, unit: str) -> None:
+        """A bucket of `unit` is about to be sent: waits for what was sent long ago, and for a buffer that the host
+        wants back."""
+        if unit != self._sent_unit:
+            self._sent_unit, self._turn = unit, self._turn + 1
+        while self._reducing and self._reducing[0].turn < self._turn - UNITS_AHEAD:
             self._finish_reduction()
-        buffer = self._free.pop()
+        while self._waiting and self._waiting[0].turn < self._turn - UNITS_WAITING:
+            self._waiting[0].copied.wait_on_device()
+            self._waiting.popleft()
+        while not self._free and self._next_lender() is None:
+            self._finish_reduction()
+
+    def _next_lender(self) -> _Reduction | None:
+        """The bucket that was sent first of those that have buffers, if nothing has to wait for it but the device."""
+        first = next((reduction for reduction in self._reducing if reduction.buffer is not None), None)
+        return first if first is not None and first.copy is not None and first.is_in_place else None
+
+    @uninterrupted  # a buffer must not be lost on its way from one bucket to the next
+    def _launch(self, bucket: Bucket) -> None:
+        """Fills a buffer and sends it, after the event of what it was used for before."""
+        is_free: DeviceEvent = DONE
+        if self._free:
+            buffer = self._free.pop()
+        else:
+            lender = self._next_lender()
+            assert lender is not None
+            assert lender.buffer is not None
+            assert lender.copy is not None
+            buffer, lender.buffer, is_free = lender.buffer, None, lender.copy
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
         full = buffer.full[: numel * wire.itemsize].view(wire)
+        region = self._region(bucket, self._round) if self._copier.direct else None
+        held = self._plan.held[bucket.flat]
+        average = buffer.average[: held.itemsize * bucket.numel].view(held) if region is None else region
+        scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
+        with self._copier.beside():
+            is_free.wait_on_device()
+            self._fill(full, bucket)
+            work = self._comm.reduce_scatter(full, average, scratch=scratch)
+        self._reducing.append(_Reduction(work, buffer, bucket, average, region is not None, self._round, self._turn))
+
+    def _fill(self, full: Tensor, bucket: Bucket) -> None:
+        """Copies the gradients of a bucket, as far as there are any, to its place in a buffer."""
         for start, stop in bucket.holes:
             full[start:stop] = 0
+        grads = []
         for piece in bucket.pieces:
             target = full[piece.chunk_offset : piece.chunk_offset + piece.numel]
             grad = self._unsent.get(piece.param)
@@ -342,18 +412,13 @@ class ReducedGradients(GradientBuffer):
                 target.zero_()
             else:
                 target.copy_(grad[piece.param_offset : piece.param_offset + piece.numel])
+                grads.append(grad)
+        if not self._copier.direct:
+            self._waiting.append(_Waiting(self._turn, self._copier.mark(), grads))
         for param in bucket.params & self._unsent.keys():
             self._uses[param] -= 1
             if not self._uses[param]:
                 del self._unsent[param]
-        region = self._region(bucket, self._round) if self._copier.direct else None
-        held = self._plan.held[bucket.flat]
-        average = buffer.average[: held.itemsize * bucket.numel].view(held) if region is None else region
-        scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
-        work = self._comm.reduce_scatter(full, average, scratch=scratch)
-        self._reducing.append(_Reduction(work, buffer, bucket, average, region is not None, self._round))
-        if not self._copier.direct:
-            self._start_copy(self._reducing[-1])
 
     def _region(self, bucket: Bucket, number: int) -> Tensor | None:
         """Where the average of a round may be written at once: in the first one its memory, if it waits in memory."""
@@ -380,6 +445,7 @@ class ReducedGradients(GradientBuffer):
         target = self._region(reduction.bucket, reduction.round)
         is_in_place = target is not None
         if target is None:
+            assert reduction.buffer is not None  # only a copy in place lends it
             target = reduction.buffer.copied[:size].view(average.dtype)
         # Averages are made where they are copied: what computes does not wait for other ranks.
         with self._copier.ahead_of_downloads():
@@ -399,7 +465,8 @@ class ReducedGradients(GradientBuffer):
         if not reduction.is_in_place:
             is_last = reduction.round + 1 == self._expected_rounds
             self._shards.add_bucket(reduction.bucket, reduction.average, is_first=reduction.round == 0, is_last=is_last)
-        self._free.append(reduction.buffer)
+        if reduction.buffer is not None:
+            self._free.append(reduction.buffer)
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)

@@ -283,6 +283,8 @@ class UnitTransfers:
             moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
             stack.callback(self._timeline.end, moving)
             self._timeline.count("gathered_bytes", size)
+            if not self._copier.direct:
+                self._timeline.count("host_to_device_bytes", size)
             self._launch_copy(one, source, chunk, after, stack)
         with self._lock:  # asking a device takes so long that the step's worker may come between
             ended = [upload for upload in self._uploads if upload.copy.done()]

@@ -389,3 +389,38 @@ def test_two_threads_may_use_it() -> None:
     for thread in threads:
         thread.join()
     assert results == {0: True, 1: True, 2: True}
+
+
+def test_the_host_spends_virtual_time() -> None:
+    """As plain arithmetic has it. A product takes a second."""
+    costs = simulated_device.HostCosts(launch_s=1e-3, event_s=1e-4, wake_s=1e-2, hook_s=0.5)
+    x, other = torch.ones(8, 8, device=DEVICE), torch.Stream(DEVICE)
+    weight = torch.ones(8, 8, device=DEVICE, requires_grad=True)
+    passed = []
+
+    def spent() -> float:
+        passed.append(simulated_device.host_s())
+        return passed[-1] - (passed[-2] if len(passed) > 1 else 0.0)
+
+    with simulated_device.virtual_time(1e9, 1.0, host=costs):
+        for _ in range(10):
+            x.add_(1)
+        assert spent() == pytest.approx(10e-3)
+        torch.mm(x, x)
+        event = torch.accelerator.current_stream().record_event()
+        other.wait_event(event)
+        assert not event.query()
+        assert spent() == pytest.approx(1e-3 + 3 * 1e-4)
+        event.synchronize()
+        assert spent() == pytest.approx(11e-3 + 1 + 1e-2 - 11.3e-3)  # it began after its launch
+        event.synchronize()
+        assert spent() == 0
+        weight.register_post_accumulate_grad_hook(lambda leaf: None)
+        loss = (weight * 2).sum()
+        with simulated_device.counted() as counts:
+            spent()
+            loss.backward()
+        assert spent() == pytest.approx(0.5 + 1e-3 * (counts["kernels"] + counts["on_device"]))
+        waits = [span for span in simulated_device.spans() if span.stream < 0]
+    assert [(span.stream, span.name) for span in waits] == [(-1, "wait")]
+    assert waits[0].end_s - waits[0].start_s == pytest.approx(1 - 0.3e-3)

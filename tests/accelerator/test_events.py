@@ -157,6 +157,26 @@ def test_a_forward_waits_for_no_device(options: dict[str, Any]) -> None:
     assert {name: step[name] for name in nothing} == dict.fromkeys(nothing, 0)
 
 
+@pytest.mark.parametrize("options", [RESIDENT, STREAMED], ids=["resident", "streamed"])
+def test_bytes_to_the_device_are_counted_as_they_travel(options: dict[str, Any]) -> None:
+    """Parameters that stay go there once a step. Those that stream go there in the forward and in the backward, whose
+    first unit is there already."""
+    training = Training(options)
+    with training.optimizer:
+        for _ in range(3):
+            training.forward().backward()
+            take_step(training.optimizer)
+        training.optimizer.synchronize()
+        before = training.optimizer.stats()["host_to_device_bytes"]
+        with simulated_device.counted() as counts:
+            training.forward().backward()
+            take_step(training.optimizer)
+            training.optimizer.synchronize()
+        found = training.optimizer.stats()["host_to_device_bytes"] - before
+    units = 2 * BLOCKS - 1 if options is STREAMED else BLOCKS
+    assert found == counts["to_device_bytes"] == units * 2 * (WIDTH * WIDTH + WIDTH)
+
+
 MIXED: dict[str, dict[str, Any]] = {
     "none ahead": {"tuning": Tuning(prefetch_units=0)},
     "one ahead": {},

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload import NonFiniteGradientError, OffloadZero, Tuning
-from offload.devices.copies import DeviceCopier, accelerator
+from offload.devices.copies import DONE, Copy, DeviceCopier, accelerator
+from offload.grads import reduce_scatter
+from offload.grads.reduce_scatter import ReducedGradients, _Waiting
 from offload.model.unit_memory import UnitMemory
 from offload.ranks.torch_distributed import _GroupWork
 from tests import simulated_device as simulated
@@ -90,11 +92,42 @@ def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
     return found | {"norms": torch.stack(norms)}
 
 
+class _NotAwaited(Copy):
+    """A copy for which no device waits."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+
+    def done(self) -> bool:
+        return self._copy.done()
+
+    def wait(self) -> None:
+        self._copy.wait()
+
+    def wait_on_device(self) -> None:
+        return
+
+
+def _lends_at_once(self: ReducedGradients) -> Any:
+    lender = _next_lender(self)
+    if lender is not None and lender.copy is not None:
+        lender.copy = _NotAwaited(lender.copy)
+    return lender
+
+
+_next_lender = ReducedGradients._next_lender
+
+
 def _train_without(event: str, options: dict[str, Any]) -> None:
     """Without what orders the streams of collectives and of copies."""
     patches = {
         "all-gathers wait for uploads": patch.object(DeviceCopier, "after_uploads", lambda self: nullcontext()),
         "kernels wait for all-gathers": patch.object(_GroupWork, "wait_on_device", lambda self: None),
+        "buckets wait for gradients": patch.object(DeviceCopier, "beside", lambda self: self._on(self._beside)),
+        "buckets wait for buffers": patch.object(ReducedGradients, "_next_lender", _lends_at_once),
+        "gradients wait for buckets": patch.multiple(
+            reduce_scatter, UNITS_WAITING=-1, _Waiting=lambda turn, copied, grads: _Waiting(turn, DONE, grads)
+        ),
     }
     with patches[event], suppress(NonFiniteGradientError):
         _train(options, 1)
@@ -246,7 +279,16 @@ def test_a_rollback_waits_for_collectives_under_way(worlds: Worlds, stage: int, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not simulated.is_wanted(), reason="only the simulated accelerator sees it")
-@pytest.mark.parametrize("event", ["all-gathers wait for uploads", "kernels wait for all-gathers"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "all-gathers wait for uploads",
+        "kernels wait for all-gathers",
+        "buckets wait for gradients",
+        "buckets wait for buffers",
+        "gradients wait for buckets",
+    ],
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_missing_event_between_ranks_is_a_race(worlds: Worlds, stage: int, event: str) -> None:
     options: dict[str, Any] = {"tier": "cpu", "stage": stage} | ({"param_tier": "cpu"} if stage == 3 else {})

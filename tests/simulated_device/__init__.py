@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,8 +124,8 @@ def _library() -> ctypes.CDLL:
     library.simulated_random_state.restype = ctypes.c_uint64
     library.simulated_contexts.restype = ctypes.c_uint64
     library.simulated_host_s.restype = ctypes.c_double
-    library.simulated_host_until.argtypes = [ctypes.c_int, ctypes.c_double]
-    library.simulated_virtual_time.argtypes = [ctypes.c_double, ctypes.c_double]
+    library.simulated_host_until.argtypes = library.simulated_host_spends.argtypes = [ctypes.c_double]
+    library.simulated_virtual_time.argtypes = [ctypes.c_double] * 6
     return library
 
 
@@ -245,7 +245,7 @@ def failing() -> Iterator[None]:
 
 
 class Span(NamedTuple):
-    """A copy, or a matrix product, in virtual time."""
+    """A copy, or a matrix product, in virtual time, or a wait of the host: its stream is -1 - the waiting clock."""
 
     stream: int
     start_s: float
@@ -253,22 +253,63 @@ class Span(NamedTuple):
     name: str
 
 
-@contextmanager
-def virtual_time(bytes_per_s: float, product_s: float) -> Iterator[None]:
-    """In the block copies and matrix products take so long in virtual time, from 0 on, and all else takes none.
+class HostCosts(NamedTuple):
+    """What a thread of the host spends in virtual time. Threads do not take turns, as those of Python do.
 
-    An event counts as done when the clock of the thread that asks is past it.
+    launch_s: on each operation that it gives to a device; event_s: on each event that it records, asks for, or makes a
+    stream wait for; wake_s: until it goes on after a wait; hook_s: in each hook of a gradient that was accumulated,
+    beside what the hook launches.
     """
-    _library().simulated_virtual_time(bytes_per_s, product_s)
+
+    launch_s: float = 0.0
+    event_s: float = 0.0
+    wake_s: float = 0.0
+    hook_s: float = 0.0
+
+
+NO_COSTS = HostCosts()
+
+
+@contextmanager
+def virtual_time(
+    bytes_per_s: float, product_s: float, *, exchanged_bytes_per_s: float | None = None, host: HostCosts = NO_COSTS
+) -> Iterator[None]:
+    """In the block copies, matrix products and the host take so long in virtual time, from 0 on, and the rest nothing.
+
+    An event counts as done when the clock of the thread that asks is past it. Hooks of gradients count if they are
+    registered in the block.
+
+    Args:
+        bytes_per_s: of copies, each way. product_s: of a matrix product. exchanged_bytes_per_s: of the two copies that
+            a collective consists of; None: as others. host: what the host spends.
+    """
+    register = Tensor.register_post_accumulate_grad_hook
+
+    def register_clocked(self: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        def clocked(leaf: Tensor) -> None:
+            host_spends(host.hook_s)
+            hook(leaf)
+
+        return register(self, clocked)
+
+    _library().simulated_virtual_time(
+        bytes_per_s, exchanged_bytes_per_s or bytes_per_s, product_s, host.launch_s, host.event_s, host.wake_s
+    )
+    Tensor.register_post_accumulate_grad_hook = register_clocked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _library().simulated_virtual_time(0, 0)
+        Tensor.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+        _library().simulated_virtual_time(0, 0, 0, 0, 0, 0)
 
 
-def use_clock(clock: int) -> None:
-    """This thread is one of those of the host that have this clock, 0 to 7; at first all have clock 0."""
-    _library().simulated_use_clock(clock)
+def use_clock(clock: int, *, is_host: bool = True) -> None:
+    """This thread is one of those that have this clock, 0 to 7; at first all have clock 0.
+
+    Args: is_host: False: it stands for hardware that does its part of a collective. The host spends nothing on it, and
+    does not know what it has waited for.
+    """
+    _library().simulated_use_clock(clock, is_host)
 
 
 def host_s(clock: int = 0) -> float:
@@ -276,9 +317,19 @@ def host_s(clock: int = 0) -> float:
     return float(_library().simulated_host_s(clock))
 
 
-def host_until(s: float, clock: int = 0) -> None:
-    """Something that the host does, or waits for, ends at `s`."""
-    _library().simulated_host_until(clock, s)
+def host_spends(s: float) -> None:
+    """This thread does something that takes `s`."""
+    _library().simulated_host_spends(s)
+
+
+def host_launches() -> None:
+    """This thread launches something that the device does not know as an operation: a collective."""
+    _library().simulated_host_launches()
+
+
+def host_until(s: float) -> None:
+    """This thread waits for something that ends at `s`, unless it is later already."""
+    _library().simulated_host_until(s)
 
 
 def spans() -> list[Span]:

@@ -212,7 +212,8 @@ void note(const Access& access, int stream, const char* name) {
   }
 }
 
-// Virtual time: what a step would take if copies and matrix products took this long and nothing else anything.
+// Virtual time: what a step would take if copies, matrix products and calls of the host took this long, and nothing else
+// anything.
 
 struct Span {
   int stream;
@@ -220,22 +221,41 @@ struct Span {
   double start, end;
 };
 double bytes_per_s = 0, product_s = 0; // 0: there is no virtual time
+double exchanged_bytes_per_s = 0;      // of copies that stand for what travels between devices
+double launch_s = 0, event_s = 0, wake_s = 0; // of the host
 std::array<double, kDevices * kStreams> stream_s{};
 std::array<double, 8> host_s{}; // of the threads that count as one
 thread_local int host_now = 0;
+thread_local bool is_host = true; // false: the thread stands for hardware: the host does not know what it waited for
 auto& spans = *new std::vector<Span>;
 
 double duration(const std::string& name, const std::vector<Access>& accesses) {
   if (bytes_per_s == 0)
     return 0;
   if (name == "copy to device" || name == "copy to host")
-    return static_cast<double>(accesses.back().bytes) / bytes_per_s;
+    return static_cast<double>(accesses.back().bytes) / (is_host ? bytes_per_s : exchanged_bytes_per_s);
   return name == "aten::addmm" || name == "aten::mm" ? product_s : 0;
+}
+
+void host_spends(double s) {
+  if (is_host)
+    host_s[host_now] += s;
+}
+
+/// The host waits until `s`, unless it is later already.
+void host_waits(double s) {
+  double& now = host_s[host_now];
+  if (now >= s)
+    return;
+  if (is_host)
+    spans.push_back({-1 - host_now, "wait", now, s});
+  now = s + (is_host ? wake_s : 0);
 }
 
 void spend(int stream, const char* name, const std::vector<Access>& accesses) {
   if (std::strcmp(name, "free") == 0)
     return; // the allocator's books: a device does nothing
+  host_spends(launch_s);
   double lasts = duration(name, accesses), start = std::max(stream_s[stream], host_s[host_now]);
   stream_s[stream] = start + lasts;
   if (lasts > 0)
@@ -261,10 +281,17 @@ void make_wait(int stream, const Event& event) {
   queues[stream].push([from = event.stream, task = event.task] { queues[from].finish(task); });
 }
 
+/// The host calls the driver to record an event, to ask for it, or to make a stream wait for it.
+void calls_event() {
+  Lock lock(mutex);
+  host_spends(event_s);
+}
+
 void host_knows(const Event& event) {
   Lock lock(mutex);
-  join(host_clock, event.clock);
-  host_s[host_now] = std::max(host_s[host_now], event.virtual_s);
+  if (is_host)
+    join(host_clock, event.clock);
+  host_waits(event.virtual_s);
 }
 
 void wait_for_device(int device) {
@@ -716,10 +743,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     use(stream.device_index());
     if (*event == nullptr)
       *event = new Event;
+    calls_event();
     simulated::record(*static_cast<Event*>(*event), stream_index(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
     require_usable();
+    calls_event();
     if (event != nullptr)
       make_wait(stream_index(stream), *static_cast<Event*>(event));
   }
@@ -727,6 +756,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     require_usable();
     use(device_now); // CUDA's looks at no device
     ++counters[kEventQueries];
+    calls_event();
     auto* one = static_cast<Event*>(event);
     if (one == nullptr || one->stream < 0)
       return true;
@@ -964,28 +994,50 @@ int simulated_unregister(void* address) {
   return 0;
 }
 
-/// Virtual time begins anew. Args: of copies each way; what a matrix product takes; 0: there is none.
-void simulated_virtual_time(double copied_bytes_per_s, double matrix_product_s) {
+/// Virtual time begins anew. Args: rates of copies each way, and of those between devices; what a matrix product takes;
+/// what the host spends on an operation that it launches, on a call with an event, and on waking up. 0: there is none.
+void simulated_virtual_time(
+    double copied, double exchanged, double product, double of_launch, double of_event, double of_wake) {
   Lock lock(mutex);
-  bytes_per_s = copied_bytes_per_s;
-  product_s = matrix_product_s;
+  bytes_per_s = copied;
+  exchanged_bytes_per_s = exchanged;
+  product_s = product;
+  launch_s = of_launch;
+  event_s = of_event;
+  wake_s = of_wake;
   stream_s.fill(0);
   host_s.fill(0);
   spans.clear();
 }
 
-/// From now on this thread is one of those that have this clock; at first all have clock 0.
-void simulated_use_clock(int clock) { host_now = clock; }
+/// From now on this thread is one of those that have this clock; at first all have clock 0. Args: counts: whether the
+/// host spends time on what it does; 0: it stands for hardware.
+void simulated_use_clock(int clock, int counts) {
+  host_now = clock;
+  is_host = counts != 0;
+}
 
 double simulated_host_s(int clock) { return host_s[clock]; }
 
-/// Something of the host ends at `s`.
-void simulated_host_until(int clock, double s) {
+/// The thread does something for `s`.
+void simulated_host_spends(double s) {
   Lock lock(mutex);
-  host_s[clock] = std::max(host_s[clock], s);
+  host_spends(s);
 }
 
-/// A line for each copy and matrix product: its stream, start and end, and name.
+/// The thread launches something that this device does not know.
+void simulated_host_launches() {
+  Lock lock(mutex);
+  host_spends(launch_s);
+}
+
+/// The thread waits for something that ends at `s`.
+void simulated_host_until(double s) {
+  Lock lock(mutex);
+  host_waits(s);
+}
+
+/// A line for each copy, matrix product and wait of the host: its stream, or -1 - clock; start and end, and name.
 void simulated_spans(char* into, size_t bytes) {
   Lock lock(mutex);
   std::ostringstream text;

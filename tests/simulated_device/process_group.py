@@ -2,7 +2,7 @@
 
 As NCCL's, a collective runs on a stream of its own, after what the current stream has queued; `wait` makes the current
 stream wait for it, not the host. Tensors on the CPU are gloo's. In virtual time a collective takes its two copies, of
-ranks that do the same at the same time.
+ranks that do the same at the same time, and its caller the launch of one operation.
 """
 
 from __future__ import annotations
@@ -74,11 +74,13 @@ class StagedGroup(dist.ProcessGroup):
             return exchange(self._of_host, received, sent)
         device = received.device
         self._stream = stream = self._stream or torch.Stream(device)
-        queued, began = torch.accelerator.current_stream(device).record_event(), simulated_device.host_s()
+        queued = torch.accelerator.current_stream(device).record_event()
+        simulated_device.host_launches()
+        began = simulated_device.host_s()
 
         def run() -> torch.Event:
-            simulated_device.use_clock(self._clock)
-            simulated_device.host_until(began, self._clock)
+            simulated_device.use_clock(self._clock, is_host=False)
+            simulated_device.host_until(began)
             torch.accelerator.set_device_index(device)
             stream.wait_event(queued)
             with stream:
