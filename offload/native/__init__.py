@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ClosedError, ConfigError
-from offload.native.compiled_kernels import CompiledKernels, device_kernels
+from offload.native.compiled_kernels import device_kernels
 from offload.native.library import Library, Work, c_variants, library_path, open_library
 from offload.native.table import (
     ACCUMULATE,
@@ -103,16 +103,21 @@ class Kernels:
     `table` has a row for each kernel, with its contract. Zero elements are fine. Tensors written to get their version
     counter bumped.
 
-    Attributes: variant (one of VARIANTS, or as `load_on` says), threads (how many share a call, the caller among them).
+    Attributes:
+        threads: how many share a call, the caller among them.
     """
 
-    def __init__(self, variant: str, threads: int, backend: Backend, device: torch.device | None = None) -> None:
-        self.variant = variant
+    def __init__(self, threads: int, backend: Backend, device: torch.device | None = None) -> None:
         self.threads = threads
         self._device = device or torch.device("cpu")
         self._backend = backend
         self._pool: Pool | None = None
         self._closed = False
+
+    @property
+    def variant(self) -> str:
+        """Which ones run now: one of VARIANTS, or as `load_on` says."""
+        return self._backend.variant
 
     def call(
         self, kernel: Kernel, *tensors: Tensor | None, first: int = 0, scalars: ctypes.Structure | None = None
@@ -267,15 +272,15 @@ def load(threads: int | None = None, variant: str | None = None) -> Kernels:
     library, reason = open_library()
     _log_choice(chosen, reason)
     backend: Backend = TorchKernels() if chosen == "torch" or library is None else Library(library, chosen)
-    return Kernels(chosen, usable_cpus() if threads is None else threads, backend)
+    return Kernels(usable_cpus() if threads is None else threads, backend)
 
 
 def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels:
     """Kernels for tensors on the device of `scratch`, which its current stream runs in their order; they split no
     masters.
 
-    Their variant is "device" where they are compiled for it, which is tried once a process and device, and
-    "device, by torch" where they are torch's operations.
+    Their variant is "device" where they are compiled for it, which is tried once a process and device. It is
+    "device, by torch" where they are torch's operations, also after the driver refused a launch.
 
     Args:
         scratch: uint8, of `torch_kernels.scratch_bytes(n)` for tensors of about n elements; larger ones take several
@@ -283,8 +288,7 @@ def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels
         stream: gives the driver's handle of the device's current stream; None: nothing is compiled.
     """
     backend = device_kernels(scratch, stream)
-    variant = "device" if isinstance(backend, CompiledKernels) else "device, by torch"
-    return Kernels(variant, 1, backend, scratch.device)
+    return Kernels(1, backend, scratch.device)
 
 
 @functools.cache

@@ -57,6 +57,7 @@ class CompiledKernels(DeviceKernels):
         super().__init__(scratch)
         self._device = scratch.device
         self.program: Program | None = program
+        self.variant = "device"
 
     def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
         operations = super().bind(kernel, tensors, first)
@@ -86,7 +87,7 @@ class CompiledKernels(DeviceKernels):
             if blocks:
                 program.launch(kernel, blocks, threads, arguments)
         except ProgramError as error:
-            self.program = None
+            self.program, self.variant = None, DeviceKernels.variant
             _log_operations(self._device, str(error))
             return False
         return True

@@ -28,6 +28,7 @@ class Library:
     """One variant's functions. Raises: AttributeError if one is missing."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.variant = variant
         self._functions: dict[str, Callable[..., None]] = {}
         for kernel in KERNELS:
             function = getattr(library, f"offload_{kernel.name}_{variant}")

@@ -66,6 +66,8 @@ class _Operations(ABC):
     positions of one block, or some whole blocks, no more than the temporaries have room for.
     """
 
+    variant: str
+
     @abstractmethod
     def _temporaries(self) -> tuple[Tensor, Tensor]:
         """Two fp32 tensors, with room for a piece."""
@@ -131,6 +133,8 @@ class _Operations(ABC):
 class TorchKernels(_Operations):
     """The kernels as separate operations on pieces that stay in the cache. Torch runs pieces of this
     size on the calling thread alone, so the pool splits here too."""
+
+    variant = "torch"
 
     def __init__(self) -> None:
         self._scratch = _Scratch()
@@ -271,6 +275,8 @@ class DeviceKernels(_Operations):
     Args:
         scratch: uint8, of `scratch_bytes(largest)`, on the device.
     """
+
+    variant = "device, by torch"
 
     def __init__(self, scratch: Tensor) -> None:
         # An element's square in fp64, or two fp32 temporaries of Adam.

@@ -58,7 +58,7 @@ def kernels(variant: str, threads: int = 1) -> native.Kernels:
         if variant == "device":
             _loaded[key] = native.load_on(scratch)
         elif variant == "compiled":
-            _loaded[key] = native.Kernels(variant, 1, CompiledKernels(scratch, HostProgram()))
+            _loaded[key] = native.Kernels(1, CompiledKernels(scratch, HostProgram()))
         else:
             _loaded[key] = native.load(threads, variant)
     return _loaded[key]

@@ -32,7 +32,7 @@ LONG = (1, 1023, 1025, 4095, 65535, 65536, 65537, 131071, 196613)
 
 
 def compiled(program: Any) -> native.Kernels:
-    return native.Kernels("device", 1, CompiledKernels(scratch(), program))
+    return native.Kernels(1, CompiledKernels(scratch(), program))
 
 
 def scratch() -> torch.Tensor:
@@ -148,6 +148,7 @@ def test_after_a_refused_launch_torchs_operations_go_on_with_the_same_bits(
     assert_same_bits(torch.from_numpy(master), torch.from_numpy(theirs[0]))
     (line,) = caplog.messages
     assert "torch's operations" in line
+    assert ours.variant == "device, by torch"
     assert "out of resources" in line
 
 

@@ -107,7 +107,7 @@ def test_a_c_function_and_a_row_make_a_kernel(
     subprocess.run([*command, "-o", str(tmp_path / "scaled.so"), str(tmp_path / "scaled.c")], check=True)
     monkeypatch.setattr(library, "KERNELS", (SCALED,))
     compiled = library.Library(ctypes.CDLL(str(tmp_path / "scaled.so")), "baseline")
-    mine = native.Kernels("baseline", threads, compiled)
+    mine = native.Kernels(threads, compiled)
     n = 300_001
     rng = np.random.default_rng(1)
     x, more = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
