@@ -580,19 +580,23 @@ def batch(tokens: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(tokens, device=device).mul(31).remainder(251).view(-1, length)
 
 
-def timed_steps(contestant: Contestant, data: Tensor, most: int) -> list[float]:
-    """Seconds of each step, after one that is not timed: two, and more while there is time."""
+def timed_steps(contestant: Contestant, data: Tensor, most: int) -> tuple[float, list[float]]:
+    """Seconds of the first step, which warms up, and of each after it: two, and more while there is time."""
+    first_s = 0.0
     times: list[float] = []
     for number in range(1 + most):
         began = time.perf_counter()
         contestant.model(data, data)[1].backward()
         contestant.step()
         torch.accelerator.synchronize()
+        took_s = time.perf_counter() - began
         if number:
-            times.append(time.perf_counter() - began)
+            times.append(took_s)
+        else:
+            first_s = took_s
         if len(times) >= 2 and sum(times) > TRAIN_S:
             break
-    return times
+    return first_s, times
 
 
 def train(context: Context, placement: str, tokens: int) -> dict[str, Any]:
@@ -614,16 +618,18 @@ def train(context: Context, placement: str, tokens: int) -> dict[str, Any]:
         torch.accelerator.reset_peak_memory_stats()
         with contextlib.closing(contestant):
             data = batch(tokens, sizes.model[3], device)
-            times[name] = times.get(name, []) + timed_steps(contestant, data, 8)
+            first_s, more = timed_steps(contestant, data, 8)
+            times[name] = times.get(name, []) + more
             peak = torch.accelerator.max_memory_allocated() / GB
             if isinstance(contestant, Offload):
                 stats = contestant.optimizer.stats()
                 require_streamed(contestant.options, stats)
-                figures |= {"s of construction": constructed_s, "GB of the device": peak}
+                figures |= {"s of construction": constructed_s, "s of the first step": first_s}
+                figures["GB of the device"] = peak
                 figures["GB of RAM"] = stats["peak_cpu_bytes"] / GB
                 result["stats"] = {name: value for name, value in stats.items() if value is not None}
             else:
-                figures["torch, GB of the device"] = peak
+                figures |= {"torch, s of the first step": first_s, "torch, GB of the device": peak}
         del model, contestant
         step_s = {name: statistics.median(values) for name, values in times.items()}
         figures["torch, s a step"] = step_s["torch"]
@@ -709,7 +715,9 @@ def largest(context: Context, layers: int) -> dict[str, Any]:
         context.say({"figures": figures})
         torch.accelerator.reset_peak_memory_stats()
         with contextlib.closing(contestant):
-            times = timed_steps(contestant, batch(2 * length, length, context.device), 2)
+            figures["s of the first step"], times = timed_steps(
+                contestant, batch(2 * length, length, context.device), 2
+            )
             figures["s a step"] = statistics.median(times)
             figures["GB of the device"] = torch.accelerator.max_memory_allocated() / GB
             figures["GB of RAM"] = contestant.optimizer.stats()["peak_cpu_bytes"] / GB

@@ -186,6 +186,7 @@ def test_after_some_calls_each_case_has_run_once(machine: Machine) -> None:
     assert {"1 MiB empty, s a GiB", "1 MiB populated, s a GiB"} <= data["cases"]["pin"]["figures"].keys()
     assert {"2 threads, GB/s", "limit, 2 threads, GB/s"} <= data["cases"]["adam-cpu"]["figures"].keys()
     assert data["cases"]["train-cpu-32"]["figures"]["s a step"] > 0
+    assert data["cases"]["train-cpu-32"]["figures"]["s of the first step"] > 0
     assert data["cases"]["train-nvme-32"]["figures"]["GB/s of NVMe"] > 0
     assert {"results.json", "report.md", "training.png", "timeline.png", "trace-streamed-cpu.json.gz"} <= files
     software = data["machines"][0]["software"]
