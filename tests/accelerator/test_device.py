@@ -267,6 +267,7 @@ def test_the_child_of_a_fork_cannot_use_it() -> None:
 
 
 def test_registered_memory_is_pinned() -> None:
+    torch.zeros(1).pin_memory()  # to torch no memory is pinned before the device was asked for some
     runtime: Any = torch.get_device_module(DEVICE).cudart()
     here = torch.zeros(N)
     assert not here.is_pinned()
