@@ -80,6 +80,7 @@ def interrupted_at(opcode: int) -> Iterator[list[int]]:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions if one frame asked before settrace()
     sys.settrace(trace)
     try:
         yield seen

@@ -99,6 +99,7 @@ def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iter
         return trace
 
     before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions if one frame asked before settrace()
     try:
         sys.settrace(trace)
         yield left
