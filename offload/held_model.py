@@ -104,8 +104,9 @@ class HeldModel:
         self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, self.units, owner)
         names = units_of(model, choice.model.units)
         names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
-        self.access = Access(parameters, names, self.units, placement.budget_bytes, owner)
-        self._hooks = Hooks(model, choice.model, parameters, names, self.units, self.access, self.answers)
+        unit_of = {param: parameters.units[name] for param, name in names.items()}
+        self.access = Access(parameters, unit_of, self.units, placement.budget_bytes, owner)
+        self._hooks = Hooks(model, choice.model, parameters, unit_of, self.units, self.access, self.answers)
         if choice.activations.tier is not None:
             partitions = Partitions(run.comm, parts.activations) if choice.activations.partitioned else None
             self._activations = Activations(model, choice.activations, self.units, parts.activations, partitions)

@@ -316,7 +316,7 @@ class Activations:
     ) -> Any:
         """Runs a unit's forward again. Raises: StaleActivationError."""
         assert self._units is not None
-        self._units.forward_begins(unit.name)
+        self._units.forward_begins(self._units.named(unit.name))
         try:
             if not _is_same(unit.state(), state):
                 raise StaleActivationError(
@@ -326,7 +326,7 @@ class Activations:
                 )
             return compiler.call(unit.forward, args, kwargs)
         finally:
-            self._units.forward_ends(unit.name, None)
+            self._units.forward_ends(self._units.named(unit.name), None)
 
     # Hooks for saved tensors. They look at frames, which compiled code cannot.
 

@@ -9,7 +9,7 @@ of its parameters have a gradient on each of them.
 from __future__ import annotations
 
 from offload.model.torch_helpers import in_backward
-from offload.model.units import ROOT
+from offload.model.unit import Unit
 
 
 class BackwardOrder:
@@ -22,13 +22,13 @@ class BackwardOrder:
     def __init__(self) -> None:
         self.position = 0
         self._last = 0
-        self._uses: dict[str, list[int]] = {}  # by unit, the positions from which gradients are still to come
+        self._uses: dict[Unit, list[int]] = {}  # by unit, the positions from which gradients are still to come
         self._top: int | None = None  # where the backward under way began
-        self._entered: dict[str, None] = {}  # units that it has not left
+        self._entered: dict[Unit, None] = {}  # units that it has not left
         self._lowest: dict[int, int] = {}  # by task, the lowest position that it has reached
-        self._ended: dict[str, list[int]] = {}  # uses in the last backward's graph, which may be used again
+        self._ended: dict[Unit, list[int]] = {}  # uses in the last backward's graph, which may be used again
 
-    def use(self, unit: str) -> None:
+    def use(self, unit: Unit) -> None:
         """A forward, or an operation outside of one, begins to use a unit."""
         uses = self._uses.setdefault(unit, [])
         if in_backward():
@@ -37,7 +37,7 @@ class BackwardOrder:
             self.position = self._last = self._last + 1
             uses.append(self.position)
 
-    def enter(self, unit: str, position: int, task: int) -> list[str]:
+    def enter(self, unit: Unit, position: int, task: int) -> list[Unit]:
         """Backward runs a node made by a use of `unit`. Returns: the units left.
 
         Args: position: at the end of that use.
@@ -54,19 +54,19 @@ class BackwardOrder:
         self._entered[unit] = None
         return left
 
-    def is_alone(self, unit: str, position: int) -> bool:
+    def is_alone(self, unit: Unit, position: int) -> bool:
         """Whether backward, which has entered `unit` at `position`, needs no other unit until it has left this one."""
         top = self._top or 0
-        return unit != ROOT and [use for use in self._uses.get(unit, ()) if use <= top] == [position]
+        return not unit.is_root and [use for use in self._uses.get(unit, ()) if use <= top] == [position]
 
-    def end(self, task: int) -> list[str]:
+    def end(self, task: int) -> list[Unit]:
         """One of autograd's tasks ends, which may be inside of another one. Returns: the units left."""
         lowest = self._lowest.pop(task, None)
         if lowest is None:
             return []
         left = self._leave(lowest)
         if not self._lowest:
-            left += [unit for unit in self._entered if unit != ROOT]
+            left += [unit for unit in self._entered if not unit.is_root]
             self.forget()
         return left
 
@@ -86,9 +86,11 @@ class BackwardOrder:
         self._uses.clear()
         self._ended.clear()
 
-    def _leave(self, reached: int) -> list[str]:
+    def _leave(self, reached: int) -> list[Unit]:
         """The units without a use before position `reached`, to which backward has come."""
-        left = [one for one in self._entered if one != ROOT and all(use >= reached for use in self._uses.get(one, ()))]
+        left = [
+            one for one in self._entered if not one.is_root and all(use >= reached for use in self._uses.get(one, ()))
+        ]
         for unit in left:
             del self._entered[unit]
         return left

@@ -45,8 +45,9 @@ from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
 from offload.model.running import RunningUnits
 from offload.model.torch_helpers import call_alive, call_hidden, graphs_of, in_backward, tensors_in
-from offload.model.transfer import UnitState, UnitTransfers
-from offload.model.units import ROOT, encloses
+from offload.model.transfer import UnitTransfers
+from offload.model.unit import Presence, Unit
+from offload.model.units import ROOT
 from offload.run import Owner, Run
 from offload.sizes import format_bytes
 
@@ -62,16 +63,16 @@ class UnitOrder:
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._is_training = True
-        self._entered: deque[str] = deque(maxlen=MAX_REMEMBERED)
-        self._orders: dict[bool, Sequence[str]] = {}  # of the last pass with gradients, and of the last one without
-        self._expected: deque[str] = deque()
+        self._entered: deque[Unit] = deque(maxlen=MAX_REMEMBERED)
+        self._orders: dict[bool, Sequence[Unit]] = {}  # of the last pass with gradients, and of the last one without
+        self._expected: deque[Unit] = deque()
 
     @property
     def is_training(self) -> bool:
         """Whether the pass that began last has gradients."""
         return self._is_training
 
-    def begin_pass(self) -> Sequence[str]:
+    def begin_pass(self) -> Sequence[Unit]:
         """Returns the units of a training pass that follows one without gradients, if they are known; else none."""
         if self._entered:
             self._orders[self._is_training] = tuple(self._entered)
@@ -81,7 +82,7 @@ class UnitOrder:
         self._expected = deque(order)
         return order if self._is_training and not was_training else ()
 
-    def enter(self, unit: str) -> None:
+    def enter(self, unit: Unit) -> None:
         """Notes that a unit is entered."""
         if not self._entered or self._entered[-1] != unit:
             self._entered.append(unit)
@@ -90,7 +91,7 @@ class UnitOrder:
                     pass
 
     @property
-    def upcoming(self) -> list[str]:
+    def upcoming(self) -> list[Unit]:
         """The units to prefetch now, the next one first."""
         return list(dict.fromkeys(self._expected))[: self._depth]
 
@@ -112,6 +113,8 @@ class HeldUnits:
         self._pending = pending
         self._masters = masters
         self._owner = owner
+        self._units = parameters.units
+        self._root = self._units[ROOT]
         self.entries = run.entries
         self.running = RunningUnits(parameters, run.entries)
         self._tasks: dict[int, threading.Thread] = {}  # of autograd, that run now, and the thread whose backward it is
@@ -121,20 +124,24 @@ class HeldUnits:
         """Before a forward of the whole model."""
         if not in_backward():
             self._note_trainer()
-        self.forward_begins(ROOT)
+        self.forward_begins(self._root)
 
     def model_ends(self, output: Any) -> None:
         """After it. Args: output: None if it raised."""
-        self.forward_ends(ROOT, output)
+        self.forward_ends(self._root, output)
+
+    def named(self, name: str) -> Unit:
+        """The unit of a name; see unit.py."""
+        return self._units[name]
 
     @entry
-    def forward_begins(self, unit: str) -> None:
+    def forward_begins(self, unit: Unit) -> None:
         """Before the forward of a module of `unit`."""
         self._pending.apply(unit)
         self.running.enter(unit)
 
     @entry
-    def forward_ends(self, unit: str, output: Any) -> None:
+    def forward_ends(self, unit: Unit, output: Any) -> None:
         """After it. Args: output: None if it raised."""
         self.running.leave(unit)
 
@@ -171,7 +178,7 @@ class HeldUnits:
         self.entries.forget()
 
     @entry
-    def apply(self, unit: str) -> None:
+    def apply(self, unit: Unit) -> None:
         """Applies a pending update of a unit."""
         self._pending.apply(unit)
 
@@ -181,20 +188,20 @@ class HeldUnits:
         for param in params:
             number = None if param is None else self._parameters.number_of(param)
             if number is not None:
-                self._pending.apply(self._layout.flats[self._parameters.flat_of(number)].unit)
+                self._pending.apply(self._parameters.unit_of(number))
 
-    def is_here(self, unit: str) -> bool:
+    def is_here(self, unit: Unit) -> bool:
         """Whether the current values of a unit are on the device."""
         return not self._pending.is_pending(unit)
 
-    def used(self, units: Sequence[str]) -> AbstractContextManager[None]:
+    def used(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
         """The current values of `units` are on the device inside, for a use outside of their forward."""
         for unit in units:
             self._pending.apply(unit)
         return _NO_CONTEXT
 
     @contextmanager
-    def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
+    def gathered(self, units: Sequence[Unit], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
         """The same for longer. Args: numbers: parameters that may be written to by other ways than torch's functions,
         if `writable`."""
         for unit in units:
@@ -257,15 +264,14 @@ class StreamedUnits(HeldUnits):
         self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
         self._order = UnitOrder(transfers.ahead)
         self._replicas = run.layout.replicas
-        self._held: list[str] = []  # by `gathered`
-        self._used: list[str] = []  # by operations that run now
-        self._borrowed: dict[str, None] = {}  # by threads beside the one that trains, and of no use to that one
-        self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
+        self._held: list[Unit] = []  # by `gathered`
+        self._used: list[Unit] = []  # by operations that run now
+        self._borrowed: dict[Unit, None] = {}  # by threads beside the one that trains, and of no use to that one
         self.written_frozen: set[int] = set()
-        self._kept: dict[str, None] = {}  # for nodes that announce nothing
+        self._kept: dict[Unit, None] = {}  # for nodes that announce nothing
         self._makes_graph = False
         # The unit whose backward began last, by thread: nodes of tensors on the CPU run in another one than a device's.
-        self._backward: dict[int, str] = {}
+        self._backward: dict[int, Unit] = {}
 
     # Forward and backward.
 
@@ -285,41 +291,41 @@ class StreamedUnits(HeldUnits):
         if is_pass:
             self.entries.take_turn(waits=False)
             self._note_trainer()
-        self._apply_on_the_way(ROOT)
+        self._apply_on_the_way(self._root)
         if is_pass:
             self._forget_calls()
             self._begin_pass()
-        self._forward_begins(ROOT)
+        self._forward_begins(self._root)
 
     @entry
     def model_ends(self, output: Any) -> None:
-        if not self.running.runs_here(ROOT):
+        if not self.running.runs_here(self._root):
             return  # it was refused
-        self.forward_ends(ROOT, output)
+        self.forward_ends(self._root, output)
         if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in(output)):
             self._release_unused()  # no backward will
             self.transfers.expect_same_order()
 
     @entry
-    def forward_begins(self, unit: str) -> None:
+    def forward_begins(self, unit: Unit) -> None:
         call_hidden(self._apply_and_begin, unit)
 
-    def _apply_and_begin(self, unit: str) -> None:
+    def _apply_and_begin(self, unit: Unit) -> None:
         if not in_backward() and not self.running.units_here:
             self.entries.take_turn(waits=False)
         self._apply_on_the_way(unit)
         self._forward_begins(unit)
 
-    def _apply_on_the_way(self, unit: str) -> None:
+    def _apply_on_the_way(self, unit: Unit) -> None:
         """Applies a pending update of a unit that is about to be fetched, chunk by chunk on its way if possible."""
         if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
-            if unit != ROOT:
+            if not unit.is_root:
                 self._order.enter(unit)
-                self._release_unused(ROOT, unit, *self._order.upcoming)
+                self._release_unused(self._root, unit, *self._order.upcoming)
             self.transfers.begin_update(unit)
         self._pending.apply(unit)
 
-    def _forward_begins(self, unit: str) -> None:
+    def _forward_begins(self, unit: Unit) -> None:
         if in_backward():
             # Noted now: a backward inside of this one (reentrant checkpointing) may begin next, and its end must not
             # be taken for the end of this one.
@@ -329,7 +335,7 @@ class StreamedUnits(HeldUnits):
         self.running.enter(unit)
 
     @entry
-    def forward_ends(self, unit: str, output: Any) -> None:
+    def forward_ends(self, unit: Unit, output: Any) -> None:
         self.running.leave(unit)
         begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._position))
         for tensor in tensors_in(output):
@@ -337,23 +343,23 @@ class StreamedUnits(HeldUnits):
                 one.register_hook(begins)
 
     @entry
-    def _backward_begins(self, at: tuple[str, int]) -> None:
+    def _backward_begins(self, at: tuple[Unit, int]) -> None:
         """Args: at: the unit, and the position at the end of its forward."""
         unit, position = at
         self._autograd_runs()
-        if unit != ROOT:
+        if not unit.is_root:
             self._backward[threading.get_ident()] = unit
         self._backward_reaches(unit, position)
         self._enter(unit)
 
-    def _backward_reaches(self, unit: str, position: int) -> None:
+    def _backward_reaches(self, unit: Unit, position: int) -> None:
         """Sends the gradients that are complete, before the collectives that fetch this unit."""
         if self._backward_order is not None and not self._makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
-            self._gradients.backward_enters(unit, left, is_alone=is_alone)
+            self._gradients.backward_enters(unit.name, [one.name for one in left], is_alone=is_alone)
 
-    def _note_uses(self, *units: str) -> None:
+    def _note_uses(self, *units: Unit) -> None:
         """Gradients of these units will come from what uses them now."""
         if self._backward_order is not None and (torch.is_grad_enabled() or self._order.is_training):
             for unit in units:
@@ -378,7 +384,8 @@ class StreamedUnits(HeldUnits):
     def _backward_ends(self, task: int) -> None:
         super()._backward_ends(task)
         if self._backward_order is not None:
-            self._gradients.backward_ends(self._backward_order.end(task), is_whole=not self._tasks)
+            left = self._backward_order.end(task)
+            self._gradients.backward_ends([unit.name for unit in left], is_whole=not self._tasks)
         if not self._tasks:
             self._backward.clear()
             self._release_unused()
@@ -386,7 +393,7 @@ class StreamedUnits(HeldUnits):
     def _begin_pass(self) -> None:
         if order := self._order.begin_pass():
             # Until now the store expected a pass without gradients, which has no backward.
-            self.transfers.expect((ROOT, *order))
+            self.transfers.expect((self._root, *order))
 
     def _forget_calls(self) -> None:
         super()._forget_calls()
@@ -404,7 +411,7 @@ class StreamedUnits(HeldUnits):
     # Other uses.
 
     @contextmanager
-    def used(self, units: Sequence[str]) -> Iterator[None]:
+    def used(self, units: Sequence[Unit]) -> Iterator[None]:
         """See HeldUnits. Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone;
         BudgetError."""
         is_beside = self.entries.is_beside()
@@ -420,59 +427,59 @@ class StreamedUnits(HeldUnits):
         finally:
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
-    def _require_no_ranks(self, units: Sequence[str]) -> None:
+    def _require_no_ranks(self, units: Sequence[Unit]) -> None:
         """Raises: ReleasedParameterError if current values of `units` take what all ranks do together."""
         if missing := [unit for unit in units if self._needs_all_ranks(unit)]:
             raise ReleasedParameterError(
-                f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
+                f"current values of {missing[0].title} come from all ranks, and this one may be alone: "
                 "use them inside `with optimizer.gathered(module_or_params):`, on every rank, in the thread that trains"
             )
 
-    def _needs_all_ranks(self, unit: str) -> bool:
-        is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.AVAILABLE)
+    def _needs_all_ranks(self, unit: Unit) -> bool:
+        is_sharded = self._layout.shard_group_size > 1 and not unit.is_here
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
-    def _fetch_for_use(self, units: Sequence[str]) -> None:
-        guests = [unit for unit in units if not (unit == ROOT or unit in self._held or self.running.runs(unit))]
+    def _fetch_for_use(self, units: Sequence[Unit]) -> None:
+        guests = [unit for unit in units if not (unit.is_root or unit in self._held or unit.depth)]
         if guests:
-            self._release_unused(ROOT, *guests)
+            self._release_unused(self._root, *guests)
         self._require_room(units)
         for unit in units:
             self._pending.apply(unit)
             self._fetch(unit)
-        host = (ROOT, *self.running.units_here)[-1]
-        if host != ROOT:
-            self._guests.setdefault(host, {}).update(dict.fromkeys(guests))
+        host = (self._root, *self.running.units_here)[-1]
+        if not host.is_root:
+            host.guests.update(dict.fromkeys(guests))
 
-    def _borrow(self, units: Sequence[str]) -> None:
+    def _borrow(self, units: Sequence[Unit]) -> None:
         """Fetches units for a thread beside the one that trains. Of what that one has fetched, only what is still on
         its way may go: the rest may be in use, by a pass that is between two entries."""
         if not self._tasks:  # of a backward in this thread, or yet another one
             for unit in [one for one in self._borrowed if one not in units]:
                 self._release(unit)
         if self.transfers.missing_bytes(units) > 0:
-            for unit in self.transfers.allocated:
-                if self.transfers.is_at(unit, UnitState.FETCHING) and unit not in units:
+            for unit in self.transfers.with_memory:
+                if unit.is_coming and unit not in units:
                     self._release(unit)
         self._require_room(units)
         for unit in units:
-            is_there = self.transfers.is_at(unit, UnitState.AVAILABLE)
+            is_there = unit.is_here
             self._pending.apply(unit)
             self.transfers.fetch(unit)
-            if not is_there and unit != ROOT:
+            if not is_there and not unit.is_root:
                 self._borrowed[unit] = None
 
-    def _fetch(self, unit: str) -> None:
+    def _fetch(self, unit: Unit) -> None:
         """Fetches a unit for the thread that trains."""
         self._borrowed.pop(unit, None)
         self.transfers.fetch(unit)
 
-    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[str]) -> None:
+    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
         """Fetches `units` again each time that `node` of a graph is about to run."""
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._position)))
 
     @entry
-    def _node_runs(self, at: tuple[Sequence[str], int]) -> None:
+    def _node_runs(self, at: tuple[Sequence[Unit], int]) -> None:
         """Args: at: the units, and the position at the end of their use."""
         units, position = at
         self._autograd_runs()
@@ -486,15 +493,15 @@ class StreamedUnits(HeldUnits):
         """Whether the pass that began last has gradients."""
         return self._order.is_training
 
-    def is_here(self, unit: str) -> bool:
-        return super().is_here(unit) and self.transfers.is_at(unit, UnitState.AVAILABLE)
+    def is_here(self, unit: Unit) -> bool:
+        return super().is_here(unit) and unit.is_here
 
-    def keep(self, units: Iterable[str]) -> None:
+    def keep(self, units: Iterable[Unit]) -> None:
         """Keeps units that are available until the next step: a graph needs them, and does not say when."""
         if not self.entries.is_beside():
             self._kept.update(dict.fromkeys(units))
 
-    def _require_room(self, units: Sequence[str]) -> None:
+    def _require_room(self, units: Sequence[Unit]) -> None:
         """Raises: BudgetError if these units do not fit beside what is in use."""
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
         if limit is not None and missing > 0:
@@ -513,7 +520,7 @@ class StreamedUnits(HeldUnits):
             )
 
     @contextmanager
-    def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
+    def gathered(self, units: Sequence[Unit], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
         with ExitStack() as held:  # each is let go of, also if another one fails
             self._gather(units, held)
             if not writable:
@@ -526,7 +533,7 @@ class StreamedUnits(HeldUnits):
             self._find_writes(units, numbers)
 
     @entry
-    def _gather(self, units: Sequence[str], held: ExitStack) -> None:
+    def _gather(self, units: Sequence[Unit], held: ExitStack) -> None:
         is_beside = self.entries.is_beside()
         if is_beside:
             self._require_no_ranks(units)
@@ -543,65 +550,63 @@ class StreamedUnits(HeldUnits):
             self._note_uses(*units)
 
     @entry
-    def _find_writes(self, units: Sequence[str], numbers: Sequence[int]) -> None:
+    def _find_writes(self, units: Sequence[Unit], numbers: Sequence[int]) -> None:
         for unit in units:
             self._pending.apply(unit)
         self.transfers.find_writes(numbers)
 
     @entry
-    def _let_go(self, unit: str) -> None:
+    def _let_go(self, unit: Unit) -> None:
         self._held.remove(unit)
         self.write_back()
         self.leave(unit)
 
     @entry
-    def visit(self, units: Iterable[str]) -> None:
+    def visit(self, units: Iterable[Unit]) -> None:
         """Fetches units with their current values for saving or loading. They are released when others are fetched.
         Beside the thread that trains, each use fetches them (guard.py)."""
         if self.entries.is_beside():
             return
         for unit in units:
             self._pending.apply(unit)
-        if visited := [unit for unit in units if unit != ROOT and unit not in self._held]:
-            self._release_unused(ROOT, *visited)
+        if visited := [unit for unit in units if not unit.is_root and unit not in self._held]:
+            self._release_unused(self._root, *visited)
         for unit in units:
             self._fetch(unit)
 
     @entry
-    def leave(self, unit: str) -> None:
+    def leave(self, unit: Unit) -> None:
         """Releases a unit unless it is in use."""
         if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
             self._release(unit)
 
     # Fetching and releasing.
 
-    def _enter(self, unit: str) -> None:
+    def _enter(self, unit: Unit) -> None:
         """The forward or backward of a unit begins: fetches it, releases others, prefetches the next ones."""
-        if unit == ROOT or unit not in self.transfers.units:
+        if unit.is_root or not unit.slices:
             self._fetch(unit)
             return
         self._order.enter(unit)
-        guests = self._guests.get(unit, ())
         # Units to come that are on their way stay. Those that are available from before are released and fetched anew.
-        fetching = (one for one in self._order.upcoming if self.transfers.is_at(one, UnitState.FETCHING))
-        self._release_unused(ROOT, unit, *guests, *fetching)
+        coming = (one for one in self._order.upcoming if one.is_coming)
+        self._release_unused(self._root, unit, *unit.guests, *coming)
         if self._stays:
             if self.transfers.missing_bytes((unit,)) > 0:
-                self._release_unused(ROOT, unit)
+                self._release_unused(self._root, unit)
             self._require_room((unit,))
         self._fetch(unit)
         self._prefetch(unit)
 
-    def _prefetch(self, unit: str) -> None:
+    def _prefetch(self, unit: Unit) -> None:
         """See [Note: prefetching]. Args: unit: the one that was entered."""
-        for guest in self._guests.get(unit, ()):
-            is_released = self.transfers.is_at(guest, UnitState.RELEASED)
+        for guest in unit.guests:
+            is_released = guest.presence is Presence.RELEASED
             if is_released and not self._pending.is_pending(guest) and self.transfers.missing_bytes((guest,)) <= 0:
                 self.transfers.prefetch(guest)
         for one in self._order.upcoming:
-            is_incomplete = self.transfers.is_at(one, UnitState.RELEASED) or self.transfers.is_updating(one)
             has_room = not self._stays or self.transfers.missing_bytes((one,)) <= 0
-            if is_incomplete and has_room and not self._pending.is_pending(self.transfers.home_of(one)):
+            if one.is_missing and has_room and not self._pending.is_pending(one.home):
                 self.transfers.prefetch(one)
 
     @property
@@ -609,25 +614,24 @@ class StreamedUnits(HeldUnits):
         """Whether units have memory that the plan knows nothing of."""
         return self._makes_graph or bool(self._kept)
 
-    def _release_unused(self, *wanted: str) -> None:
+    def _release_unused(self, *wanted: Unit) -> None:
         """Releases what is neither in use nor wanted; also what was prefetched for later than now."""
         if not self._makes_graph:
-            for unit in self.transfers.allocated:
+            for unit in self.transfers.with_memory:
                 if unit not in wanted and not self._is_in_use(unit):
                     self._release(unit)
 
-    def _release(self, unit: str) -> None:
-        if self.transfers.is_at(unit, UnitState.AVAILABLE):
-            numbers = self.transfers.params_of(unit)
-            self._parameters.take_back(numbers)
-            if self._parameters.written_outside(numbers):
+    def _release(self, unit: Unit) -> None:
+        if unit.is_here:
+            self._parameters.take_back(unit.streamed)
+            if self._parameters.written_outside(unit.streamed):
                 self.write_back()
         self._borrowed.pop(unit, None)
         self.transfers.release(unit)
 
-    def _is_in_use(self, unit: str) -> bool:
-        in_backward_of = any(encloses(unit, inner) for inner in self._backward.values())
-        is_used = self.running.runs(unit) or unit in self._held or unit in self._used or unit in self._kept
+    def _is_in_use(self, unit: Unit) -> bool:
+        in_backward_of = any(unit.encloses(inner) for inner in self._backward.values())
+        is_used = unit.depth > 0 or unit in self._held or unit in self._used or unit in self._kept
         return in_backward_of or is_used
 
     # What others wrote.
@@ -640,7 +644,7 @@ class StreamedUnits(HeldUnits):
         numbers = self._parameters.written_outside(within)
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
-            self._pending.apply(self._layout.flats[flat].unit)  # refuses what an update would overwrite
+            self._pending.apply(self._units[self._layout.flats[flat].unit])  # refuses what an update would overwrite
         trained = [number for number in numbers if number < self._parameters.trained]
         self.written_frozen.update(numbers[len(trained) :])
         if self._masters.can_wait:
@@ -688,7 +692,7 @@ class StreamedUnits(HeldUnits):
         self._release_unused()
         self._parameters.free_spares()  # what stays is to take no more than it needs
         for unit in self.transfers.units:
-            if self.transfers.home_of(unit) == unit:
+            if unit.weight is None:
                 self.transfers.fetch(unit)
 
     def drain(self) -> None:

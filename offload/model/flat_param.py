@@ -37,6 +37,7 @@ from offload.devices.copies import Copier, DeviceEvent, finish_queue
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
+from offload.model.unit import Unit, Units
 from offload.model.unit_memory import UnitMemory, strip
 from offload.native.memory import discard
 from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint
@@ -100,9 +101,9 @@ class FlatParameters:
     limit: bytes that these may take at home.
     Attributes: layout: of all of them; trained: how many of them are trained, the first ones; locals: the tensors whose
     memory the flat parameters are, see [Note: sharded parameters]; flats: one tensor for each flat parameter of the
-    layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of the layout's slice; home:
-    the device to train on; device: where they are now, the CPU if the model is parked; peak_bytes: the most all had at
-    home, with what is kept for units to come.
+    layout, on the model's device, filled by `attach`; units: by name; tiles: leaves of autograd, by index of the
+    layout's slice; home: the device to train on; device: where they are now, the CPU if the model is parked;
+    peak_bytes: the most all had at home, with what is kept for units to come.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class FlatParameters:
         # Weak references make `torch.utils.swap_tensors` refuse these: it would take the local tensor away.
         self._pins = [weakref.ref(params[number]) for number in self._sharded]
         self.index = {param: number for number, param in enumerate(self.params)}
+        self.units = Units(layout, streamed)
+        self._unit_of_flat = [self.units[flat.unit] for flat in layout.flats]
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._versions: list[int] = [0] * len(self.params)
@@ -134,7 +137,6 @@ class FlatParameters:
         self._watched: list[type[Tensor]] = list(self._kinds)
         self._data: dict[int, tuple[Tensor, int]] = {}
         self._flat_of_storage: dict[int, int] = {}
-        self._freed: set[int] = set()
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
@@ -304,8 +306,7 @@ class FlatParameters:
         """The version of a parameter, which grows with each write. It is also known while the parameter has no
         memory."""
         with torch_private.DisableTorchFunctionSubclass():
-            is_freed = self.layout.locations[number][0] in self._freed
-            return self._versions[number] if is_freed else self._version_now(number)
+            return self._version_now(number) if self._is_here(number) else self._versions[number]
 
     def _version_now(self, number: int) -> int:
         """The version of a parameter that has memory now. Must be called with guards off, because it uses the
@@ -313,14 +314,19 @@ class FlatParameters:
         version = self.params[number]._version
         return version + self.locals[number]._version if number in self._sharded else version
 
-    def allocate(self, unit: str, indices: Sequence[int]) -> DeviceEvent:
-        """Gives the slices of a unit, which were freed, memory again; its values are undefined.
+    def _is_here(self, number: int) -> bool:
+        """Whether a parameter has memory with its values."""
+        flat = self.layout.locations[number][0]
+        return flat not in self._streamed or self._unit_of_flat[flat].is_here
+
+    def allocate(self, unit: Unit) -> DeviceEvent:
+        """Gives a unit, which was freed, memory again; its values are undefined.
 
         Returns: the event after which it may be written.
         """
         # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
-        shares = not self.is_parked and all(self._counts(index) for index in indices)
-        ready = self._unit_memory.give(unit, [self.memory_of(index) for index in indices], shares=shares)
+        shares = not self.is_parked and all(self._counts(one.index) for one in unit.slices)
+        ready = self._unit_memory.give(unit, self._memory_of_unit(unit), shares=shares)
         self._note_peak()
         return ready
 
@@ -334,31 +340,27 @@ class FlatParameters:
         """Gives spare memory back to the system."""
         self._unit_memory.free_spare()
 
-    def restore(self, index: int) -> None:
-        """Makes the parameters of a slice usable, whose memory has its values again."""
-        if index < len(self.flats):
-            numbers = self.layout.flats[index].params
-            self._set_versions(numbers, [self._versions[n] for n in numbers])
-            self._freed.discard(index)
+    def restore_versions(self, unit: Unit) -> None:
+        """Gives the parameters of a unit, whose memory has its values again, the versions that they had."""
+        self._set_versions(unit.streamed, [self._versions[number] for number in unit.streamed])
 
-    def free(self, unit: str, indices: Sequence[int]) -> DeviceEvent:
-        """Takes the memory of a unit's slices away. Their values are kept in a store. Returns: its last use."""
-        for index in indices:
-            self._become_unusable(index)
-        return self._unit_memory.take(unit, [self.memory_of(index) for index in indices])
+    def free(self, unit: Unit) -> DeviceEvent:
+        """Takes the memory of a unit away. Its values are kept in a store. Returns: its last use."""
+        self._hide_versions(unit.streamed)
+        return self._unit_memory.take(unit, self._memory_of_unit(unit))
 
     def free_attached(self, flat: int) -> None:
         """Takes the memory that a flat parameter got from `attach`."""
-        self._become_unusable(flat)
+        self._hide_versions(self.layout.flats[flat].params)
         memory = self.flats[flat]
         self._count(flat, -memory.nbytes)
         strip(memory)
 
-    def _become_unusable(self, index: int) -> None:
-        if index < len(self.flats):
-            numbers = self.layout.flats[index].params
-            self._set_versions(numbers, [NO_VERSION] * len(numbers))
-            self._freed.add(index)
+    def _memory_of_unit(self, unit: Unit) -> list[Tensor]:
+        return [self.memory_of(one.index) for one in unit.slices]
+
+    def _hide_versions(self, numbers: Sequence[int]) -> None:
+        self._set_versions(numbers, [NO_VERSION] * len(numbers))
 
     def _set_versions(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
         params = tuple(self.params[n] for n in numbers)
@@ -462,7 +464,7 @@ class FlatParameters:
             for number in range(len(self.params)) if numbers is None else numbers:
                 param = self.locals[number]
                 flat, offset = self.layout.locations[number]
-                if self._is_swapped(number) or flat in self._freed or not param.numel():
+                if self._is_swapped(number) or not self._is_here(number) or not param.numel():
                     continue
                 memory = self.flats[flat]
                 is_there = param.data_ptr() == memory.data_ptr() + offset * memory.element_size()
@@ -527,10 +529,10 @@ class FlatParameters:
     def written_here(self, numbers: Iterable[int]) -> None:
         """Tells autograd that this library wrote new values to these parameters."""
         for number in numbers:
-            if self.flat_of(number) in self._freed:
-                self._versions[number] += 1  # the parameter gets it when its memory is back
-            else:
+            if self._is_here(number):
                 torch.autograd.graph.increment_version(self.params[number])
+            else:
+                self._versions[number] += 1  # the parameter gets it when its memory is back
         self.note_writes(numbers)
 
     def note_writes(self, numbers: Iterable[int]) -> None:
@@ -541,16 +543,15 @@ class FlatParameters:
             if number in self._data:
                 alias = self._data[number][0]
                 self._data[number] = (alias, alias._version)
-            if self.flat_of(number) not in self._freed:
+            if self._is_here(number):
                 with torch_private.DisableTorchFunctionSubclass():
                     self._versions[number] = self._version_now(number)
 
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
         numbers = range(len(self.params)) if numbers is None else numbers
-        locations, freed = self.layout.locations, self._freed
         with torch_private.DisableTorchFunctionSubclass():
-            here = [number for number in numbers if locations[number][0] not in freed]
+            here = [number for number in numbers if self._is_here(number)]
             return [n for n in here if self._version_now(n) != self._versions[n] or self._data_is_written(n)]
 
     def _data_is_written(self, number: int) -> bool:
@@ -562,3 +563,7 @@ class FlatParameters:
     def flat_of(self, number: int) -> int:
         """The flat parameter that a parameter lies in."""
         return self.layout.locations[number][0]
+
+    def unit_of(self, number: int) -> Unit:
+        """The unit of a parameter."""
+        return self._unit_of_flat[self.flat_of(number)]

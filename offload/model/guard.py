@@ -66,6 +66,7 @@ from offload.model.torch_helpers import (
     tensors_in,
     torch_functions,
 )
+from offload.model.unit import Unit
 from offload.ranks.tensor_parallel import is_dtensor, local_of
 
 _GRAD: Any = Tensor.grad
@@ -323,8 +324,8 @@ class Guards:
         self, parameters: FlatParameters, units: HeldUnits, moves: Callable[[nn.Module, torch.device], bool]
     ) -> None:
         layout = parameters.layout
-        self._unit_of = [spec.unit for spec in layout.specs]
-        self._unit_of_flat = [flat.unit for flat in layout.flats]
+        self._unit_of = [parameters.units[spec.unit] for spec in layout.specs]
+        self._unit_of_flat = [parameters.units[flat.unit] for flat in layout.flats]
         self._names = [spec.name for spec in layout.specs]
         self._parameters = parameters
         self._units = units
@@ -518,7 +519,7 @@ class Guards:
         place = self._place_of(tensor)
         if place is not None and not self._units.is_here(place[0]):
             number = self._parameters.number_of(tensor)
-            what = f"a part of {place[0] or 'the root unit'}" if number is None else self._names[number]
+            what = f"a part of {place[0].title}" if number is None else self._names[number]
             raise ReleasedParameterError(
                 f"torch.utils.checkpoint was given {what} as an argument while its current value was not on the "
                 "device, and has saved the memory of before: use the parameter inside of the function instead of "
@@ -550,10 +551,10 @@ class Guards:
         streams = guarded._guards_ref is self._streamed_ref
         return self.class_for(guarded._kind, streams=streams, runs=True) if runs else guarded
 
-    def _units_of(self, used: Iterable[Any]) -> list[str]:
+    def _units_of(self, used: Iterable[Any]) -> list[Unit]:
         """The units that have to be fetched for a use of these tensors. A resident tensor needs no fetch: its pending
         update is applied here."""
-        found: dict[str, None] = {}
+        found: dict[Unit, None] = {}
         for tensor in used:
             if (place := self._place_of(tensor)) is not None:
                 unit, streams = place
@@ -563,7 +564,7 @@ class Guards:
                     self._units.apply(unit)
         return list(found)
 
-    def _place_of(self, tensor: Any) -> tuple[str, bool] | None:
+    def _place_of(self, tensor: Any) -> tuple[Unit, bool] | None:
         """The unit of a tensor, and whether it is streamed; None of one that is not ours any more."""
         number = self._parameters.number_of(tensor)
         number = self._aliases.get(tensor) if number is None else number
@@ -588,7 +589,7 @@ class Guards:
                 seen.add(id(one))
                 yield one
 
-    def _guard_result(self, result: Any, units: Sequence[str]) -> None:
+    def _guard_result(self, result: Any, units: Sequence[Unit]) -> None:
         """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again."""
         assert self._streamed is not None
         for tensor in tensors_in(result):

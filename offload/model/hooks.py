@@ -29,6 +29,7 @@ from offload.model.guard import is_held, is_released
 from offload.model.plain_copy import LeftBehind, PlainState, refuse_script
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import Hook, hook_forward, numbered_alike
+from offload.model.unit import Unit
 from offload.model.units import ROOT, NotToWrap, blocks_of, encloses, fp32_modules, is_called, require_unwrapped
 
 
@@ -123,7 +124,7 @@ def require_free(model: nn.Module) -> None:
 class Hooks:
     """Hooks of one optimizer on its model; `remove` takes all of them away.
 
-    Args: names: the unit of every parameter of the model.
+    Args: unit_of: the unit of every parameter of the model.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Hooks:
         model: nn.Module,
         choice: ModelChoice,
         parameters: FlatParameters,
-        names: Mapping[Tensor, str],
+        unit_of: Mapping[Tensor, Unit],
         units: HeldUnits,
         access: Access,
         answers: Answers,
@@ -147,7 +148,7 @@ class Hooks:
         self._inputs: _CastsInputs | None = None  # of the model
         self._ignored_by_ddp = getattr(model, NotToWrap.NAME, None)
         try:
-            self._hook(model, choice, parameters, names, access)
+            self._hook(model, choice, parameters, unit_of, access)
         except BaseException:
             self.remove()
             raise
@@ -158,13 +159,13 @@ class Hooks:
         model: nn.Module,
         choice: ModelChoice,
         parameters: FlatParameters,
-        names: Mapping[Tensor, str],
+        unit_of: Mapping[Tensor, Unit],
         access: Access,
     ) -> None:
         units = self._units
         setattr(model, NotToWrap.NAME, NotToWrap(self._ignored_by_ddp))
         self._states += [PlainState(module) for module in model.modules() if PlainState.serves(module)]
-        self._hook_units(model, choice, parameters, names, access)
+        self._hook_units(model, choice, parameters, unit_of, access)
 
         def model_begins() -> None:
             require_unwrapped(model)
@@ -213,7 +214,7 @@ class Hooks:
         model: nn.Module,
         choice: ModelChoice,
         parameters: FlatParameters,
-        names: Mapping[Tensor, str],
+        unit_of: Mapping[Tensor, Unit],
         access: Access,
     ) -> None:
         """Makes the modules of a unit run with its current values."""
@@ -227,13 +228,14 @@ class Hooks:
                 self._forwards.append(Forward(module, run_uncompiled))
         for module in model.modules():
             params = list(module.parameters(recurse=False))
-            own = {names[param] for param in params} - tiled
+            own = {unit_of[param].name for param in params} - tiled
             own |= {name for name, block in blocks.items() if block is module}
             for name in own if module is not model else ():
                 # Where all parameters are resident, guards do what is left.
                 is_block = blocks.get(name) is module
                 if is_block or units.is_streamed or (name != ROOT and not is_called(blocks[name])):
-                    before, after = partial(units.forward_begins, name), partial(units.forward_ends, name)
+                    unit = units.named(name)
+                    before, after = partial(units.forward_begins, unit), partial(units.forward_ends, unit)
                     self._handles += hook_forward(module, before, after, is_inside=not is_block)
             if params:
                 loads = Hook(partial(units.before_loading, params))

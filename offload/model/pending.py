@@ -13,6 +13,7 @@ from offload.errors import StaleParameterError
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import hidden
 from offload.model.transfer import UnitTransfers
+from offload.model.unit import Unit
 from offload.model.units import ROOT
 from offload.optim.adam import Step
 from offload.run import Owner, Run
@@ -35,9 +36,6 @@ class PendingUpdates:
         self._parameters = parameters
         self._transfers = transfers
         self._owner = owner
-        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in run.layout.flats}
-        for flat in run.layout.flats:
-            self._flats_of[flat.unit].append(flat.index)
         self._active: dict[int, list[int]] = {}
         self._order: list[int] = [flat.index for flat in run.layout.flats]
         self._applied: list[int] = []
@@ -57,9 +55,9 @@ class PendingUpdates:
             self._order = sorted(range(len(self._layout.flats)), key=lambda flat: self._layout.flats[flat].unit != ROOT)
         return self._order
 
-    def is_pending(self, unit: str) -> bool:
+    def is_pending(self, unit: Unit) -> bool:
         """Whether an update of a unit is still to be applied."""
-        return any(flat in self._step.pending for flat in self._flats_of.get(unit, ()))
+        return any(flat.index in self._step.pending for flat in unit.flats)
 
     def launch(self) -> None:
         """Makes all new values of this rank and sends them to the others; use waits for theirs."""
@@ -72,7 +70,7 @@ class PendingUpdates:
                 self._owner.failed(error)
                 raise
 
-    def apply(self, unit: str) -> None:
+    def apply(self, unit: Unit) -> None:
         """Applies what is pending of a unit. Raises: what went wrong with the step; StaleParameterError."""
         if self._step.pending:
             self._apply(self._up_to(unit))
@@ -98,9 +96,9 @@ class PendingUpdates:
                 "that step; run the forward again after step(), as torch asks for too"
             )
 
-    def _up_to(self, unit: str) -> list[int]:
+    def _up_to(self, unit: Unit) -> list[int]:
         """The flat parameters to update so that a unit has its new values."""
-        wanted = [flat for flat in self._flats_of.get(unit, ()) if flat in self._step.pending]
+        wanted = [flat.index for flat in unit.flats if flat.index in self._step.pending]
         if wanted and self._layout.replicas > 1:
             queue = list(self._step.pending)
             wanted = queue[: 1 + max(map(queue.index, wanted))]

@@ -14,6 +14,7 @@ from offload.entries import Entries, entry
 from offload.interrupts import uninterrupted, uninterrupted_lookup
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import only_asks
+from offload.model.unit import Unit
 
 
 def _guard(func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -48,7 +49,7 @@ class Here(threading.local):
     opened: Any = _NotPlain()
 
     def __init__(self) -> None:
-        self.entered: dict[str, int] = {}
+        self.entered: dict[Unit, int] = {}
 
 
 class RunningUnits:
@@ -60,37 +61,30 @@ class RunningUnits:
     """
 
     def __init__(self, parameters: FlatParameters, entries: Entries) -> None:
-        layout = parameters.layout
         self._parameters = parameters
         self.entries = entries
-        self._numbers: dict[str, list[int]] = {}
-        self._tiled: set[int] = set()
-        for flat in layout.flats:
-            if layout.tile_of(flat.index):  # its guard multiplies with it tile by tile
-                self._tiled.update(flat.params)
-            else:
-                self._numbers.setdefault(flat.unit, []).extend(flat.params)
-        self._depth: dict[str, int] = {}  # in the order in which they were entered, by any thread
+        self._units: dict[Unit, None] = {}  # that run, in the order in which they were entered, by any thread
         self.here = Here()
 
     @entry
     @uninterrupted
-    def enter(self, unit: str) -> None:
+    def enter(self, unit: Unit) -> None:
         """A module of `unit`, whose values are current, begins its forward in this thread."""
-        here, depth = self.here, self._depth.get(unit, 0)
+        here = self.here
         if not here.entered:
             here.watched = torch_private.disabled_torch_function
             here.owner = self.entries.pass_begins()
-        if not depth:
-            self._parameters.watch(self._numbers.get(unit, ()))
-        self._depth[unit] = depth + 1
+        if not unit.depth:
+            self._parameters.watch(unit.watched)
+            self._units[unit] = None
+        unit.depth += 1
         here.entered[unit] = here.entered.get(unit, 0) + 1
 
     @entry
     @uninterrupted
-    def leave(self, unit: str) -> None:
+    def leave(self, unit: Unit) -> None:
         """A module of `unit` ends its forward. Nothing happens if this thread did not begin it, or has forgotten it."""
-        entered, depth = self.here.entered, self._depth.get(unit, 0)
+        entered = self.here.entered
         if unit not in entered:
             return
         if entered[unit] > 1:
@@ -99,35 +93,30 @@ class RunningUnits:
             del entered[unit]
         if not entered:
             self._end_pass()
-        if depth > 1:
-            self._depth[unit] = depth - 1
-        elif depth:
-            del self._depth[unit]
-            self._parameters.guard(self._numbers.get(unit, ()))
+        if unit.depth == 1:
+            del self._units[unit]
+            self._parameters.guard(unit.watched)
+        unit.depth = max(unit.depth - 1, 0)  # it is 0 where another thread has forgotten all forwards
 
     def _end_pass(self) -> None:
         del self.here.watched
         self.entries.pass_ends(self.here.owner)
 
-    def runs(self, unit: str) -> bool:
-        """Whether a forward of `unit` runs, in any thread."""
-        return unit in self._depth
-
-    def runs_here(self, unit: str) -> bool:
+    def runs_here(self, unit: Unit) -> bool:
         """Whether this thread runs a forward of `unit`."""
         return unit in self.here.entered
 
-    def watches(self, unit: str, number: int) -> bool:
+    def watches(self, unit: Unit, number: int) -> bool:
         """Whether parameter `number` of `unit` is plain now in the threads that run the unit."""
-        return unit in self._depth and number not in self._tiled
+        return unit.depth > 0 and number in unit.watched
 
     @property
-    def units(self) -> Sequence[str]:
+    def units(self) -> Sequence[Unit]:
         """Those that run, in the order in which they were entered."""
-        return tuple(self._depth)
+        return tuple(self._units)
 
     @property
-    def units_here(self) -> Sequence[str]:
+    def units_here(self) -> Sequence[Unit]:
         """Those that this thread runs, likewise."""
         return tuple(self.here.entered)
 
@@ -135,9 +124,10 @@ class RunningUnits:
     @uninterrupted
     def reset(self) -> None:
         """Nothing runs: a forward that raised, or was interrupted, never ended."""
-        for unit in self._depth:
-            self._parameters.guard(self._numbers.get(unit, ()))
-        self._depth.clear()
+        for unit in self._units:
+            self._parameters.guard(unit.watched)
+            unit.depth = 0
+        self._units.clear()
         if self.here.entered:
             self.here.entered.clear()
             self._end_pass()

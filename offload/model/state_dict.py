@@ -24,6 +24,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import Hook
+from offload.model.unit import Unit
 from offload.run import Owner
 from offload.sizes import format_bytes
 
@@ -50,17 +51,22 @@ def _is_outermost() -> bool:
 class Access:
     """Gives others than forwards access to parameters.
 
-    Args: names: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
+    Args: unit_of: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
     take."""
 
     def __init__(
-        self, parameters: FlatParameters, names: Mapping[Tensor, str], units: HeldUnits, budget_bytes: int, owner: Owner
+        self,
+        parameters: FlatParameters,
+        unit_of: Mapping[Tensor, Unit],
+        units: HeldUnits,
+        budget_bytes: int,
+        owner: Owner,
     ) -> None:
         self.entries = units.entries
         self._owner = owner
         self._made = _Made()
         self._parameters = parameters
-        self._names = names
+        self._unit_of = unit_of
         self._units = units
         self._budget_bytes = budget_bytes
         self._copies: dict[int, weakref.ref[Tensor]] = {}
@@ -68,7 +74,7 @@ class Access:
     def gathered(self, target: Target, *, writable: bool) -> AbstractContextManager[None]:
         """See OffloadZero.gathered."""
         params = list(dict.fromkeys(self._params_of(target)))
-        units = list(dict.fromkeys(self._names[param] for param in params))
+        units = list(dict.fromkeys(self._unit_of[param] for param in params))
         return self._units.gathered(units, [self._parameters.index[param] for param in params], writable=writable)
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -81,9 +87,9 @@ class Access:
             return
         streamed = self._units
         own = {name: param for name, param in module.named_parameters(recurse=False) if self._streams(param)}
-        units = list(dict.fromkeys(self._names[param] for param in own.values()))
+        units = list(dict.fromkeys(self._unit_of[param] for param in own.values()))
         held = {param for param in module.parameters() if self._streams(param)}
-        inside = list(dict.fromkeys(self._names[param] for param in held)) if ends else []
+        inside = list(dict.fromkeys(self._unit_of[param] for param in held)) if ends else []
 
         def before(*_: Any) -> None:
             streamed.visit(units)
@@ -118,7 +124,7 @@ class Access:
     @entry
     def _copy(self, params: Mapping[str, nn.Parameter], state_dict: dict[str, Any]) -> None:
         """Puts copies into a state_dict. Args: params: by key."""
-        units = list(dict.fromkeys(self._names[param] for param in params.values()))
+        units = list(dict.fromkeys(self._unit_of[param] for param in params.values()))
         # Where this thread trains they are here already.
         with self._units.used(units if self.entries.is_beside() else ()):
             for key, param in params.items():
@@ -166,7 +172,7 @@ class Access:
         for param in found:
             if not isinstance(param, Tensor):
                 raise ConfigError(f"gathered({target!r}): give a module, a parameter, or several of these parameters")
-            if param not in self._names:
+            if param not in self._unit_of:
                 raise ConfigError(
                     f"gathered() was given a tensor of shape {tuple(param.shape)} that is no parameter of the model"
                 )

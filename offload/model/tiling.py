@@ -25,6 +25,7 @@ from offload.layout import Layout
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
+from offload.model.unit import Unit
 
 
 def has_hooks(weight: nn.Parameter) -> bool:
@@ -40,13 +41,13 @@ class Tiling:
 
     def __init__(self, layout: Layout, parameters: FlatParameters, units: StreamedUnits) -> None:
         self._units = units
-        self._unit_of: dict[nn.Parameter, str] = {}
-        self._tiles: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {}  # in the order of the rows
+        self._unit_of: dict[nn.Parameter, Unit] = {}
+        self._tiles: dict[nn.Parameter, list[tuple[Unit, nn.Parameter]]] = {}  # in the order of the rows
         for index, leaf in parameters.tiles.items():
             flat = layout.flats[layout.slices[index].flat]
             weight = parameters.params[flat.params[0]]
-            self._unit_of[weight] = flat.unit
-            self._tiles.setdefault(weight, []).append((layout.slices[index].unit, leaf))
+            self._unit_of[weight] = parameters.units[flat.unit]
+            self._tiles.setdefault(weight, []).append((parameters.units[layout.slices[index].unit], leaf))
 
     def runs(self, weight: Any) -> bool:
         """Whether `F.linear` with `weight` runs in tiles: it has some, and no hooks that want its whole gradient."""
@@ -81,7 +82,7 @@ class Tiling:
                 self._units.forward_ends(unit, output)
             outputs.append(output)
         if torch.is_grad_enabled() and weight.requires_grad and not _may_have_tangents(outputs[0]):
-            outputs[0] = _Anchor.apply(outputs[0], weight, tiles[0][1], self._unit_of[weight])  # type: ignore[no-untyped-call]
+            outputs[0] = _Anchor.apply(outputs[0], weight, tiles[0][1], self._unit_of[weight].name)  # type: ignore[no-untyped-call]
         return torch.cat(outputs, -1)
 
 

@@ -1,22 +1,12 @@
 """Moves the parameters of streamed units between the store and the device.
 
-[Note: states of a unit]
-| state     | device memory | parameters | meaning                                |
-|-----------|---------------|------------|----------------------------------------|
-| RELEASED  | -             | unusable   | its values are in the store only       |
-| FETCHING  | allocated     | unusable   | copies from the store are under way    |
-| AVAILABLE | allocated     | usable     | its modules can run                    |
-
-A unit whose update is pending may be FETCHING without a copy under way: `begin_update` allocates its memory, and each
-chunk is copied to the device as its new values are made, instead of being read from the store again.
-
 [Note: what waits for a copy]
 A copy to the device waits for the last use of the memory that it writes to. Kernels wait for the copy on the device: a
 unit is AVAILABLE as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
 ended. The host asks for that without waiting; it waits only where somebody needs the chunk, or a buffer of the store.
 It is at most AHEAD_UNITS units ahead of the device.
 
-fetch.py decides which unit is fetched and released when.
+unit.py has the states of a unit, and fetch.py decides which unit is fetched and released when.
 """
 
 from __future__ import annotations
@@ -26,17 +16,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from offload.devices.copies import DONE, Copy, DeviceEvent
-from offload.errors import OffloadError, StateError
+from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
-from offload.layout import Chunk, FlatSlice, starts_of
+from offload.layout import Chunk, FlatSlice
 from offload.model.flat_param import FlatParameters
+from offload.model.unit import Presence, Unit
 from offload.profiling import TO_DEVICE
 from offload.ranks.communicator import Work
 from offload.run import Owner, Run
@@ -50,27 +40,11 @@ AHEAD_UNITS = 8
 class _Upload:
     """A copy to the device, and the lease of its source. is_awaited: by the kernels of the unit."""
 
-    unit: str
+    unit: Unit
     chunk: int
     copy: Copy
     lease: ExitStack
     is_awaited: bool = False
-
-
-class UnitState(Enum):
-    """See [Note: states of a unit]."""
-
-    RELEASED = "released"
-    FETCHING = "fetching"
-    AVAILABLE = "available"
-
-
-_LEGAL = {
-    (UnitState.RELEASED, UnitState.FETCHING),
-    (UnitState.FETCHING, UnitState.AVAILABLE),
-    (UnitState.FETCHING, UnitState.RELEASED),
-    (UnitState.AVAILABLE, UnitState.RELEASED),
-}
 
 
 class StreamedStores:
@@ -137,7 +111,7 @@ class UnitTransfers:
         ahead: int,
         limit: int | None,
     ) -> None:
-        self._layout = layout = parameters.layout
+        self._layout = parameters.layout
         self._copier = run.memory.link or run.memory.copier
         self._timeline = run.timeline
         self._comm = run.comm
@@ -147,66 +121,33 @@ class UnitTransfers:
         self._leases = leases
         self.ahead = ahead
         self.limit = limit
-        slices = [one for one in layout.slices if parameters.streams(layout.flats[one.flat].params[0])]
-        self._slices_of: dict[str, list[FlatSlice]] = {one.unit: [] for one in slices}
-        for one in slices:
-            self._slices_of[one.unit].append(one)
-        of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
-        for chunk in layout.param_chunks:
-            of_flat[chunk.flat].append(chunk)
-        self._chunks_of = {
-            one.index: [c for c in of_flat[one.flat] if one.start <= c.start < one.start + one.numel] for one in slices
-        }
-        self._states = dict.fromkeys(self._slices_of, UnitState.RELEASED)
-        self._allocated: dict[str, None] = {}  # the units that are not released
+        self.units = [unit for unit in parameters.units.values() if unit.slices]
+        self._tiles_of: dict[int, list[Unit]] = {}  # by flat parameter
+        for unit in self.units:
+            if unit.weight is not None:
+                self._tiles_of.setdefault(unit.slices[0].flat, []).append(unit)
+        self._with_memory: dict[Unit, None] = {}
         self._uploads: deque[_Upload] = deque()  # whose leases are not given back yet
         self._lock = threading.RLock()  # of these: the step's worker may want a lease
         store.when_wanted(self._give_back)
         self._released: deque[DeviceEvent] = deque()  # the last uses of units
-        self._all_gathers: dict[str, list[Work]] = {}
         self._awaited_gathers: list[Work] = []  # by the device; they have not all ended
-        # Of units that are being updated: the chunks whose new values are not made yet.
-        self._not_updated: dict[str, set[int]] = {}
 
     # What is where.
 
     @property
-    def units(self) -> Iterable[str]:
-        """Those that have parameters."""
-        return self._states
+    def with_memory(self) -> Collection[Unit]:
+        """The units that are not released, in the order in which they got memory."""
+        return tuple(self._with_memory)
 
-    @property
-    def allocated(self) -> Collection[str]:
-        """Those that have device memory now, in the order in which they got it."""
-        return tuple(self._allocated)
-
-    def is_at(self, unit: str, state: UnitState) -> bool:
-        """Whether a unit is in a state; one without parameters is in none."""
-        return self._states.get(unit) is state
-
-    def params_of(self, unit: str) -> list[int]:
-        """The parameters of a unit by number; a tile has none."""
-        whole = (one for one in self._slices_of[unit] if not one.is_tile)
-        return [number for one in whole for number in self._layout.flats[one.flat].params]
-
-    def bytes_of(self, unit: str) -> int:
-        """What a unit takes on the device. A tiled weight is never there as a whole."""
-        found = [one for one in self._slices_of.get(unit, ()) if one.is_tile or not self._layout.tile_of(one.flat)]
-        return starts_of(one.numel * self._layout.flats[one.flat].dtype.itemsize for one in found)[1]
-
-    def missing_bytes(self, units: Iterable[str]) -> int:
+    def missing_bytes(self, units: Iterable[Unit]) -> int:
         """What the limit lacks for `units` beside those that are on the device; at most 0 if they fit."""
-        together = {*units, *self._allocated}
-        return 0 if self.limit is None else sum(map(self.bytes_of, together)) - self.limit
+        together = {*units, *self._with_memory}
+        return 0 if self.limit is None else sum(unit.nbytes for unit in together) - self.limit
 
-    def home_of(self, unit: str) -> str:
-        """The unit itself; for a tile, the unit of its weight."""
-        return self._layout.flats[self._slices_of[unit][0].flat].unit
-
-    def expect(self, units: Iterable[str]) -> None:
+    def expect(self, units: Iterable[Unit]) -> None:
         """Tells the store the order in which units will be fetched."""
-        slices = (one for unit in units for one in self._slices_of.get(unit, ()))
-        self._store.expect(chunk.index for one in slices for chunk in self._chunks_of[one.index])
+        self._store.expect(chunk.index for unit in units for chunks in unit.chunks.values() for chunk in chunks)
 
     def expect_same_order(self) -> None:
         """Tells the store that the order of fetches since `expect` begins anew."""
@@ -214,40 +155,40 @@ class UnitTransfers:
 
     # From the store to the device.
 
-    def fetch(self, unit: str) -> None:
+    def fetch(self, unit: Unit) -> None:
         """Makes a unit available: what is queued from now on can use it."""
-        if self.is_at(unit, UnitState.RELEASED) or self.is_updating(unit):
+        if unit.is_missing:
             self.prefetch(unit)
-        if self.is_at(unit, UnitState.FETCHING):
+        if unit.presence is Presence.FETCHING:
             self._finish(unit)
 
-    def prefetch(self, unit: str) -> None:
+    def prefetch(self, unit: Unit) -> None:
         """Starts to fetch a released unit, or what an update did not bring. Raises what is wrong with the run."""
         self._owner.require_usable()
-        if self.is_updating(unit):
-            for index in sorted(self._not_updated.pop(unit)):
-                chunk = self._layout.param_chunks[index]
-                self._start_copy(self._layout.slices[chunk.flat], chunk)
-            self._launch_all_gathers(unit, self._slices_of[unit], DONE)
-            return
-        for one in self._slices_of[unit]:
+        for one in unit.slices:
             if not one.is_tile:
                 self._available_tiles(one.flat)
         try:
-            last_use = self._allocate(unit)
-            for one in self._slices_of[unit]:
-                for chunk in self._chunks_of[one.index]:
-                    self._start_copy(one, chunk, last_use)
-            self._launch_all_gathers(unit, self._slices_of[unit], last_use)
+            wanted = unit.not_updated
+            last_use: DeviceEvent = DONE
+            if unit.presence is Presence.UPDATING:
+                unit.fetch()
+            else:
+                last_use = self._allocate(unit)
+                wanted = unit.chunk_numbers
+            for one in unit.slices:
+                for chunk in unit.chunks[one.index]:
+                    if chunk.index in wanted:
+                        self._start_copy(unit, one, chunk, last_use)
+            self._launch_all_gathers(unit, unit.slices, last_use)
         except BaseException:
             self.release(unit)  # only a part of it would arrive
             raise
 
-    def release(self, unit: str) -> None:
-        """Takes the memory of a unit that is available or being fetched, after what is queued."""
-        if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
+    def release(self, unit: Unit) -> None:
+        """Takes the memory of a unit that is available or on its way, after what is queued."""
+        if unit.presence is Presence.RELEASED or not unit.slices:
             return
-        self._not_updated.pop(unit, None)
         self._wait_on_device(unit)  # if that fails, another rank may still write here: the memory stays
         self._free(unit)
         while len(self._released) > AHEAD_UNITS:
@@ -261,19 +202,23 @@ class UnitTransfers:
             while self._uploads:
                 self._finish_upload(self._uploads[0])
 
-    def _refresh(self, one: FlatSlice) -> None:
-        """Copies the values of a slice, which is available, from the store again."""
-        for chunk in self._chunks_of[one.index]:
-            self._start_copy(one, chunk)
-        self._wait_on_device(one.unit)
+    def _refresh(self, unit: Unit, one: FlatSlice) -> None:
+        """Copies the values of a slice of a unit, which is available, from the store again."""
+        for chunk in unit.chunks[one.index]:
+            self._start_copy(unit, one, chunk)
+        self._wait_on_device(unit)
 
     @uninterrupted
-    def _allocate(self, unit: str) -> DeviceEvent:
+    def _allocate(self, unit: Unit, *, for_update: bool = False) -> DeviceEvent:
         """Returns: the event after which its memory may be written."""
-        self._change(unit, UnitState.FETCHING)
-        return self._parameters.allocate(unit, [one.index for one in self._slices_of[unit]])
+        if for_update:
+            unit.expect_update()
+        else:
+            unit.fetch()
+        self._with_memory[unit] = None
+        return self._parameters.allocate(unit)
 
-    def _start_copy(self, one: FlatSlice, chunk: Chunk, after: DeviceEvent | None = None) -> None:
+    def _start_copy(self, unit: Unit, one: FlatSlice, chunk: Chunk, after: DeviceEvent | None = None) -> None:
         while (oldest := self._oldest_of(self._leases)) is not None:
             self._finish_upload(oldest)
         with ExitStack() as stack:
@@ -285,7 +230,7 @@ class UnitTransfers:
             self._timeline.count("gathered_bytes", size)
             if not self._copier.direct:
                 self._timeline.count("host_to_device_bytes", size)
-            self._launch_copy(one, source, chunk, after, stack)
+            self._launch_copy(unit, self._on_device(one, chunk), source, chunk, after, stack)
         with self._lock:  # asking a device takes so long that the step's worker may come between
             ended = [upload for upload in self._uploads if upload.copy.done()]
         for upload in ended:
@@ -298,12 +243,18 @@ class UnitTransfers:
 
     @uninterrupted
     def _launch_copy(
-        self, one: FlatSlice, source: Tensor, chunk: Chunk, after: DeviceEvent | None, lease: ExitStack
+        self,
+        unit: Unit,
+        on_device: Tensor,
+        source: Tensor,
+        chunk: Chunk,
+        after: DeviceEvent | None,
+        lease: ExitStack,
     ) -> None:
         """Queues the copy of a leased chunk, and notes it at once: an interrupt must not lose it."""
-        copy = self._copier.to_device(source, self._on_device(one, chunk), after)
+        copy = self._copier.to_device(source, on_device, after)
         with self._lock:
-            self._uploads.append(_Upload(one.unit, chunk.index, copy, lease.pop_all()))
+            self._uploads.append(_Upload(unit, chunk.index, copy, lease.pop_all()))
 
     def _give_back(self, chunk: int) -> None:
         """Somebody wants to lease a chunk: waits for the copy that holds its lease, or, if none does, for the oldest
@@ -315,7 +266,7 @@ class UnitTransfers:
                 self._finish_upload(upload)
 
     @uninterrupted
-    def _launch_all_gathers(self, unit: str, slices: Iterable[FlatSlice], last_use: DeviceEvent) -> None:
+    def _launch_all_gathers(self, unit: Unit, slices: Iterable[FlatSlice], last_use: DeviceEvent) -> None:
         """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory. Each
         all-gather is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
         if self._layout.shard_group_size > 1:
@@ -323,7 +274,7 @@ class UnitTransfers:
                 last_use.wait_on_device()  # a rank may have nothing of its own to copy there
                 for one in slices:
                     for work in self._all_gather(one.flat):
-                        self._all_gathers.setdefault(unit, []).append(work)
+                        unit.gathers.append(work)
 
     def _all_gather(self, flat: int) -> Iterator[Work]:
         """Starts all-gathers over the ranks that together have all parameters. This rank's shards are on the device."""
@@ -337,26 +288,26 @@ class UnitTransfers:
         for own, group in gathers:
             yield self._comm.shard_group.all_gather_into_tensor(own, group)
 
-    def _finish(self, unit: str) -> None:
+    def _finish(self, unit: Unit) -> None:
         self._wait_on_device(unit)
         self._become_available(unit)
 
     @uninterrupted
-    def _become_available(self, unit: str) -> None:
-        for one in self._slices_of[unit]:
-            self._parameters.restore(one.index)
-        self._change(unit, UnitState.AVAILABLE)
+    def _become_available(self, unit: Unit) -> None:
+        self._parameters.restore_versions(unit)
+        unit.arrive()
 
-    def _wait_on_device(self, unit: str) -> None:
+    def _wait_on_device(self, unit: Unit) -> None:
         """What is queued from now on sees the values of a unit that were on their way."""
         with self._lock:
             for upload in self._uploads:
-                if upload.unit == unit and not upload.is_awaited:
+                if upload.unit is unit and not upload.is_awaited:
                     upload.copy.wait_on_device()
                     upload.is_awaited = True
-        for work in self._all_gathers.get(unit, ()):
+        for work in unit.gathers:
             work.wait_on_device()
-        self._awaited_gathers.extend(self._all_gathers.pop(unit, ()))
+        self._awaited_gathers.extend(unit.gathers)
+        unit.gathers = []
 
     def _finish_upload(self, upload: _Upload) -> None:
         """Waits for a copy, and gives its lease back. It is forgotten only then: an interrupted caller has to wait for
@@ -379,45 +330,30 @@ class UnitTransfers:
             self._awaited_gathers.pop()
 
     @uninterrupted
-    def _free(self, unit: str) -> None:
+    def _free(self, unit: Unit) -> None:
         # The state first: what another thread throws in must not leave a unit available without memory.
-        self._change(unit, UnitState.RELEASED)
-        self._released.append(self._parameters.free(unit, [one.index for one in self._slices_of[unit]]))
-
-    def _change(self, unit: str, to: UnitState) -> None:
-        now = self._states[unit]
-        if (now, to) not in _LEGAL:
-            raise StateError(f"unit {unit or 'root'} is {now.value} and cannot become {to.value}")
-        self._states[unit] = to
-        if to is UnitState.RELEASED:
-            del self._allocated[unit]
-        else:
-            self._allocated[unit] = None
+        unit.release()
+        del self._with_memory[unit]
+        self._released.append(self._parameters.free(unit))
 
     # Updates.
 
-    def can_begin_update(self, unit: str) -> bool:
+    def can_begin_update(self, unit: Unit) -> bool:
         """Whether the new values of a unit can go to the device as they are made: it is released, and copies to the
         device need no buffers."""
-        if not self._copier.direct or not self.is_at(unit, UnitState.RELEASED):
+        if not self._copier.direct or unit.presence is not Presence.RELEASED:
             return False
-        if all(self._layout.flats[one.flat].is_frozen for one in self._slices_of[unit]):
+        if all(self._layout.flats[one.flat].is_frozen for one in unit.slices):
             return False  # what changes is on the device
-        return not any(self._layout.tile_of(one.flat) for one in self._slices_of[unit])
+        return not any(self._layout.tile_of(one.flat) for one in unit.slices)
 
-    def is_updating(self, unit: str) -> bool:
-        """Whether an update of the unit was begun, and nobody fetched it since."""
-        return unit in self._not_updated
-
-    @uninterrupted
-    def begin_update(self, unit: str) -> None:
-        """Allocates a unit whose pending update is about to be applied; see [Note: states of a unit]."""
-        self._not_updated[unit] = {c.index for one in self._slices_of[unit] for c in self._chunks_of[one.index]}
-        self._allocate(unit)
+    def begin_update(self, unit: Unit) -> None:
+        """Allocates a unit whose pending update is about to be applied."""
+        self._allocate(unit, for_update=True)
 
     def chunk_updated(self, chunk: Chunk, values: Tensor) -> None:
         """New `values` of a chunk were made, and are leased in RAM. Args: values: shape (chunk.numel,)."""
-        not_updated = self._not_updated.get(self._layout.flats[chunk.flat].unit, set())
+        not_updated = self._unit_of(chunk.flat).not_updated
         if chunk.index in not_updated:
             self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()
             self._timeline.count("gathered_bytes", values.numel() * values.element_size())
@@ -425,19 +361,22 @@ class UnitTransfers:
 
     def flat_updated(self, flat: int) -> None:
         """All new values of a flat parameter are in the store: what is on the device are the old ones."""
-        unit = self._layout.flats[flat].unit
-        if self.is_updating(unit):
+        unit = self._unit_of(flat)
+        if unit.presence is Presence.UPDATING:
             return  # the new ones were copied as they were made
-        if self._states[unit] is UnitState.FETCHING:
+        if unit.presence is Presence.FETCHING:
             self._finish(unit)
         tiles = self._available_tiles(flat)
-        if self._states[unit] is UnitState.AVAILABLE:
+        if unit.presence is Presence.AVAILABLE:
             one, last_use = self._layout.slices[flat], self._copier.mark()
-            self._refresh(one)
+            self._refresh(unit, one)
             self._launch_all_gathers(unit, [one], last_use)
             self._wait_on_device(unit)
         for tile in tiles:
-            self._refresh(tile)
+            self._refresh(tile, tile.slices[0])
+
+    def _unit_of(self, flat: int) -> Unit:
+        return self._parameters.units[self._layout.flats[flat].unit]
 
     # From the device to the store.
 
@@ -449,13 +388,13 @@ class UnitTransfers:
     def write_back(self, flat: int) -> None:
         """Copies the values of a flat parameter, which is available, to the store, and to its tiles on the device."""
         tiles = self._available_tiles(flat)
-        for chunk in self._chunks_of[flat]:
+        for chunk in self._unit_of(flat).chunks[flat]:
             with self._store.lease(chunk.index, step=self._owner.step(), is_fresh=True) as lease:
                 lease.dirty = True
                 on_device = self._on_device(self._layout.slices[flat], chunk)
                 self._copier.to_host(on_device, self._in_store(lease.arrays[0], chunk)).wait()
         for tile in tiles:
-            self._refresh(tile)
+            self._refresh(tile, tile.slices[0])
 
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Compares these parameters, all available, with the store, and notes which were written to. For writes that
@@ -479,32 +418,30 @@ class UnitTransfers:
                         return False
         return True
 
-    def _available_tiles(self, flat: int) -> list[FlatSlice]:
+    def _available_tiles(self, flat: int) -> list[Unit]:
         """The tiles of a flat parameter that are available, also those that were being fetched until now."""
-        if not self._layout.tile_of(flat):
-            return []
-        tiles = [one for one in self._layout.slices if one.is_tile and one.flat == flat]
+        tiles = self._tiles_of.get(flat, [])
         for tile in tiles:
-            if self._states[tile.unit] is UnitState.FETCHING:
-                self._finish(tile.unit)
-        return [tile for tile in tiles if self._states[tile.unit] is UnitState.AVAILABLE]
+            if tile.presence is Presence.FETCHING:
+                self._finish(tile)
+        return [tile for tile in tiles if tile.presence is Presence.AVAILABLE]
 
     # The end.
 
     def abandon(self) -> None:
         """Releases everything, whether it arrived or failed."""
         self.close()
-        self._not_updated.clear()
-        for unit in self.allocated:
+        for unit in self.with_memory:
             self._free(unit)
 
     def close(self) -> None:
         """Waits for everything under way, whether it arrives or fails: the memory is about to go."""
-        for work in chain(self._awaited_gathers, *self._all_gathers.values()):
+        for work in chain(self._awaited_gathers, *(unit.gathers for unit in self.units)):
             with suppress(OffloadError):
                 work.wait()
         self._awaited_gathers.clear()
-        self._all_gathers.clear()
+        for unit in self.units:
+            unit.gathers = []
         while self._uploads:
             upload = self._uploads[0]
             with suppress(OffloadError):

@@ -35,6 +35,7 @@ from torch import Tensor, UntypedStorage
 from offload import torch_private
 from offload.devices.copies import Copier, DeviceEvent
 from offload.layout import starts_of
+from offload.model.unit import Unit
 from offload.native.memory import advise_huge_pages, poison
 
 _REFUSED = "this parameter is not on the device now: use it inside `with optimizer.gathered(module_or_params):`"
@@ -59,7 +60,7 @@ class _Group:
     """Units that never have memory at the same time. Attributes: nbytes: what the largest of them takes; buffer: the
     buffer that they share already, None if they share none."""
 
-    units: set[str] = field(default_factory=set)
+    units: set[Unit] = field(default_factory=set)
     nbytes: int = 0
     buffer: _Buffer | None = None
 
@@ -76,10 +77,10 @@ class UnitMemory:
         self._copier = copier
         self._limit = limit
         self._spare: list[_Buffer] = []  # the oldest first
-        self._lent: dict[str, _Buffer] = {}
-        self._own: dict[str, _Buffer] = {}  # of each unit, as arranged
-        self._sizes: dict[str, int] = {}  # of units, in the order of their first use
-        self._beside: dict[str, set[str]] = {}  # by unit: those that had memory at the same time
+        self._lent: dict[Unit, _Buffer] = {}
+        self._own: dict[Unit, _Buffer] = {}  # of each unit, as arranged
+        self._sizes: dict[Unit, int] = {}  # of units, in the order of their first use
+        self._beside: dict[Unit, set[Unit]] = {}  # by unit: those that had memory at the same time
         self._is_arranged = True  # each unit found its own buffer since
 
     @property
@@ -87,7 +88,7 @@ class UnitMemory:
         """Bytes of all buffers that units share, lent or spare."""
         return sum(buffer.nbytes for buffer in chain(self._spare, self._lent.values()) if buffer.is_shared)
 
-    def give(self, unit: str, tensors: Sequence[Tensor], *, shares: bool = True) -> DeviceEvent:
+    def give(self, unit: Unit, tensors: Sequence[Tensor], *, shares: bool = True) -> DeviceEvent:
         """Gives the tensors of a unit, which have no memory, as much as they need; their values are undefined.
 
         Args: shares: False gives memory of its own, that no other unit gets.
@@ -108,7 +109,7 @@ class UnitMemory:
         self._lent[unit] = buffer
         return buffer.last_use
 
-    def take(self, unit: str, tensors: Sequence[Tensor]) -> DeviceEvent:
+    def take(self, unit: Unit, tensors: Sequence[Tensor]) -> DeviceEvent:
         """Takes the memory of a unit's tensors away, if they have any. Returns: its last use."""
         last_use = self._copier.mark()
         buffer = self._lent.get(unit)
@@ -155,7 +156,7 @@ class UnitMemory:
         self._own, self._is_arranged = {}, False
         self._trim(0)
 
-    def _buffer_for(self, unit: str, nbytes: int) -> _Buffer:
+    def _buffer_for(self, unit: Unit, nbytes: int) -> _Buffer:
         found = self._own.get(unit)
         if found is None or found not in self._spare:
             self._is_arranged = False
@@ -179,7 +180,7 @@ class UnitMemory:
         while self._spare and self.nbytes > limit:
             self._spare.remove(next((one for one in self._spare if one not in own), self._spare[0]))
 
-    def _note(self, unit: str, nbytes: int) -> None:
+    def _note(self, unit: Unit, nbytes: int) -> None:
         """Notes which units have memory while this one gets some, unless together they take more than was planned."""
         others = [other for other, buffer in self._lent.items() if buffer.is_shared]
         self._sizes[unit] = nbytes
@@ -188,7 +189,7 @@ class UnitMemory:
             for other in others:
                 self._beside.setdefault(other, set()).add(unit)
 
-    def _divide(self, order: Iterable[str]) -> list[_Group]:
+    def _divide(self, order: Iterable[Unit]) -> list[_Group]:
         """Each unit joins a group without a member beside it: the smallest that is large enough, or else the one that
         grows least."""
         groups: list[_Group] = []

@@ -41,8 +41,9 @@ class Held(NamedTuple):
     def is_current(self) -> bool:
         """Whether the parameter's unit has its new values in the model. Asks no parameter."""
         units, pending = self.optimizer._held.units, self.optimizer._held.pending
-        is_here = not units.is_streamed or UNIT in units.transfers.allocated
-        return is_here and not pending.is_pending(UNIT)
+        unit = units.named(UNIT)
+        is_here = not units.is_streamed or unit.is_here or unit.is_coming
+        return is_here and not pending.is_pending(unit)
 
     def leave(self) -> None:
         """Other units are used meanwhile."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import BudgetError, ConfigError, ReleasedParameterError
-from offload.model.transfer import UnitState
+from offload.model.unit import Presence
 from tests.model.test_streaming import squares
 from tests.support.streamed import Streams, Watched, train
 from tests.support.toy import Net, batch
@@ -169,4 +169,4 @@ def test_what_could_not_be_gathered_or_let_go_of_is_not_held_for_good(streams: S
             with optimizer.gathered(model.blocks):
                 pass
         train(squares, steps=1)(model, optimizer)
-        assert all(units.transfers.is_at(f"blocks.{number}", UnitState.RELEASED) for number in range(4))
+        assert all(units.named(f"blocks.{number}").presence is Presence.RELEASED for number in range(4))

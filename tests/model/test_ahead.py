@@ -93,7 +93,7 @@ def test_what_was_waited_for_on_the_device_only_has_ended_when_all_is_abandoned(
         assert isinstance(units, StreamedUnits)
         under_way = [PendingWork() for _ in range(3)]
         units.transfers._awaited_gathers.append(under_way[0])
-        units.transfers._all_gathers["blocks.0"] = [under_way[1]]
+        units.named("blocks.0").gathers.append(under_way[1])
         new_params._copies.append((optimizer._layout.chunks[0], under_way[2], None))
         units.transfers.abandon()
         new_params.close()

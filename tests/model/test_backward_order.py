@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import torch_private
+from offload.layout import build
 from offload.model.backward_order import BackwardOrder
+from offload.model.unit import Units
 from offload.model.units import ROOT
 
 
@@ -61,6 +63,7 @@ class Watched:
 
     def __init__(self, model: Blocks) -> None:
         self.order, self.model = BackwardOrder(), model
+        self.unit_of = Units(build([], 1024))
         self.left: list[str] = []
         self.came: list[str] = []
         self.late: list[str] = []
@@ -68,7 +71,7 @@ class Watched:
         self.early: str | None = None  # a unit that got a gradient when it was alone
         self.units = {"blocks.1.2": model.blocks[1][2]} | {f"blocks.{n}": block for n, block in enumerate(model.blocks)}
         for unit, module in {ROOT: model, **self.units}.items():
-            module.register_forward_pre_hook(lambda *_, unit=unit: self.order.use(unit))
+            module.register_forward_pre_hook(lambda *_, unit=unit: self.order.use(self.unit_of[unit]))
             module.register_forward_hook(partial(self._ends, unit))
         for name, param in model.named_parameters():
             unit = next((one for one in self.units if name.startswith(f"{one}.")), ROOT)
@@ -84,13 +87,13 @@ class Watched:
         if task not in self.tasks:
             self.tasks.add(task)
             torch_private.queue_callback(partial(self._ends_task, task))
-        left = self.order.enter(unit, position, task)
+        left = [one.name for one in self.order.enter(self.unit_of[unit], position, task)]
         assert self.early in (None, unit, *left), "it was alone, and another unit came before it was left"
         self.left += left
-        self.early, self.alone = None, unit if self.order.is_alone(unit, position) else None
+        self.early, self.alone = None, unit if self.order.is_alone(self.unit_of[unit], position) else None
 
     def _ends_task(self, task: int) -> None:
-        left = self.order.end(task)
+        left = [one.name for one in self.order.end(task)]
         assert self.early in (None, *left)
         self.left += left
         self.early = None

@@ -180,7 +180,7 @@ def test_modules_of_a_unit_without_a_forward_enter_it_in_compiled_code(monkeypat
         x = torch.randn(4, 12)
         expected, running = model(x), optimizer._held.units.running
         enter = running.enter
-        monkeypatch.setattr(running, "enter", lambda unit: (entered.append(unit), enter(unit)))
+        monkeypatch.setattr(running, "enter", lambda unit: (entered.append(unit.name), enter(unit)))
         assert torch.equal(torch.compile(model, backend="eager")(x), expected)
     assert {"stages.0", "stages.3"} <= set(entered)
 

@@ -114,7 +114,9 @@ def test_a_use_applies_or_fetches_its_own_unit_only(held: Held) -> None:
     if not held.is_streamed:
         assert pending == {"", "blocks.0", "blocks.2", "blocks.3"}
     else:
-        assert {"blocks.0", "blocks.2", "blocks.3"}.isdisjoint(held.optimizer._held.units.transfers.allocated)
+        assert {"blocks.0", "blocks.2", "blocks.3"}.isdisjoint(
+            unit.name for unit in held.optimizer._held.units.transfers.with_memory
+        )
 
 
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

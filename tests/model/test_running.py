@@ -12,6 +12,7 @@ from offload.entries import Entries
 from offload.layout import ParamSpec, build
 from offload.model.flat_param import FlatParameters
 from offload.model.running import RunningUnits
+from offload.model.unit import Unit
 from tests.support.toy import Net, batch
 
 
@@ -39,6 +40,10 @@ def running(params: list[nn.Parameter]) -> RunningUnits:
     return RunningUnits(parameters, Entries())
 
 
+def unit(running: RunningUnits, name: str) -> Unit:
+    return running._parameters.units[name]
+
+
 def kinds(params: list[nn.Parameter]) -> str:
     return "".join("u" if type(param) is Unseen else "g" for param in params)
 
@@ -47,50 +52,50 @@ def test_a_unit_goes_unseen_from_its_first_module_to_its_last(
     params: list[nn.Parameter], running: RunningUnits
 ) -> None:
     assert kinds(params) == "ggg"
-    running.enter("block")
-    running.enter("block")
+    running.enter(unit(running, "block"))
+    running.enter(unit(running, "block"))
     assert kinds(params) == "guu"
-    running.leave("block")
+    running.leave(unit(running, "block"))
     assert kinds(params) == "guu"
-    assert running.runs("block")
-    running.leave("block")
+    assert unit(running, "block").depth
+    running.leave(unit(running, "block"))
     assert kinds(params) == "ggg"
-    assert not running.runs("block")
+    assert not unit(running, "block").depth
 
 
 def test_units_run_beside_one_another_in_the_order_of_their_entry(
     params: list[nn.Parameter], running: RunningUnits
 ) -> None:
-    running.enter("")
-    running.enter("block")
-    running.enter("")
-    assert list(running.units) == ["", "block"]
+    running.enter(unit(running, ""))
+    running.enter(unit(running, "block"))
+    running.enter(unit(running, ""))
+    assert [one.name for one in running.units] == ["", "block"]
     assert kinds(params) == "uuu"
-    assert running.watches("block", 1)
-    running.leave("block")
-    assert list(running.units) == [""]
+    assert running.watches(unit(running, "block"), 1)
+    running.leave(unit(running, "block"))
+    assert [one.name for one in running.units] == [""]
     assert kinds(params) == "ugg"
-    assert not running.watches("block", 1)
+    assert not running.watches(unit(running, "block"), 1)
 
 
 def test_what_never_said_its_end_is_forgotten(params: list[nn.Parameter], running: RunningUnits) -> None:
-    running.enter("")
-    running.enter("block")
-    running.enter("block")
+    running.enter(unit(running, ""))
+    running.enter(unit(running, "block"))
+    running.enter(unit(running, "block"))
     running.reset()
     assert kinds(params) == "ggg"
     assert not running.units
-    running.leave("block")  # comes late
+    running.leave(unit(running, "block"))  # comes late
     assert kinds(params) == "ggg"
-    running.enter("block")
+    running.enter(unit(running, "block"))
     assert kinds(params) == "guu"
 
 
 def test_a_unit_without_parameters_runs_too(params: list[nn.Parameter], running: RunningUnits) -> None:
-    running.enter("elsewhere")
-    assert running.runs("elsewhere")
+    running.enter(unit(running, "elsewhere"))
+    assert unit(running, "elsewhere").depth
     assert kinds(params) == "ggg"
-    running.leave("elsewhere")
+    running.leave(unit(running, "elsewhere"))
 
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])

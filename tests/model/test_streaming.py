@@ -23,6 +23,7 @@ from offload import (
     torch_private,
 )
 from offload.devices.copies import DeviceEvent
+from offload.model.unit import Unit
 from offload.model.unit_memory import UnitMemory
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier, _LateCopy
@@ -437,11 +438,11 @@ def test_second_derivatives_keep_units_until_the_step_and_say_what_does_not_fit(
         transfers = optimizer._held.units.transfers
         x = batch(0).requires_grad_()
         (grad,) = torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
-        assert len(transfers.allocated) >= 12
+        assert len(transfers.with_memory) >= 12
         grad.square().sum().backward()
         optimizer.step()
-        assert len(transfers.allocated) < 6
-        transfers.limit = 3 * transfers.bytes_of("blocks.0")
+        assert len(transfers.with_memory) < 6
+        transfers.limit = 3 * optimizer._held.units.named("blocks.0").nbytes
         with pytest.raises(BudgetError, match="create_graph=True keeps more streamed parameters") as caught:
             torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
         assert caught.value.option == "device_memory"
@@ -784,19 +785,19 @@ class Gauge:
     """Counts the units that have memory, and keeps the most at once."""
 
     def __init__(self, optimizer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.here: set[str] = set()
-        self.most: set[str] = set()
+        self.here: set[Unit] = set()
+        self.most: set[Unit] = set()
         parameters = optimizer._parts.parameters
         allocate, free = parameters.allocate, parameters.free
 
-        def allocated(unit: str, slices: list[int]) -> DeviceEvent:
+        def allocated(unit: Unit) -> DeviceEvent:
             self.here.add(unit)
             self.most = max(self.most, set(self.here), key=len)
-            return allocate(unit, slices)
+            return allocate(unit)
 
-        def freed(unit: str, slices: list[int]) -> DeviceEvent:
+        def freed(unit: Unit) -> DeviceEvent:
             self.here.discard(unit)
-            return free(unit, slices)
+            return free(unit)
 
         monkeypatch.setattr(parameters, "allocate", allocated)
         monkeypatch.setattr(parameters, "free", freed)

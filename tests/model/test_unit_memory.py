@@ -10,11 +10,15 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.devices.copies import HostCopier
-from offload.layout import ALIGN_BYTES
+from offload.layout import ALIGN_BYTES, build
+from offload.model import unit
 from offload.model.unit_memory import UnitMemory, strip
 from tests.support.released import has_no_values
 
 CPU = torch.device("cpu")
+
+
+UNITS = unit.Units(build([], 1024))
 
 
 def emptied(numel: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -29,25 +33,25 @@ def memory_of(limit: int) -> UnitMemory:
 
 def test_what_one_unit_leaves_the_next_one_of_its_size_gets() -> None:
     memory, one, other, larger = memory_of(22), emptied(5), emptied(5), emptied(6)
-    memory.give("one", [one])
+    memory.give(UNITS["one"], [one])
     view = one[1:3]
     one.fill_(3)
     address = one.data_ptr()
-    memory.take("one", [one])
+    memory.take(UNITS["one"], [one])
     assert has_no_values(one)
     assert has_no_values(view)
     with pytest.raises(RuntimeError):
         view.fill_(1)
     assert memory.nbytes == 10
-    memory.give("larger", [larger])
-    memory.give("other", [other])
+    memory.give(UNITS["larger"], [larger])
+    memory.give(UNITS["other"], [other])
     assert other.data_ptr() == address != larger.data_ptr()
     assert other.tolist() == [3] * 5
-    memory.give("one", [one])  # more than the limit is in use
+    memory.give(UNITS["one"], [one])  # more than the limit is in use
     assert memory.nbytes == 32
     one.copy_(torch.arange(5))
     assert view.tolist() == [1, 2]
-    memory.take("one", [one])
+    memory.take(UNITS["one"], [one])
     assert memory.nbytes == 22
 
 
@@ -58,9 +62,9 @@ def test_access_to_released_memory_is_forbidden_where_torch_can(monkeypatch: pyt
     monkeypatch.setattr(torch_private, "allow_data_access", lambda storage: forbidden.pop(storage, None))
     memory, one = memory_of(22), emptied(5)
     for _ in range(2):
-        memory.give("one", [one])
+        memory.give(UNITS["one"], [one])
         assert not forbidden
-        memory.take("one", [one])
+        memory.take(UNITS["one"], [one])
         (words,) = forbidden.values()
         assert "optimizer.gathered" in words
         assert [*forbidden] == [one.untyped_storage()._cdata]
@@ -68,7 +72,7 @@ def test_access_to_released_memory_is_forbidden_where_torch_can(monkeypatch: pyt
 
 def test_tensors_of_one_unit_lie_in_one_buffer() -> None:
     memory, parts = memory_of(1000), [emptied(3), emptied(5, torch.float32), emptied(0), emptied(7)]
-    memory.give("unit", parts)
+    memory.give(UNITS["unit"], parts)
     for number, part in enumerate(parts):
         part.fill_(number)
     starts = [part.data_ptr() - parts[0].data_ptr() for part in parts if part.numel()]
@@ -79,19 +83,19 @@ def test_tensors_of_one_unit_lie_in_one_buffer() -> None:
 
 def test_memory_of_its_own_goes_back_at_once() -> None:
     memory, tensor = memory_of(1000), emptied(5)
-    memory.give("unit", [tensor], shares=False)
+    memory.give(UNITS["unit"], [tensor], shares=False)
     assert memory.nbytes == 0
     tensor.fill_(1)
-    memory.take("unit", [tensor])
+    memory.take(UNITS["unit"], [tensor])
     assert memory.nbytes == 0
 
 
 def test_what_has_no_memory_is_taken_as_often_as_one_likes() -> None:
     memory, tensor, nothing = memory_of(1000), emptied(5), torch.empty(0)
-    memory.take("unit", [tensor])
+    memory.take(UNITS["unit"], [tensor])
     strip(tensor)
-    memory.give("nothing", [nothing])
-    memory.take("nothing", [nothing])
+    memory.give(UNITS["nothing"], [nothing])
+    memory.take(UNITS["nothing"], [nothing])
     assert memory.nbytes == 0
 
 
@@ -116,14 +120,14 @@ class Units:
         memory._allocate = noted  # type: ignore[assignment]
 
     def give(self, number: int) -> None:
-        self.memory.give(str(number), [self.tensors[number]])
+        self.memory.give(UNITS[str(number)], [self.tensors[number]])
         self.tensors[number].fill_(number)
         self.filled.add(number)
         self.most = max(self.most, self.memory.nbytes)
         self.check()
 
     def take(self, number: int) -> None:
-        self.memory.take(str(number), [self.tensors[number]])
+        self.memory.take(UNITS[str(number)], [self.tensors[number]])
         self.filled.discard(number)
         self.check()
 
