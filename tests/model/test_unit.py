@@ -68,7 +68,7 @@ def test_a_unit_knows_its_parameters_chunks_and_bytes() -> None:
     assert block.watched == set(block.params)
     # 1,024 elements of a master fill a chunk; each flat parameter begins a new one.
     assert [len(chunks) for chunks in block.chunks.values()] == [5, 1]
-    # Parameters begin at multiples of 64 elements, flat parameters at multiples of 128 bytes.
+    # Parameters begin at multiples of 64 elements, flat parameters at multiples of 256 bytes.
     assert block.nbytes == 2 * (5056 + 11) + 106 + 4 * 7
     head, last = units["head"], units["head[2]"]
     assert head.nbytes == 0, "a tiled weight is never on the device as a whole"
