@@ -60,8 +60,10 @@ class Entries:
 
     All but `lock`, `is_beside` and `pause` is called with the lock held.
 
-    Args: ranks: that train the model together.
     Attribute: lock: held inside of every entry.
+
+    Args:
+        ranks: that train the model together.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -97,7 +99,11 @@ class Entries:
         return self._trainer is not None
 
     def pass_begins(self) -> Thread:
-        """A forward or a backward begins in this thread. Returns: whose it is, for `pass_ends`."""
+        """A forward or a backward begins in this thread.
+
+        Returns:
+            whose it is, for `pass_ends`.
+        """
         here = self.here()
         self._under_way[here] = self._under_way.get(here, 0) + 1
         return here
@@ -126,8 +132,11 @@ class Entries:
     def take_turn(self, *, waits: bool) -> None:
         """Before a pass of this thread begins, which excludes those of others.
 
-        Args: waits: whether to wait for their end. The thread that trains waits in any case.
-        Raises: ConfigError.
+        Args:
+            waits: whether to wait for their end. The thread that trains waits in any case.
+
+        Raises:
+            ConfigError: what was given cannot be served.
         """
         if self.is_passing():
             if not waits and self._trainer is not self.here():
@@ -135,9 +144,13 @@ class Entries:
             self._wait_for_passes("a forward or backward began")
 
     def wait_for_turn(self, what: str) -> None:
-        """Waits until no pass of another thread is under way. Args: what: is about to be done.
+        """Waits until no pass of another thread is under way.
 
-        Raises: ConfigError if all ranks have to do it together, and another thread trains.
+        Args:
+            what: is about to be done.
+
+        Raises:
+            ConfigError: if all ranks have to do it together, and another thread trains.
         """
         if self.is_beside():
             if self._ranks > 1:
@@ -164,7 +177,11 @@ class Entries:
 
     @uninterrupted
     def _wait(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Gives the lock back until `done()`. Returns: whether it is."""
+        """Gives the lock back until `done()`.
+
+        Returns:
+            whether it is.
+        """
         end = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > end:
@@ -199,7 +216,11 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _called(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Raises: DeviceError instead of torch's error for a device that failed."""
+    """TODO.
+
+    Raises:
+        DeviceError: instead of torch's error for a device that failed.
+    """
     try:
         return method(*args, **kwargs)
     except torch.AcceleratorError as error:
@@ -220,7 +241,8 @@ def entry(method: Callable[P, R]) -> Callable[P, R]:
 def exclusive_entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """As `entry`; a thread beside the one that trains waits until no pass is under way.
 
-    Args: name: of the method that users call.
+    Args:
+        name: of the method that users call.
     """
 
     def marked(method: Callable[P, R]) -> Callable[P, R]:

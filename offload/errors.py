@@ -99,7 +99,10 @@ class ResumeError(OffloadError):
 class CorruptionError(OffloadError):
     """Bytes read are not the bytes written.
 
-    Attributes: chunk (index; None: the damage is in no chunk's slot), file (path), offset (bytes).
+    Attributes:
+        chunk: index; None: the damage is in no chunk's slot.
+        file: path.
+        offset: bytes.
     """
 
     def __init__(self, message: str, *, chunk: int | None = None, file: str, offset: int = 0) -> None:
@@ -167,7 +170,12 @@ class InterruptedStepError(OffloadError, RuntimeError):
 
     @classmethod
     def saying_how(cls, what: str, *, can_go_back: bool) -> InterruptedStepError:
-        """Args: what: happened; can_go_back: whether anything was committed."""
+        """TODO.
+
+        Args:
+            what: happened.
+            can_go_back: whether anything was committed.
+        """
         how = "call rollback()" if can_go_back else "nothing was committed, so make a new OffloadZero, of a new model"
         return cls(f"{what}: {how}")
 
@@ -177,7 +185,11 @@ class DeviceError(OffloadError, RuntimeError):
 
     @classmethod
     def of(cls, error: RuntimeError) -> DeviceError:
-        """Args: error: torch's."""
+        """TODO.
+
+        Args:
+            error: torch's.
+        """
         return cls(
             f"the device failed: {str(error).strip().splitlines()[0]}. It may be of anything that was queued before; "
             "CUDA_LAUNCH_BLOCKING=1 shows of what. Start the program again; a run with a path goes on from its last "
@@ -188,7 +200,9 @@ class DeviceError(OffloadError, RuntimeError):
 class RankError(OffloadError, RuntimeError):
     """A collective did not complete: another rank is slow, stuck or dead. No further collective is possible.
 
-    Attributes: collective (its name), waited_s (seconds since this rank launched it).
+    Attributes:
+        collective: its name.
+        waited_s: seconds since this rank launched it.
     """
 
     def __init__(self, message: str, *, collective: str, waited_s: float) -> None:

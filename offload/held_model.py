@@ -41,8 +41,11 @@ FREED_BYTES = 16 * MIB
 class Values(NamedTuple):
     """Where the values of a model come from when it is taken.
 
-    Attributes: source: gives values to what is on the meta device; committed: names of the parameters whose states come
-    from a commit, so that masters are not made from the model's values; frozen: the state of `WrittenFrozen` there.
+    Attributes:
+        source: gives values to what is on the meta device.
+        committed: names of the parameters whose states come from a commit, so that masters are not made from the
+            model's values.
+        frozen: the state of `WrittenFrozen` there.
     """
 
     source: Source
@@ -61,9 +64,13 @@ def _left_free(nbytes: int) -> int:
 class HeldModel:
     """One optimizer's hold on its model.
 
-    Args: original: what the model was, which keeps what it needs to give it back; undo: lets go of the model.
-    Attributes: pending, units, answers, access: parts that the optimizer calls too; initial_bytes: what was written to
-    swap files before the first step.
+    Args:
+        original: what the model was, which keeps what it needs to give it back.
+        undo: lets go of the model.
+
+    Attributes:
+        pending, units, answers, access: parts that the optimizer calls too.
+        initial_bytes: what was written to swap files before the first step.
     """
 
     def __init__(
@@ -141,7 +148,8 @@ class HeldModel:
     def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
         """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters.
 
-        Args: numbers: of the trained parameters to look at; None: all.
+        Args:
+            numbers: of the trained parameters to look at; None: all.
         """
         self.units.take_outside_writes(numbers)
 
@@ -163,7 +171,8 @@ class HeldModel:
     def moves(self, module: nn.Module, device: torch.device) -> bool:
         """A module is being moved: to the CPU, where the model is parked if the module has it, or home.
 
-        Returns: whether it moves the held model, which is there then. Over several ranks all have to move it.
+        Returns:
+            whether it moves the held model, which is there then. Over several ranks all have to move it.
         """
         parameters, memory = self._parts.parameters, self._run.memory.device
         if device not in (CPU, parameters.home) or not any(one is self._model for one in module.modules()):
@@ -207,7 +216,11 @@ class HeldModel:
             self._is_resident = True
 
     def written_frozen(self, budget_bytes: int) -> WrittenFrozen:
-        """What a commit carries of frozen parameters. Args: budget_bytes: RAM for copies."""
+        """What a commit carries of frozen parameters.
+
+        Args:
+            budget_bytes: RAM for copies.
+        """
         specs = self._parts.parameters.layout.specs
         return WrittenFrozen(self._model, specs, self._frozen_digests, self.units, self.access, budget_bytes)
 
@@ -351,7 +364,9 @@ class HeldModel:
 
         What was freed meanwhile goes back to the system. Parameters that were on the meta device and are not held are
         cast as they get values: there are none to go back to.
-        Args: owned: gets the parameters whose memory was made here, and is nobody else's.
+
+        Args:
+            owned: gets the parameters whose memory was made here, and is nobody else's.
         """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
         left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)

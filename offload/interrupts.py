@@ -137,7 +137,9 @@ def wait_until(
 ) -> None:
     """Waits in a marked call until `done()`.
 
-    Args: lock: of `changed`, which is held while `done` is called; meanwhile: called now and then without it.
+    Args:
+        lock: of `changed`, which is held while `done` is called.
+        meanwhile: called now and then without it.
     """
     while True:
         with lock:

@@ -93,7 +93,8 @@ class Options:
     The attributes are as they were given. The properties are what they mean by themselves; what they mean for a model,
     a machine and ranks the planner decides (planner/decide.py).
 
-    Raises: ConfigError naming the option, its value and what is allowed.
+    Raises:
+        ConfigError: naming the option, its value and what is allowed.
     """
 
     tier: str | None = None
@@ -383,7 +384,11 @@ def _size(option: str, value: int | str | None) -> int | None:
 
 
 def _refuse(*faults: Fault) -> None:
-    """Raises: ConfigError that says the first fault that is there."""
+    """TODO.
+
+    Raises:
+        ConfigError: that says the first fault that is there.
+    """
     for is_there, message in faults:
         if is_there:
             raise ConfigError(message)
@@ -427,7 +432,11 @@ def _no_such(name: str, known: Collection[str]) -> str:
 
 
 def absolute(path: PathLike) -> Path:
-    """Raises: PathError for a relative path where there is no working directory any more."""
+    """TODO.
+
+    Raises:
+        PathError: for a relative path where there is no working directory any more.
+    """
     try:
         return Path(path).absolute()
     except FileNotFoundError as error:
@@ -460,7 +469,12 @@ def _paths(option: str, given: Any) -> tuple[Path, ...]:
 
 
 def _modules(option: str, given: Any, instances: type, kinds: str) -> tuple[Any, ...]:
-    """Args: instances: what it may hold beside subclasses of nn.Module; kinds: both in words, with "nor" between."""
+    """TODO.
+
+    Args:
+        instances: what it may hold beside subclasses of nn.Module.
+        kinds: both in words, with "nor" between.
+    """
     if isinstance(given, str | nn.Module | type) or not isinstance(given, Iterable):
         raise ConfigError(f"{option}={given!r}: give a sequence, such as ({given!r},)")
     modules = tuple(given)

@@ -144,7 +144,8 @@ class Timeline:
     def begin(self, lane: str, name: str, *, overlaps: bool = True, **about: Unpack[About]) -> Event | None:
         """Records the beginning of something that ends elsewhere; hand what is returned to `end`.
 
-        Args: overlaps: whether others like it may run in its lane at the same time.
+        Args:
+            overlaps: whether others like it may run in its lane at the same time.
         """
         recording = self._recording
         if recording is None:
@@ -161,9 +162,12 @@ class Timeline:
     def recorded(self, file: str | os.PathLike[str], chunks: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
         """Records events, and writes them to `file` at the end, also when the body raises.
 
-        Args: chunks: what to say of each chunk besides its number.
-        Raises: PathError before anything runs, or at the end if the file could not be written; ConfigError if a
-        recording is going on.
+        Args:
+            chunks: what to say of each chunk besides its number.
+
+        Raises:
+            PathError: before anything runs, or at the end if the file could not be written.
+            ConfigError: if a recording is going on.
         """
         path = _checked(file)
         with self._lock:
@@ -312,7 +316,12 @@ class _Recording:
 
 
 def _checked(file: str | os.PathLike[str]) -> str:
-    """The absolute path of a file that can be written. Raises: PathError, ConfigError."""
+    """The absolute path of a file that can be written.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+        ConfigError: what was given cannot be served.
+    """
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
     path = str(absolute(file))

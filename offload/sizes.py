@@ -29,8 +29,11 @@ _PATTERN = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII
 def parse_bytes(value: int | str, option: str) -> int:
     """Bytes in `value`, an int of bytes or a string such as "48GiB", "512 MiB" or "10GB".
 
-    Args: option: the argument's name, for the error.
-    Raises: ConfigError for anything else, a negative size, or a fraction of a byte.
+    Args:
+        option: the argument's name, for the error.
+
+    Raises:
+        ConfigError: for anything else, a negative size, or a fraction of a byte.
     """
     allowed = 'an int of bytes or a string such as "48GiB", "512MiB" or "10GB"'
     if isinstance(value, bool) or not isinstance(value, int | str):

@@ -64,7 +64,11 @@ def exchange_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
 
 
 def allow_data_access(storage: int) -> None:
-    """Undoes `torch_private.forbid_data_access`. Args: storage: its `_cdata`."""
+    """Undoes `torch_private.forbid_data_access`.
+
+    Args:
+        storage: its `_cdata`.
+    """
     flags = _Flags.from_address(storage + _FLAGS)
     if flags[_READING_RAISES]:
         flags[_READING_RAISES] = 0
@@ -74,7 +78,8 @@ def allow_data_access(storage: int) -> None:
 def has_known_fields(forbid: Callable[[int, str], None] | None) -> bool:
     """Whether storages of the torch that runs have their fields where this file writes to them.
 
-    Args: forbid: makes reading a storage raise, see `torch_private.forbid_data_access`; None if torch cannot.
+    Args:
+        forbid: makes reading a storage raise, see `torch_private.forbid_data_access`; None if torch cannot.
     """
     memory = bytearray(7)
     for tensor in (torch.empty(11, dtype=torch.uint8), torch.frombuffer(memory, dtype=torch.uint8)):

@@ -230,7 +230,9 @@ def dtensor_class() -> Any:
     It is not looked up at import, which would take every user half a second. `_local_tensor` is this rank's part, and
     `_spec` how all parts make the whole. Public, but `to_local` gives another tensor of the same memory each time, and
     nothing public changes the dtype of a DTensor in place.
-    Raises: TorchVersionError if it has no such attributes.
+
+    Raises:
+        TorchVersionError: if it has no such attributes.
     """
     found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return None if found is None else _checked(found)

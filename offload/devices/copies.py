@@ -121,7 +121,11 @@ class Copier(ABC):
 
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
-        """Page-locks host memory, where that makes copies faster. Raises: BudgetError if the driver refuses."""
+        """Page-locks host memory, where that makes copies faster.
+
+        Raises:
+            BudgetError: if the driver refuses.
+        """
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
@@ -172,7 +176,9 @@ def _calling(device: torch.device) -> Iterator[None]:
 
     A call that names no device is for the thread's current one. CUDA gives that a context, half a GiB of its memory, if
     it has none: the events of a model on the second GPU would take memory of the first.
-    Raises: DeviceError if a call fails.
+
+    Raises:
+        DeviceError: if a call fails.
     """
     try:
         with torch.accelerator.device_index(device.index):
@@ -182,7 +188,14 @@ def _calling(device: torch.device) -> Iterator[None]:
 
 
 class _StreamEvent(Copy):
-    """Args: event: recorded; device: its stream's; current: returns the current stream; src: kept until then."""
+    """TODO.
+
+    Args:
+        event: recorded.
+        device: its stream's.
+        current: returns the current stream.
+        src: kept until then.
+    """
 
     def __init__(self, event: Any, device: torch.device, current: Callable[[], Any], src: Tensor | None) -> None:
         self._event = event

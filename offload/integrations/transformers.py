@@ -93,7 +93,8 @@ def _on_meta(kind: Any, path: Path) -> Any:
 def _initialise_adapters(model: Any) -> None:
     """Gives adapters of peft their first values. It has put them on the meta device, where the weights beside them are.
 
-    Raises: ConfigError for a way to make them that needs these weights.
+    Raises:
+        ConfigError: for a way to make them that needs these weights.
     """
     for name, module in model.named_modules():
         if not callable(getattr(module, "reset_lora_parameters", None)):
@@ -164,7 +165,12 @@ class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transforme
 class PartOfModel(Source):
     """The values of a model that becomes a part of another one, in which its modules have other names.
 
-    Args: source: of the values; model: as it is before that. Raises: as `source.check`.
+    Args:
+        source: of the values.
+        model: as it is before that.
+
+    Raises:
+        OffloadError: as `source.check` does.
     """
 
     def __init__(self, source: Source, model: nn.Module) -> None:

@@ -53,19 +53,32 @@ def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str
 
     A link as last component is refused. Nothing is waited for: a FIFO in the file's place would hang us. O_DIRECT in
     `flags` is left out where the file system cannot do that.
-    Args: dir_fd: of the directory to which `name` is relative; path: what it is called, `name` if None.
-    Raises: OSError.
+
+    Args:
+        dir_fd: of the directory to which `name` is relative.
+        path: what it is called, `name` if None.
+
+    Raises:
+        OSError: the operating system refused.
     """
     return _open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd, path)
 
 
 def open_follow(name: str) -> IOFile:
-    """Opens a file that is only read, or the one that a link leads to. Nothing is waited for. Raises: OSError."""
+    """Opens a file that is only read, or the one that a link leads to. Nothing is waited for.
+
+    Raises:
+        OSError: the operating system refused.
+    """
     return _open(name, os.O_RDONLY | os.O_NONBLOCK, None)
 
 
 def open_directory(name: str, *, dir_fd: int | None = None) -> IOFile:
-    """Raises: OSError."""
+    """TODO.
+
+    Raises:
+        OSError: the operating system refused.
+    """
     return _open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd)
 
 
@@ -147,8 +160,11 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
     """Opens a regular file to read and write, made with mode 0600 if missing, past the page cache where the file
     system can, unless `buffered`. A link as last component is refused.
 
-    Args: dir_fd: of the directory that it is in, wherever the path leads by now; None: it is found by its path.
-    Raises: PathError.
+    Args:
+        dir_fd: of the directory that it is in, wherever the path leads by now; None: it is found by its path.
+
+    Raises:
+        PathError: a file or directory cannot be used.
     """
     name = path if dir_fd is None else os.path.basename(path)
     flags = os.O_RDWR | os.O_CREAT | (0 if buffered else O_DIRECT)
@@ -169,7 +185,11 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
 
 
 def reopened(file: IOFile) -> IOFile:
-    """The same file once more, with a position of its own, through the page cache. Raises: OSError if it is gone."""
+    """The same file once more, with a position of its own, through the page cache.
+
+    Raises:
+        OSError: if it is gone.
+    """
     if not os.fstat(file.fd).st_nlink:  # it has no name
         return IOFile(file.path, os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC))
     name = file.path if file.dir_fd is None else os.path.basename(file.path)
@@ -181,7 +201,11 @@ def reopened(file: IOFile) -> IOFile:
 
 
 def require_aligned(offset: int, buffer: memoryview) -> int:
-    """The buffer's address. Raises: ValueError unless offset, length and address are multiples of PAGE_BYTES."""
+    """The buffer's address.
+
+    Raises:
+        ValueError: unless offset, length and address are multiples of PAGE_BYTES.
+    """
     if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES:
         raise ValueError(f"offset {offset} and length {len(buffer)} must be multiples of {PAGE_BYTES}")
     address = address_of(buffer)
@@ -248,7 +272,11 @@ class IOEngine(ABC):
 
     @abstractmethod
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
-        """Opens `path` as `open_file` does and keeps it until `close()`. Raises: PathError."""
+        """Opens `path` as `open_file` does and keeps it until `close()`.
+
+        Raises:
+            PathError: a file or directory cannot be used.
+        """
 
     @abstractmethod
     def adopt(self, file: IOFile) -> IOFile:
@@ -312,9 +340,13 @@ class Request:
         return self.transfer.view[self.start : self.stop]
 
     def moved(self, result: int) -> bool:
-        """Whether it is over. If not, it is what is left to be asked for. Args: result: bytes, or -errno.
+        """Whether it is over. If not, it is what is left to be asked for.
 
-        Raises: TierIOError.
+        Args:
+            result: bytes, or -errno.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
         """
         if result < 0:
             raise self.error(-result)
@@ -377,7 +409,9 @@ class Drive:
 class QueuedEngine(IOEngine):
     """An engine that only has to start requests; see the top of this file.
 
-    Args: request_bytes: the most a request moves, whole pages; depth: requests under way a file.
+    Args:
+        request_bytes: the most a request moves, whole pages.
+        depth: requests under way a file.
     """
 
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
@@ -392,7 +426,8 @@ class QueuedEngine(IOEngine):
     def _start(self, requests: list[Request]) -> Sequence[Refused] | None:
         """Starts them; calls `_ended` for each, from any thread but not from within this call.
 
-        Returns: what could not be started, for which it is not called, and why. Raises nothing.
+        Returns:
+            what could not be started, for which it is not called, and why. Raises nothing.
         """
 
     def _stop(self) -> None:
@@ -449,8 +484,11 @@ class QueuedEngine(IOEngine):
             self._begin(self._over(request, request.failed(error)))
 
     def _ended(self, request: Request, result: int | Exception) -> None:
-        """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno, or what
-        was raised instead."""
+        """A request is not under way any more, whatever goes wrong here.
+
+        Args:
+            result: bytes moved, or -errno, or what was raised instead.
+        """
         error, is_over = None, True
         try:
             if isinstance(result, Exception):
@@ -461,7 +499,11 @@ class QueuedEngine(IOEngine):
         self._begin(self._over(request, error, is_over=is_over))
 
     def _over(self, request: Request, error: BaseException | None, *, is_over: bool = True) -> list[Request]:
-        """Counts a request as ended, or asks for what is left of it. Returns: what to start now."""
+        """Counts a request as ended, or asks for what is left of it.
+
+        Returns:
+            what to start now.
+        """
         transfer = request.transfer
         with self._lock:
             drive = self._drives[transfer.file]

@@ -36,8 +36,9 @@ class Files:
     Every method raises OSError, where it says nothing else. No effect is durable before a sync. Links are not followed
     where a method does not say so. A forked child holds none of its parent's directories.
 
-    Attributes: patience_s: how long a lock may outlive its process; piece_bytes: copied at once where the kernel does
-    not copy.
+    Attributes:
+        patience_s: how long a lock may outlive its process.
+        piece_bytes: copied at once where the kernel does not copy.
     """
 
     patience_s = 30.0
@@ -49,7 +50,14 @@ class Files:
     # Directories that are held.
 
     def hold(self, directory: Path) -> int:
-        """Opens the directory, if it is not. Returns: its descriptor. Raises: PathError."""
+        """Opens the directory, if it is not.
+
+        Returns:
+            its descriptor.
+
+        Raises:
+            PathError: a file or directory cannot be used.
+        """
         path = directory.absolute()
         if path not in self._held:
             try:
@@ -64,7 +72,11 @@ class Files:
         return directory.absolute() in self._held
 
     def require_here(self, directory: Path) -> None:
-        """Whether the name of a directory that is held still leads to it. Raises: PathError."""
+        """Whether the name of a directory that is held still leads to it.
+
+        Raises:
+            PathError: a file or directory cannot be used.
+        """
         path = directory.absolute()
         if not _leads_to(self._held[path], str(path), None, follows=True):
             raise PathError(
@@ -120,7 +132,11 @@ class Files:
     def create_nameless(self, directory: Path) -> IOFile:
         """Makes a file that goes when its last descriptor does: nobody can find it, and nothing has to remove it.
 
-        Args: directory: is held from now on. Raises: PathError.
+        Args:
+            directory: is held from now on.
+
+        Raises:
+            PathError: a file or directory cannot be used.
         """
         within, path, flags = self.hold(directory), str(directory), os.O_RDWR | O_DIRECT
         try:
@@ -146,7 +162,11 @@ class Files:
             data = data[os.write(file.fd, data) :]
 
     def read_at(self, file: IOFile, offset: int, data: memoryview) -> int:
-        """Reads into `data` what lies from `offset` on. Returns: how many bytes; fewer not only at the file's end."""
+        """Reads into `data` what lies from `offset` on.
+
+        Returns:
+            how many bytes; fewer not only at the file's end.
+        """
         return os.preadv(file.fd, [data], offset)
 
     def stream(self, file: IOFile) -> BinaryIO:
@@ -165,7 +185,11 @@ class Files:
         return self.stat(file).st_size
 
     def require_regular(self, file: IOFile) -> int:
-        """The size of a file. Raises: OSError if it is anything but a regular one."""
+        """The size of a file.
+
+        Raises:
+            OSError: if it is anything but a regular one.
+        """
         info = self.stat(file)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", file.path)
@@ -194,7 +218,9 @@ class Files:
 
         A process that was killed may have had transfers under way, and io_uring ends them, and then lets go of the
         file, a moment after the process. Until then nobody may write there: so the lock is waited for.
-        Raises: OSError; of `BUSY` if a live process has it.
+
+        Raises:
+            OSError: of `BUSY` if a live process has it.
         """
         ends, unknown = time.monotonic() + self.patience_s, 0
         while True:
@@ -239,14 +265,23 @@ class Files:
     # Names.
 
     def stat(self, at: Path | IOFile, *, follows: bool = False) -> os.stat_result:
-        """What the file system knows of a file. Args: at: also a name; follows: if that is a link, where it leads."""
+        """What the file system knows of a file.
+
+        Args:
+            at: also a name.
+            follows: if that is a link, where it leads.
+        """
         if isinstance(at, IOFile):
             return os.fstat(at.fd)
         name, within = self._at(at)
         return os.stat(name, dir_fd=within, follow_symlinks=follows)
 
     def is_directory(self, path: Path, *, follows: bool = False) -> bool:
-        """Whether it is one. Args: follows: or a link to one."""
+        """Whether it is one.
+
+        Args:
+            follows: or a link to one.
+        """
         try:
             return stat.S_ISDIR(self.stat(path, follows=follows).st_mode)
         except OSError as error:
@@ -265,7 +300,11 @@ class Files:
         return True
 
     def leads_to(self, path: Path, file: IOFile) -> bool:
-        """Whether `path` still is the name of an open file. Raises: PathError if that cannot be told."""
+        """Whether `path` still is the name of an open file.
+
+        Raises:
+            PathError: if that cannot be told.
+        """
         return _leads_to(file, *self._at(path), follows=False)
 
     def real(self, path: Path) -> Path:
@@ -296,7 +335,11 @@ class Files:
             os.unlink(name, dir_fd=within)
 
     def make_directory(self, path: Path, mode: int = 0o700) -> bool:
-        """Makes a directory, if nothing has its name. Returns: whether it did."""
+        """Makes a directory, if nothing has its name.
+
+        Returns:
+            whether it did.
+        """
         name, within = self._at(path)
         try:
             os.mkdir(name, mode, dir_fd=within)
@@ -358,12 +401,17 @@ class Files:
     def copy_in_kernel(self, source: int, target: int, offset: int, length: int) -> int:
         """Copies up to `length` bytes without reading them, as a file system may. Args: source, target: descriptors.
 
-        Returns: how many; some file systems say 0 where they cannot.
+        Returns:
+            how many; some file systems say 0 where they cannot.
         """
         return os.copy_file_range(source, target, length, offset, offset)
 
     def _copy_some(self, source: int, target: int, offset: int, length: int) -> int:
-        """Copies up to `length` bytes, in the kernel if that can. Returns: how many; 0 at the end of the source."""
+        """Copies up to `length` bytes, in the kernel if that can.
+
+        Returns:
+            how many; 0 at the end of the source.
+        """
         done = 0
         if hasattr(os, "copy_file_range"):
             try:
@@ -381,7 +429,11 @@ class Files:
 
 
 def _leads_to(file: IOFile, name: str, dir_fd: int | None, *, follows: bool) -> bool:
-    """Whether `name` leads to an open file or directory. Raises: PathError if that cannot be told."""
+    """Whether `name` leads to an open file or directory.
+
+    Raises:
+        PathError: if that cannot be told.
+    """
     try:
         return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=follows), os.fstat(file.fd))
     except FileNotFoundError:

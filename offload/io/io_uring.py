@@ -68,10 +68,15 @@ class Ring:
     The kernel may hold a file a moment longer than its last completion (after a sync: up to 20 ms were seen), so a
     flock ends for certain with LOCK_UN, not with the close of the descriptor.
 
-    Args: entries: how many requests one `submit` has to take; without: features of this kernel (IORING_FEAT_*) to do
-    without, as on an older one.
-    Attributes: entries (how many requests one `submit` may take; twice as many may be under way).
-    Raises: OSError with the errno that says why there is no io_uring here; see `is_available`.
+    Args:
+        entries: how many requests one `submit` has to take.
+        without: features of this kernel (IORING_FEAT_*) to do without, as on an older one.
+
+    Attributes:
+        entries: how many requests one `submit` may take; twice as many may be under way.
+
+    Raises:
+        OSError: with the errno that says why there is no io_uring here; see `is_available`.
     """
 
     def __init__(self, entries: int, *, without: int = 0) -> None:
@@ -93,7 +98,8 @@ class Ring:
         one), or is older than Linux 5.13, where it would wait for the thread that is in `wait`: then nothing is
         registered, and everything works without an index.
 
-        Raises: ValueError for a buffer of more than 1 GiB, the kernel's limit.
+        Raises:
+            ValueError: for a buffer of more than 1 GiB, the kernel's limit.
         """
         spans = [
             (address_of(buffer), buffer.nbytes) if isinstance(buffer, memoryview) else buffer for buffer in buffers
@@ -114,8 +120,10 @@ class Ring:
         is full (0 only while something is under way): submit the rest after a completion.
 
         What the kernel refuses of a single request comes back as its completion.
-        Raises: ValueError for an unknown operation or a number out of range, OSError when nothing can be started and
-        nothing is under way.
+
+        Raises:
+            ValueError: for an unknown operation or a number out of range, OSError when nothing can be started and
+                nothing is under way.
         """
         try:
             packed = b"".join([_SUBMISSION.pack(*entry) for entry in batch])
@@ -130,7 +138,9 @@ class Ring:
         """Sleeps until there is a completion; returns those there are, at least one.
 
         What is raised once the kernel has handed some out, MemoryError for one, loses none: the next call returns them.
-        Raises: OSError(EBUSY) when another thread is in it.
+
+        Raises:
+            OSError(EBUSY): when another thread is in it.
         """
         while not self._handed_out:
             count: int = self._library.offload_ring_wait(self._handle, self._completions, _MOST_COMPLETIONS)
@@ -144,8 +154,9 @@ class Ring:
     def close(self) -> None:
         """Frees descriptor, mappings and registered buffers. May be called again.
 
-        Raises: OSError(EBUSY) while a thread waits or anything is under way, and changes nothing then: a transfer
-        would go on into memory that its owner believes to be free.
+        Raises:
+            OSError(EBUSY): while a thread waits or anything is under way, and changes nothing then: a transfer would go
+                on into memory that its owner believes to be free.
         """
         if self._handle:
             _require(self._library.offload_ring_close(self._handle))
@@ -231,7 +242,11 @@ UnderWay = dict[int, tuple[Request, "UringEngine"]]
 
 
 class UringEngine(QueuedEngine):
-    """See the top of this file. Raises: OSError with the errno that says why io_uring cannot be used here."""
+    """See the top of this file.
+
+    Raises:
+        OSError: with the errno that says why io_uring cannot be used here.
+    """
 
     name = "uring"
 

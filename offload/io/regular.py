@@ -21,15 +21,24 @@ _MOST_COMMAS = 1 << 22
 
 
 def check_file(path: Path) -> None:
-    """Raises: OSError if there is no such file, it cannot be read, or it is no regular one or link to one."""
+    """TODO.
+
+    Raises:
+        OSError: if there is no such file, it cannot be read, or it is no regular one or link to one.
+    """
     with LOCAL.open_followed(path) as file:
         LOCAL.require_regular(file)
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The content of a regular file, or of the one that a link leads to. Args: most: bytes that it may have.
+    """The content of a regular file, or of the one that a link leads to.
 
-    Raises: OSError; ValueError if it has more.
+    Args:
+        most: bytes that it may have.
+
+    Raises:
+        OSError: the operating system refused.
+        ValueError: if it has more.
     """
     with LOCAL.open_followed(path) as file:
         data = LOCAL.read_regular(file, most)
@@ -39,14 +48,23 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, most: int) -> dict[str, Any]:
-    """The JSON object in a file. Args: most: bytes that it may have. Raises: OSError, ValueError."""
+    """The JSON object in a file.
+
+    Args:
+        most: bytes that it may have.
+
+    Raises:
+        OSError: the operating system refused.
+        ValueError: an argument is out of range.
+    """
     return parse_json(read_file(path, most))
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object that `data` spells, in UTF-8. Numbers are finite, and no key stands twice in an object.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: an argument is out of range.
     """
     if data.count(b",") > _MOST_COMMAS:
         raise ValueError(f"it holds more than {_MOST_COMMAS} values")

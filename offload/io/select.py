@@ -73,7 +73,8 @@ def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
     """The engine `name`, or for "auto" the one that the paths' file systems were measured best with, else the first
     that works here. Where another than the first is taken for lack of it, one line says why.
 
-    Raises: ConfigError if an engine that was asked for by name cannot run here.
+    Raises:
+        ConfigError: if an engine that was asked for by name cannot run here.
     """
     known = [settings for settings in map(recall, paths) if settings is not None]
     chosen = min(known, key=lambda settings: settings.mixed_bytes_per_s) if known else Settings(AUTO)
@@ -103,7 +104,8 @@ def recall(path: Path) -> Settings | None:
 def remember(path: Path, settings: Settings) -> Path:
     """Writes down what was measured on the file system of `path`; returns the file it stands in.
 
-    Raises: OSError if the cache directory cannot be written.
+    Raises:
+        OSError: if the cache directory cannot be written.
     """
     entries = _load()
     entries[_file_system(path)] = msgspec.structs.replace(settings, measured_at=time.time())
@@ -209,7 +211,10 @@ def measure_mixed(path: Path, size: int = PROBE_BYTES) -> float:
     """Bytes a second, both directions together, of half reading and half writing `size` bytes in transfers of 8 MiB.
 
     The file has no name and is gone afterwards, whatever happens.
-    Raises: OSError where the file system has no nameless files, no O_DIRECT or no room; TierIOError.
+
+    Raises:
+        OSError: where the file system has no nameless files, no O_DIRECT or no room.
+        TierIOError: a disk or its file system failed.
     """
     engine = ThreadEngine()
     try:

@@ -23,7 +23,12 @@ _Call = tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...], dict[str,
 class Workers(Executor):
     """An executor; see the top of this file. One that is forgotten ends its threads when its calls are done.
 
-    Args: count: of threads; name: theirs. Raises: BudgetError if the system refuses them.
+    Args:
+        count: of threads.
+        name: theirs.
+
+    Raises:
+        BudgetError: if the system refuses them.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -37,7 +42,11 @@ class Workers(Executor):
         self._end = weakref.finalize(self, end_threads, self._calls, self._threads, os.getpid())
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Raises: ClosedError after `shutdown`, and when Python has ended the threads."""
+        """TODO.
+
+        Raises:
+            ClosedError: after `shutdown`, and when Python has ended the threads.
+        """
         future: Future[R] = Future()
         self.put(future, fn, *args, **kwargs)
         return future

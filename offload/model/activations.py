@@ -103,8 +103,10 @@ class _InPlace:
 class _Elsewhere:
     """A saved tensor that waits in a store, or of which each rank keeps a part.
 
-    Args: store: the store, or the partitions that divide it among ranks; stored: what `put` returned; start: the byte
-        of what was put at which the tensor begins, because several tensors may share a storage.
+    Args:
+        store: the store, or the partitions that divide it among ranks.
+        stored: what `put` returned.
+        start: the byte of what was put at which the tensor begins, because several tensors may share a storage.
     """
 
     __slots__ = ("_dtype", "_geometry", "_store", "_stored")
@@ -156,7 +158,10 @@ def _unpack(packed: Any) -> Any:
 class _Unit:
     """A unit whose forward is ours.
 
-    Attributes: forward: its own; recomputes: whether that runs again in its backward; held: its parameters.
+    Attributes:
+        forward: its own.
+        recomputes: whether that runs again in its backward.
+        held: its parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, *, recomputes: bool) -> None:
@@ -196,8 +201,10 @@ def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -
 class Activations:
     """See [Note: activations].
 
-    Args: units: None for a model on the meta device, of which only the sizes of what would wait are measured; store:
-        where tensors wait, None: where they are; partitions: None: each rank keeps whole tensors.
+    Args:
+        units: None for a model on the meta device, of which only the sizes of what would wait are measured.
+        store: where tensors wait; None: where they are.
+        partitions: None: each rank keeps whole tensors.
     """
 
     def __init__(
@@ -252,7 +259,12 @@ class Activations:
             self._partitions.pass_begins()
 
     def step_begins(self) -> None:
-        """Before gradients are used. Raises: StaleActivationError, RankError; see `Partitions`."""
+        """Before gradients are used.
+
+        Raises:
+            StaleActivationError: what was kept cannot be used any more.
+            RankError: see `Partitions`.
+        """
         if self._partitions is not None:
             self._partitions.step_begins()
 
@@ -314,7 +326,11 @@ class Activations:
     def recompute(
         self, unit: _Unit, compiler: Compiler, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any
     ) -> Any:
-        """Runs a unit's forward again. Raises: StaleActivationError."""
+        """Runs a unit's forward again.
+
+        Raises:
+            StaleActivationError: what was kept cannot be used any more.
+        """
         assert self._units is not None
         self._units.forward_begins(unit.name)
         try:
@@ -396,8 +412,9 @@ class Activations:
 class _Again:
     """Runs the forward of a unit again. A graph holds this, so it must not keep an optimizer alive.
 
-    Args: leaves: the leaves of the tree of arguments; tensors: the distinct tensors among them, which are given when
-    this is called.
+    Args:
+        leaves: the leaves of the tree of arguments.
+        tensors: the distinct tensors among them, which are given when this is called.
     """
 
     def __init__(
@@ -495,7 +512,8 @@ def _is_from_checkpoint() -> bool:
 def _can_wait(tensor: Tensor, buffers: Container[int]) -> bool:
     """Whether a tensor may wait elsewhere: it has plain bytes, and nobody else keeps its memory alive anyway.
 
-    Args: buffers: the storages of the model's buffers.
+    Args:
+        buffers: the storages of the model's buffers.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     return is_plain and not _is_kept(tensor) and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in buffers
@@ -514,7 +532,11 @@ def _is_leaf(node: Any) -> bool:
 
 def _copied(leaves: Sequence[Any], instead: Mapping[int, Tensor] | None = None) -> list[Any]:
     """Copies of arguments that are no tensors: a forward may change them, as it does a cache. What cannot be copied is
-    returned as it is, and so are tensors. Args: instead: tensors to put in the place of others, by the id of those."""
+    returned as it is, and so are tensors.
+
+    Args:
+        instead: tensors to put in the place of others, by the id of those.
+    """
     found = []
     for leaf in leaves:
         if not isinstance(leaf, _UNCHANGING):

@@ -28,7 +28,9 @@ _MOST_OFFSETS = 1 << 24
 class Alias:
     """A tensor in `table[key]` that is a view of a parameter.
 
-    Attributes: param: whose memory it lies in; tensor: what is there now.
+    Attributes:
+        param: whose memory it lies in.
+        tensor: what is there now.
     """
 
     def __init__(self, table: Any, key: Any, tensor: Tensor, param: nn.Parameter) -> None:
@@ -54,8 +56,11 @@ class Alias:
 def aliases_of(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> list[Alias]:
     """The views that modules have of parameters.
 
-    Args: moved: parameters that get other memory, and their names.
-    Raises: ConfigError naming a tensor that shares memory with one of them and cannot follow it.
+    Args:
+        moved: parameters that get other memory, and their names.
+
+    Raises:
+        ConfigError: naming a tensor that shares memory with one of them and cannot follow it.
     """
     with torch_private.DisableTorchFunctionSubclass():
         return list(_aliases(model, moved))

@@ -38,10 +38,14 @@ class BackwardOrder:
             uses.append(self.position)
 
     def enter(self, unit: str, position: int, task: int) -> list[str]:
-        """Backward runs a node made by a use of `unit`. Returns: the units left.
+        """Backward runs a node made by a use of `unit`.
 
-        Args: position: at the end of that use.
-        The root unit counts as left at the end of a backward only, and is never returned.
+        Returns:
+            the units left.
+
+        Args:
+            position: at the end of that use. The root unit counts as left at the end of a backward only, and is never
+                returned.
         """
         if self._top is None:
             self._top = position
@@ -60,7 +64,11 @@ class BackwardOrder:
         return unit != ROOT and [use for use in self._uses.get(unit, ()) if use <= top] == [position]
 
     def end(self, task: int) -> list[str]:
-        """One of autograd's tasks ends, which may be inside of another one. Returns: the units left."""
+        """One of autograd's tasks ends, which may be inside of another one.
+
+        Returns:
+            the units left.
+        """
         lowest = self._lowest.pop(task, None)
         if lowest is None:
             return []

@@ -68,8 +68,9 @@ def runs_as_it_is(function: Callable[..., Any]) -> None:
 class Forward(LeftBehind):
     """Stands in for a module's `forward`, outside of compiled code.
 
-    Args: run: called with a compiler, the module's own forward and the arguments, while this is active. It has the
-    compiler call the forward.
+    Args:
+        run: called with a compiler, the module's own forward and the arguments, while this is active. It has the
+            compiler call the forward.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[Compiler, Callable[..., Any], Any, Any], Any]) -> None:

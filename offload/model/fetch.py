@@ -57,7 +57,11 @@ _NO_CONTEXT = nullcontext()
 
 
 class UnitOrder:
-    """The order in which units are entered; see [Note: prefetching]. Args: depth: units to prefetch."""
+    """The order in which units are entered; see [Note: prefetching].
+
+    Args:
+        depth: units to prefetch.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -98,8 +102,11 @@ class UnitOrder:
 class HeldUnits:
     """The units of a held model, all of whose parameters are resident: a use only applies a pending update.
 
-    Hooks and guards call this, or StreamedUnits. Attributes: entries: the threads in the run; running: which units'
-    forwards run.
+    Hooks and guards call this, or StreamedUnits.
+
+    Attributes:
+        entries: the threads in the run.
+        running: which units' forwards run.
     """
 
     is_streamed = False
@@ -124,7 +131,11 @@ class HeldUnits:
         self.forward_begins(ROOT)
 
     def model_ends(self, output: Any) -> None:
-        """After it. Args: output: None if it raised."""
+        """After it.
+
+        Args:
+            output: None if it raised.
+        """
         self.forward_ends(ROOT, output)
 
     @entry
@@ -135,7 +146,11 @@ class HeldUnits:
 
     @entry
     def forward_ends(self, unit: str, output: Any) -> None:
-        """After it. Args: output: None if it raised."""
+        """After it.
+
+        Args:
+            output: None if it raised.
+        """
         self.running.leave(unit)
 
     @entry
@@ -195,8 +210,11 @@ class HeldUnits:
 
     @contextmanager
     def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
-        """The same for longer. Args: numbers: parameters that may be written to by other ways than torch's functions,
-        if `writable`."""
+        """The same for longer.
+
+        Args:
+            numbers: parameters that may be written to by other ways than torch's functions, if `writable`.
+        """
         for unit in units:
             self.apply(unit)
         yield
@@ -212,7 +230,11 @@ class HeldUnits:
         self._masters.before_loading(params)
 
     def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
-        """Takes over what others wrote to parameters, into their masters. Args: numbers: of trained ones; None: all."""
+        """Takes over what others wrote to parameters, into their masters.
+
+        Args:
+            numbers: of trained ones; None: all.
+        """
         self._parameters.take_back(numbers)
         self._masters.take_outside_writes(self._owner.step(), numbers)
 
@@ -235,8 +257,10 @@ class HeldUnits:
 class StreamedUnits(HeldUnits):
     """Units whose parameters are on the device only around their use; see the top of this file.
 
-    Args: gradients: is told which units a backward has left, where ranks share the parameters.
     Attribute: written_frozen: the frozen parameters that somebody wrote to.
+
+    Args:
+        gradients: is told which units a backward has left, where ranks share the parameters.
     """
 
     is_streamed = True
@@ -271,7 +295,11 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def model_begins(self) -> None:
-        """Raises: ConfigError beside a pass of another thread, and while it is traced."""
+        """TODO.
+
+        Raises:
+            ConfigError: beside a pass of another thread, and while it is traced.
+        """
         if torch_private.tracing_state() is not None:
             # The trace would keep the parameters below Python, where nothing fetches them.
             raise ConfigError(
@@ -338,7 +366,11 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def _backward_begins(self, at: tuple[str, int]) -> None:
-        """Args: at: the unit, and the position at the end of its forward."""
+        """TODO.
+
+        Args:
+            at: the unit, and the position at the end of its forward.
+        """
         unit, position = at
         self._autograd_runs()
         if unit != ROOT:
@@ -405,8 +437,12 @@ class StreamedUnits(HeldUnits):
 
     @contextmanager
     def used(self, units: Sequence[str]) -> Iterator[None]:
-        """See HeldUnits. Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone;
-        BudgetError."""
+        """See HeldUnits.
+
+        Raises:
+            ReleasedParameterError: where fetching needs all ranks and this one may be alone.
+            BudgetError: memory or disk space is missing.
+        """
         is_beside = self.entries.is_beside()
         is_outside = is_beside or (not self.running.units_here and not self._tasks and not in_backward())
         if is_outside:
@@ -421,7 +457,11 @@ class StreamedUnits(HeldUnits):
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
     def _require_no_ranks(self, units: Sequence[str]) -> None:
-        """Raises: ReleasedParameterError if current values of `units` take what all ranks do together."""
+        """TODO.
+
+        Raises:
+            ReleasedParameterError: if current values of `units` take what all ranks do together.
+        """
         if missing := [unit for unit in units if self._needs_all_ranks(unit)]:
             raise ReleasedParameterError(
                 f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
@@ -473,7 +513,11 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def _node_runs(self, at: tuple[Sequence[str], int]) -> None:
-        """Args: at: the units, and the position at the end of their use."""
+        """TODO.
+
+        Args:
+            at: the units, and the position at the end of their use.
+        """
         units, position = at
         self._autograd_runs()
         for unit in units:
@@ -495,7 +539,11 @@ class StreamedUnits(HeldUnits):
             self._kept.update(dict.fromkeys(units))
 
     def _require_room(self, units: Sequence[str]) -> None:
-        """Raises: BudgetError if these units do not fit beside what is in use."""
+        """TODO.
+
+        Raises:
+            BudgetError: if these units do not fit beside what is in use.
+        """
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
         if limit is not None and missing > 0:
             why = "one operation uses"
@@ -593,7 +641,11 @@ class StreamedUnits(HeldUnits):
         self._prefetch(unit)
 
     def _prefetch(self, unit: str) -> None:
-        """See [Note: prefetching]. Args: unit: the one that was entered."""
+        """See [Note: prefetching].
+
+        Args:
+            unit: the one that was entered.
+        """
         for guest in self._guests.get(unit, ()):
             is_released = self.transfers.is_at(guest, UnitState.RELEASED)
             if is_released and not self._pending.is_pending(guest) and self.transfers.missing_bytes((guest,)) <= 0:
@@ -635,7 +687,8 @@ class StreamedUnits(HeldUnits):
     def write_back(self, within: Collection[int] | None = None) -> None:
         """Takes over what others wrote to parameters that are available, into the store.
 
-        Args: within: the parameters to look at, of whole flat parameters, as they are written back; None: all.
+        Args:
+            within: the parameters to look at, of whole flat parameters, as they are written back; None: all.
         """
         numbers = self._parameters.written_outside(within)
         flats = sorted({self._parameters.flat_of(number) for number in numbers})

@@ -96,13 +96,21 @@ class FlatParameters:
     """The held parameters of a model, in the order of `layout.specs`: those that are trained, and frozen ones that
     stream.
 
-    Args: device: to train on; copier: of that device; streamed: the flat parameters whose memory comes and goes;
-    limit: bytes that these may take at home.
-    Attributes: layout: of all of them; trained: how many of them are trained, the first ones; locals: the tensors whose
-    memory the flat parameters are, see [Note: sharded parameters]; flats: one tensor for each flat parameter of the
-    layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of the layout's slice; home:
-    the device to train on; device: where they are now, the CPU if the model is parked; peak_bytes: the most all had at
-    home, with what is kept for units to come.
+    Args:
+        device: to train on.
+        copier: of that device.
+        streamed: the flat parameters whose memory comes and goes.
+        limit: bytes that these may take at home.
+
+    Attributes:
+        layout: of all of them.
+        trained: how many of them are trained, the first ones.
+        locals: the tensors whose memory the flat parameters are, see [Note: sharded parameters].
+        flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`.
+        tiles: leaves of autograd, by index of the layout's slice.
+        home: the device to train on.
+        device: where they are now, the CPU if the model is parked.
+        peak_bytes: the most all had at home, with what is kept for units to come.
     """
 
     def __init__(
@@ -155,7 +163,11 @@ class FlatParameters:
 
     @torch.no_grad()
     def make_dense(self, flat: int) -> list[int]:
-        """Gives parameters with holes (slices) memory of their own. Returns: those that have none."""
+        """Gives parameters with holes (slices) memory of their own.
+
+        Returns:
+            those that have none.
+        """
         dense = []
         for number in self.layout.flats[flat].params:
             param = self.locals[number]
@@ -169,8 +181,9 @@ class FlatParameters:
     def attach(self, flat: int, *, with_values: bool = True, owned: Container[Tensor] = ()) -> None:
         """Moves the parameters of a flat parameter, whose masters have been made, into one tensor of its dtype.
 
-        Args: with_values: False leaves the values of the parameters undefined; owned: parameters whose memory is
-        malloc's and nobody else's, see `move_values`.
+        Args:
+            with_values: False leaves the values of the parameters undefined.
+            owned: parameters whose memory is malloc's and nobody else's, see `move_values`.
         """
         info = self.layout.flats[flat]
         is_tiled = self.layout.tile_of(flat) > 0  # too large for the device
@@ -240,7 +253,11 @@ class FlatParameters:
     # Guards; see [Note: guarded parameters] in guard.py.
 
     def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
-        """From now on parameters are guarded. Args: class_for: makes their classes; see `Guards.class_for`."""
+        """From now on parameters are guarded.
+
+        Args:
+            class_for: makes their classes; see `Guards.class_for`.
+        """
         kinds = [(kind, self.streams(number)) for number, kind in enumerate(self._kinds)]
         self._guards = [class_for(kind, streams=streams) for kind, streams in kinds]
         self._watched = [class_for(kind, streams=streams, runs=True) for kind, streams in kinds]
@@ -316,7 +333,8 @@ class FlatParameters:
     def allocate(self, unit: str, indices: Sequence[int]) -> DeviceEvent:
         """Gives the slices of a unit, which were freed, memory again; its values are undefined.
 
-        Returns: the event after which it may be written.
+        Returns:
+            the event after which it may be written.
         """
         # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(index) for index in indices)
@@ -342,7 +360,11 @@ class FlatParameters:
             self._freed.discard(index)
 
     def free(self, unit: str, indices: Sequence[int]) -> DeviceEvent:
-        """Takes the memory of a unit's slices away. Their values are kept in a store. Returns: its last use."""
+        """Takes the memory of a unit's slices away. Their values are kept in a store.
+
+        Returns:
+            its last use.
+        """
         for index in indices:
             self._become_unusable(index)
         return self._unit_memory.take(unit, [self.memory_of(index) for index in indices])
@@ -387,7 +409,8 @@ class FlatParameters:
     def move(self, device: torch.device) -> None:
         """Moves all parameters to the CPU, or home. Streamed ones have to be released.
 
-        Raises: ConfigError if some are DTensors; what allocations raise; nothing has moved then.
+        Raises:
+            ConfigError: if some are DTensors; what allocations raise; nothing has moved then.
         """
         for number in sorted(self._sharded):
             raise ConfigError(
@@ -456,7 +479,8 @@ class FlatParameters:
         """Moves parameters (None: all) that were pointed elsewhere (`p.data = x`) back into their flat parameter. The
         values of `x` are copied there, and count as written by the user.
 
-        Raises: ConfigError if one has another shape, dtype or device now: it was moved or cast.
+        Raises:
+            ConfigError: if one has another shape, dtype or device now: it was moved or cast.
         """
         with torch_private.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
@@ -493,8 +517,15 @@ class FlatParameters:
             return self.params[number]._cdata != self._tensors[number]
 
     def require_unchanged(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises: ConfigError if a parameter was replaced, added or unfrozen since the model was taken, so that a
-        gradient would never be used. Args: groups: the optimizer's param_groups."""
+        """TODO.
+
+        Raises:
+            ConfigError: if a parameter was replaced, added or unfrozen since the model was taken, so that a gradient
+                would never be used.
+
+        Args:
+            groups: the optimizer's param_groups.
+        """
         for number, spec in enumerate(self.layout.specs):
             if self._is_swapped(number):
                 raise ConfigError(

@@ -34,8 +34,9 @@ _watches: tuple[weakref.ref[Watch], ...] = ()
 class Watch:
     """See the top of this file. Watches from its making on, until `settle`.
 
-    Args: groups: our optimizer's param groups; has_gradient: whether a tensor is one of its parameters, with a gradient
-    that no step of ours has used.
+    Args:
+        groups: our optimizer's param groups.
+        has_gradient: whether a tensor is one of its parameters, with a gradient that no step of ours has used.
     """
 
     def __init__(

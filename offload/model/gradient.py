@@ -290,8 +290,11 @@ class Answers:
     def take_changes(self, numbers: Collection[int] | None = None) -> None:
         """Takes over what the user did: gradients assigned to `p.grad`, zeros, and writes to views of values.
 
-        Args: numbers: the parameters to look at; None: all.
-        Raises: ConfigError if the model is parked, and cannot go on.
+        Args:
+            numbers: the parameters to look at; None: all.
+
+        Raises:
+            ConfigError: if the model is parked, and cannot go on.
         """
         self._require_home()
         numbers = range(len(self._params)) if numbers is None else numbers
@@ -323,7 +326,11 @@ class Answers:
                 self.hand_over(number, param)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
-        """The next gradients begin anew. Args: used: the parameters whose gradients a step has used."""
+        """The next gradients begin anew.
+
+        Args:
+            used: the parameters whose gradients a step has used.
+        """
         self._used = {number: self._gradients.factor_of(number) for number in used}
         self._copies.clear()
         self._zeroed.clear()
@@ -614,7 +621,8 @@ class Answers:
         """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all. It asks once
         for each device; tiled weights are on the CPU beside a model on another one, and that call changes nothing.
 
-        Raises: ConfigError if one of a trained parameter is not among them.
+        Raises:
+            ConfigError: if one of a trained parameter is not among them.
         """
         met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
         is_beside = False
@@ -644,8 +652,12 @@ class Answers:
         return grad is self._stand_ins[number]
 
     def _arriving(self) -> None:
-        """A gradient arrives. Raises: ClosedError in a forked child, which has no memory for gradients;
-        AccumulationError after unscaling or clipping, whose factor was computed from the gradients before."""
+        """A gradient arrives.
+
+        Raises:
+            ClosedError: in a forked child, which has no memory for gradients.
+            AccumulationError: after unscaling or clipping, whose factor was computed from the gradients before.
+        """
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
         if self._gradients.scale != UNIT_SCALE or self._gradients.factors:

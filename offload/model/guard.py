@@ -98,8 +98,9 @@ _PLAIN_HERE = dict.fromkeys(("watched", "opened"), torch_private.disabled_torch_
 class _GuardsRef:
     """What the guarded classes of one optimizer refer to. It outlives the optimizer.
 
-    Attributes: guards: returns the guards of the optimizer, None once that is gone; is_elsewhere: whether values may be
-    in a store, and no longer in the parameter.
+    Attributes:
+        guards: returns the guards of the optimizer, None once that is gone.
+        is_elsewhere: whether values may be in a store, and no longer in the parameter.
     """
 
     def __init__(self, guards: Guards, *, is_elsewhere: bool) -> None:
@@ -315,8 +316,10 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 class Guards:
     """See [Note: guarded parameters].
 
-    Args: units: a use of a parameter applies a pending update of its unit, or fetches it; moves: called when a module
-    is moved to a device; returns whether that moves the held model, which is there then.
+    Args:
+        units: a use of a parameter applies a pending update of its unit, or fetches it.
+        moves: called when a module is moved to a device; returns whether that moves the held model, which is there
+            then.
     """
 
     def __init__(
@@ -338,8 +341,11 @@ class Guards:
         self._aliases: Mapping[Tensor, int] = {}
 
     def guard_aliases(self, aliases: Mapping[Tensor, int]) -> None:
-        """Makes each use of views of parameters be seen, as one of their parameter. Args: aliases: plain views, and the
-        numbers of their parameters."""
+        """Makes each use of views of parameters be seen, as one of their parameter.
+
+        Args:
+            aliases: plain views, and the numbers of their parameters.
+        """
         self._aliases = aliases
         for tensor, number in aliases.items():
             tensor.__class__ = self.class_for(Tensor, streams=self._parameters.streams(number))
@@ -347,7 +353,9 @@ class Guards:
     def class_for(self, kind: type[Tensor], *, streams: bool, runs: bool = False) -> type[Tensor]:
         """The guarded class of tensors that are `kind` otherwise.
 
-        Args: streams: that of streamed parameters; runs: of parameters whose unit runs.
+        Args:
+            streams: that of streamed parameters.
+            runs: of parameters whose unit runs.
         """
         return self._class(_Watched if runs else _Guarded, kind, streams)
 
@@ -394,7 +402,11 @@ class Guards:
         return result
 
     def stop(self, *, are_here: bool) -> None:
-        """The optimizer is closing. Args: are_here: all values are in the model for good."""
+        """The optimizer is closing.
+
+        Args:
+            are_here: all values are in the model for good.
+        """
         for ref in (self._resident_ref, self._streamed_ref):
             ref.guards = lambda: None
         self._streamed_ref.is_elsewhere = not are_here
@@ -497,7 +509,11 @@ class Guards:
 
     def _is_saved(self, used: Sequence[Any]) -> bool:
         """Whether an operation is one of a function or a checkpoint that may save these tensors for a node which nobody
-        sees. Raises: ReleasedParameterError if a checkpoint has saved one that had no current value then."""
+        sees.
+
+        Raises:
+            ReleasedParameterError: if a checkpoint has saved one that had no current value then.
+        """
         has_node = torch.is_grad_enabled()
         if torch_private.saved_tensors_hooks(False) is None if has_node else self._streamed is None:
             return False  # there is no checkpoint; a function saves after its last operation
@@ -609,7 +625,11 @@ class Guards:
 
     @entry
     def data_of(self, tensor: Any, *, runs: bool = False) -> Tensor:
-        """`p.data`: a tensor of the same memory, writes to which are noticed. Args: runs: whether its unit runs."""
+        """`p.data`: a tensor of the same memory, writes to which are noticed.
+
+        Args:
+            runs: whether its unit runs.
+        """
         number = self._parameters.number_of(tensor)
         if number is None:
             alias: Tensor = self._run(Tensor.detach, (tensor,), {})

@@ -82,8 +82,12 @@ def is_hooked(model: nn.Module) -> bool:
 
 
 def require_free(model: nn.Module) -> None:
-    """Raises: ConfigError if there is nothing to train in `model`, if another optimizer holds it or a part of it, and
-    if it has parts that cannot be hooked."""
+    """TODO.
+
+    Raises:
+        ConfigError: if there is nothing to train in `model`, if another optimizer holds it or a part of it, and if it
+            has parts that cannot be hooked.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"the first argument is of type {type(model).__name__} and is not an nn.Module: give "
@@ -123,7 +127,8 @@ def require_free(model: nn.Module) -> None:
 class Hooks:
     """Hooks of one optimizer on its model; `remove` takes all of them away.
 
-    Args: names: the unit of every parameter of the model.
+    Args:
+        names: the unit of every parameter of the model.
     """
 
     def __init__(
@@ -246,7 +251,11 @@ class Hooks:
         self._handles.append(numbered_alike(module, casts))
 
     def _hook_gradient(self, number: int, leaf: nn.Parameter, start: int = 0) -> None:
-        """Args: leaf: the parameter, or its tile whose first element is `start`."""
+        """TODO.
+
+        Args:
+            leaf: the parameter, or its tile whose first element is `start`.
+        """
         # Autograd holds these functions where the garbage collector cannot look. They must not keep an optimizer alive
         # that nobody refers to, with its memory and files.
         answers = weakref.ref(self._answers)

@@ -32,7 +32,8 @@ BLOCK = 1 << 20
 class MasterWeights:
     """The states of a model's parameters, by parameter number.
 
-    Args: streamed: the store of the parameters, if they are on the device only around their use.
+    Args:
+        streamed: the store of the parameters, if they are on the device only around their use.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class MasterWeights:
     def store_parameters(self, steps: Mapping[int, int]) -> None:
         """Copies resident parameters of some chunks into the store that they are committed from.
 
-        Args: steps: the steps that made them, by chunk.
+        Args:
+            steps: the steps that made them, by chunk.
         """
         if self._params is None or self._streamed is not None:
             return
@@ -130,9 +132,10 @@ class MasterWeights:
     ) -> None:
         """Copies states and parameters from a commit in another layout, each element once, in any order.
 
-        Args: sources: for each committed slot, which of its elements go where (by target), and its whole fp32 states;
-        numels: how many elements each chunk gets; the others were not committed, and stay.
-        A chunk stays in RAM until it is complete, unless its buffer is needed for others.
+        Args:
+            sources: for each committed slot, which of its elements go where (by target), and its whole fp32 states.
+            numels: how many elements each chunk gets; the others were not committed, and stay. A chunk stays in RAM
+                until it is complete, unless its buffer is needed for others.
         """
         missing = dict(numels)
         for ranges, states in sources:
@@ -198,8 +201,12 @@ class MasterWeights:
         """Makes masters follow what others wrote to parameters (`load_state_dict`, `p.copy_`).
 
         An element that still equals its rounded master keeps its master.
-        Args: numbers: the parameters to look at; None: all.
-        Raises: StaleParameterError with a split master, if the value before the write is not known.
+
+        Args:
+            numbers: the parameters to look at; None: all.
+
+        Raises:
+            StaleParameterError: with a split master, if the value before the write is not known.
         """
         numbers = range(len(self._layout.specs)) if numbers is None else frozenset(numbers)
         if self.can_wait:

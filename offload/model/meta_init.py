@@ -30,11 +30,19 @@ class Source(ABC):
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
-        """Raises: ConfigError if a value is missing. Called before anything is allocated."""
+        """TODO.
+
+        Raises:
+            ConfigError: if a value is missing. Called before anything is allocated.
+        """
 
     @abstractmethod
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
-        """Writes values into `fresh`, the module's own tensors by name. Args: prefix: of their names in the model."""
+        """Writes values into `fresh`, the module's own tensors by name.
+
+        Args:
+            prefix: of their names in the model.
+        """
 
 
 MOST_INDEX_BYTES = 64 * MIB
@@ -76,7 +84,8 @@ class FromSafetensors(Source):
     `_init_weights(module)` of the innermost module around that has it, as transformers' models do, or by the module's
     `reset_parameters()`.
 
-    Args: init_missing: whether parameters and saved buffers that the files have no value for are made in that way, too.
+    Args:
+        init_missing: whether parameters and saved buffers that the files have no value for are made in that way, too.
     """
 
     def __init__(self, path: Path, *, init_missing: bool = False) -> None:
@@ -100,7 +109,11 @@ class FromSafetensors(Source):
         self._require_files(path)
 
     def _require_files(self, index: Path) -> None:
-        """Whether each file is there and has the tensors that are said to be in it. Raises: ConfigError."""
+        """Whether each file is there and has the tensors that are said to be in it.
+
+        Raises:
+            ConfigError: what was given cannot be served.
+        """
         names_in: dict[Path, list[str]] = {}
         for name, file in self.files.items():
             names_in.setdefault(file, []).append(name)
@@ -117,11 +130,19 @@ class FromSafetensors(Source):
         return name in self.files
 
     def read(self, name: str) -> Tensor:
-        """The value of a parameter or buffer of the model. Raises: ConfigError if the files have none."""
+        """The value of a parameter or buffer of the model.
+
+        Raises:
+            ConfigError: if the files have none.
+        """
         return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, by its name in the files. Raises: ConfigError."""
+        """A tensor, by its name in the files.
+
+        Raises:
+            ConfigError: what was given cannot be served.
+        """
         try:
             values: Tensor = self._file(self.files[name]).get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -191,7 +212,11 @@ class FromSafetensors(Source):
                     )
 
     def _initialise(self, prefix: str, module: nn.Module, missing: Mapping[str, Tensor]) -> None:
-        """Runs a module's initialisation. Raises: ConfigError if it leaves some of `missing` undefined."""
+        """Runs a module's initialisation.
+
+        Raises:
+            ConfigError: if it leaves some of `missing` undefined.
+        """
         found: list[dict[str, Tensor]] = []
         bits = {name: flattened(tensor.detach()).view(torch.uint8) for name, tensor in missing.items()}
         random = torch.get_rng_state()
@@ -210,7 +235,12 @@ class FromSafetensors(Source):
 
 
 def _weight_map(index: Path) -> dict[str, Path]:
-    """The file of each tensor. Raises: OSError, ValueError."""
+    """The file of each tensor.
+
+    Raises:
+        OSError: the operating system refused.
+        ValueError: an argument is out of range.
+    """
     weights = read_json(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise ValueError('its "weight_map" is no object of file names')
@@ -219,7 +249,11 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 
 def source_of(init: Any, *, init_missing: bool = False) -> Source:
-    """Raises: ConfigError."""
+    """TODO.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+    """
     if isinstance(init, str | os.PathLike):
         return FromSafetensors(Path(init), init_missing=init_missing)
     if init_missing:
@@ -245,7 +279,8 @@ def is_meta(model: nn.Module) -> bool:
 def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, Collection[Tensor]]]:
     """Gives one module after the other memory on the CPU and values; parameters keep their identity.
 
-    Yields: the module, and those of its parameters whose memory is malloc's and nobody else's.
+    Yields:
+        the module, and those of its parameters whose memory is malloc's and nobody else's.
     """
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
@@ -278,7 +313,8 @@ def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
     """Gives a parameter other memory, which may be on the meta device. It stays the object that it was, with its class
     and attributes.
 
-    Raises: ConfigError naming a parameter that a graph or a view of it refers to: these would keep what it was.
+    Raises:
+        ConfigError: naming a parameter that a graph or a view of it refers to: these would keep what it was.
     """
     if torch_private.uses(param) > 1:
         raise ConfigError(

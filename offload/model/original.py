@@ -45,9 +45,11 @@ _DATA: Any = Tensor.data  # as torch has it, without guards
 class _Param:
     """A parameter before it was taken.
 
-    Attributes: data: its memory, while that is kept; is_changed: whether it may have other memory now; is_to_keep:
-    whether its memory is kept to the end, wherever it goes; master: the number under which the masters have its values,
-    once nothing else has them.
+    Attributes:
+        data: its memory, while that is kept.
+        is_changed: whether it may have other memory now.
+        is_to_keep: whether its memory is kept to the end, wherever it goes.
+        master: the number under which the masters have its values, once nothing else has them.
     """
 
     name: str
@@ -124,8 +126,11 @@ def _hooks_of(param: Any) -> dict[Any, Any] | None:
 class Original:
     """See [Note: a model that is given back]. It is the last that a failed construction undoes, before stores close.
 
-    Args: aliases: views of parameters, which follow them.
-    Attributes: kept: what is needed to give the model back; once it is None, the model is taken for good.
+    Args:
+        aliases: views of parameters, which follow them.
+
+    Attributes:
+        kept: what is needed to give the model back; once it is None, the model is taken for good.
     """
 
     def __init__(
@@ -159,8 +164,11 @@ class Original:
         self._before(param).is_to_keep = True
 
     def give_up(self, param: nn.Parameter, *, master: int | None) -> None:
-        """The memory of a parameter, which has other memory now, goes. Args: master: its number, if masters have its
-        values."""
+        """The memory of a parameter, which has other memory now, goes.
+
+        Args:
+            master: its number, if masters have its values.
+        """
         before = self._before(param)
         if not before.is_to_keep:
             before.master = master

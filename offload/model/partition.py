@@ -40,8 +40,9 @@ def partition_bytes(nbytes: int, ranks: int) -> int:
 class Partition:
     """This rank's part of `nbytes` that all ranks have.
 
-    Attributes: previous: the partition that was put before this one in the same forward; coming: the all-gather of all
-    parts, None until it is launched.
+    Attributes:
+        previous: the partition that was put before this one in the same forward.
+        coming: the all-gather of all parts, None until it is launched.
     """
 
     __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "own", "previous")
@@ -57,8 +58,11 @@ class Partition:
 class Partitions:
     """See [Note: partitioned checkpoints]. Every tensor-parallel rank calls `put` and `get` alike.
 
-    Args: comm: the data-parallel ranks; store: where parts wait; None: on the device that they are made on.
     Attribute: peak_bytes: the most that all parts took together.
+
+    Args:
+        comm: the data-parallel ranks.
+        store: where parts wait; None: on the device that they are made on.
     """
 
     def __init__(self, comm: Communicator, store: ActivationStore | None) -> None:
@@ -82,8 +86,15 @@ class Partitions:
     def put(self, data: Tensor, unit: str | None) -> Partition | None:
         """Keeps this rank's part of `data`, uint8 of shape (nbytes,) on its device.
 
-        Args: unit: that runs. Returns: None if the ranks have different values, so that each has to keep its own.
-        Raises: as `ActivationStore.put`; RankError.
+        Args:
+            unit: that runs.
+
+        Returns:
+            None if the ranks have different values, so that each has to keep its own.
+
+        Raises:
+            OffloadError: as `ActivationStore.put` does.
+            RankError: another rank failed, or cannot be reached.
         """
         with self._lock:
             self._count = self._count + 1 if unit == self._unit else 0
@@ -107,7 +118,12 @@ class Partitions:
             return partition
 
     def get(self, partition: Partition) -> Tensor:
-        """What was put, uint8 on the device. It can be asked for again. Raises: as `ActivationStore.get`; RankError."""
+        """What was put, uint8 on the device. It can be asked for again.
+
+        Raises:
+            OffloadError: as `ActivationStore.get` does.
+            RankError: another rank failed, or cannot be reached.
+        """
         with self._lock:
             work, _, gathered = partition.coming or self._gather(partition)
             partition.coming = None
@@ -123,8 +139,12 @@ class Partitions:
             return rows[:, :-CHECKSUM_BYTES].reshape(-1)[: partition.nbytes]
 
     def step_begins(self) -> None:
-        """Before gradients are used. Raises: StaleActivationError on all ranks if checkpoints were not alike on some;
-        RankError."""
+        """Before gradients are used.
+
+        Raises:
+            StaleActivationError: on all ranks if checkpoints were not alike on some.
+            RankError: another rank failed, or cannot be reached.
+        """
         with self._lock:
             while self._under_way:
                 self._under_way.popleft().wait()

@@ -19,7 +19,10 @@ from offload.run import Owner, Run
 
 
 class PendingUpdates:
-    """Args: transfers: of streamed units; None where all parameters are resident.
+    """TODO.
+
+    Args:
+        transfers: of streamed units; None where all parameters are resident.
 
     Over several ranks an update takes collectives, which all ranks have to call in one order: that of the layout, the
     root unit's first. Where parameters are resident `step()` launches all of them (`launch`), and whoever uses a unit
@@ -43,9 +46,13 @@ class PendingUpdates:
         self._applied: list[int] = []
 
     def begin(self, active: Sequence[int]) -> Sequence[int]:
-        """Before a step is queued. Args: active: the parameters that it changes.
+        """Before a step is queued.
 
-        Returns: all flat parameters in the order in which the last updates were applied, which is that of a forward.
+        Args:
+            active: the parameters that it changes.
+
+        Returns:
+            all flat parameters in the order in which the last updates were applied, which is that of a forward.
         """
         self._active = {flat.index: [] for flat in self._layout.flats}
         for number in active:
@@ -89,7 +96,11 @@ class PendingUpdates:
             self.apply_all()
 
     def require_applied(self, number: int) -> None:
-        """Raises: StaleParameterError if a gradient of parameter `number` was made from its old value."""
+        """TODO.
+
+        Raises:
+            StaleParameterError: if a gradient of parameter `number` was made from its old value.
+        """
         flat = self._parameters.flat_of(number)
         if flat in self._step.pending and number in self._active[flat]:
             name = self._layout.specs[number].name

@@ -37,9 +37,12 @@ class _NotPlain:
 class Here(threading.local):
     """What is true of one thread.
 
-    Attributes: entered: how often it has entered each unit whose forward it runs; owner: whose pass that is; guarded,
-    watched, opened: the `__torch_function__` of classes of these names, see [Note: guarded parameters] in guard.py.
-    Torch asks for it with each operation, so where it is that of plain tensors it is looked up without any Python code.
+    Attributes:
+        entered: how often it has entered each unit whose forward it runs.
+        owner: whose pass that is.
+        guarded, watched, opened: the `__torch_function__` of classes of these names, see [Note: guarded parameters] in
+            guard.py. Torch asks for it with each operation, so where it is that of plain tensors it is looked up
+            without any Python code.
     """
 
     owner: threading.Thread

@@ -50,8 +50,10 @@ def _is_outermost() -> bool:
 class Access:
     """Gives others than forwards access to parameters.
 
-    Args: names: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
-    take."""
+    Args:
+        names: the unit of every parameter of the model.
+        budget_bytes: RAM that the copies in a state_dict may take.
+    """
 
     def __init__(
         self, parameters: FlatParameters, names: Mapping[Tensor, str], units: HeldUnits, budget_bytes: int, owner: Owner
@@ -75,7 +77,8 @@ class Access:
         """Hooks for saving and loading a module's own parameters, if they are streamed: pairs of the method that
         registers a hook, and the hook.
 
-        Args: ends: nothing of the module's units is saved or loaded after it, so that they can be released.
+        Args:
+            ends: nothing of the module's units is saved or loaded after it, so that they can be released.
         """
         if not isinstance(self._units, StreamedUnits):
             return
@@ -117,7 +120,11 @@ class Access:
 
     @entry
     def _copy(self, params: Mapping[str, nn.Parameter], state_dict: dict[str, Any]) -> None:
-        """Puts copies into a state_dict. Args: params: by key."""
+        """Puts copies into a state_dict.
+
+        Args:
+            params: by key.
+        """
         units = list(dict.fromkeys(self._names[param] for param in params.values()))
         # Where this thread trains they are here already.
         with self._units.used(units if self.entries.is_beside() else ()):

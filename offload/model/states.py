@@ -48,8 +48,11 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 class States(MutableMapping[Any, Mapping[str, Tensor]]):
     """`optimizer.state`, of the parameters that were stepped; see [Note: states as torch names them].
 
-    Args: groups: the optimizer's param groups; steps: how often a parameter was stepped, 0 for any other key; read: the
-    states of a parameter. Both are methods of the optimizer, which a state that somebody keeps does not keep alive.
+    Args:
+        groups: the optimizer's param groups.
+        steps: how often a parameter was stepped, 0 for any other key.
+        read: the states of a parameter. Both are methods of the optimizer, which a state that somebody keeps does not
+            keep alive.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], steps: Count, read: Read) -> None:
@@ -159,7 +162,12 @@ class StateTensor(Tensor):
         return made
 
     def values(self) -> Tensor:
-        """A copy. Raises: as `state_of`; ClosedError if the optimizer is gone."""
+        """A copy.
+
+        Raises:
+            OffloadError: as `state_of` does.
+            ClosedError: if the optimizer is gone.
+        """
         param, kind, steps, read = self.source
         if kind == "step":
             return torch.tensor(float(_alive(steps)(param)), dtype=torch.float32, device="cpu")
@@ -203,7 +211,11 @@ def _alive(method: weakref.WeakMethod[Any]) -> Any:
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`func` of copies in place of states. Raises: ConfigError if it changes one of them."""
+    """`func` of copies in place of states.
+
+    Raises:
+        ConfigError: if it changes one of them.
+    """
     if getattr(func, "__name__", "") == "__set__":
         _refuse()
     # By id: a state, which lives as long as this call, its copy, the copy's version and its storage.

@@ -51,8 +51,9 @@ _METHODS = """
 def torch_functions(attributes: str = "", methods: str = "") -> set[Any]:
     """Functions of torch as `__torch_function__` gets them, without those that this version of torch lacks.
 
-    Args: attributes: names of tensor attributes that are read, separated by spaces; methods: names of methods,
-    likewise.
+    Args:
+        attributes: names of tensor attributes that are read, separated by spaces.
+        methods: names of methods, likewise.
     """
     reads = {getattr(Tensor, name).__get__ for name in attributes.split() if hasattr(Tensor, name)}
     return reads | {getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name)}
@@ -311,7 +312,9 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
 class Hook(LeftBehind):
     """A hook of a module. Where the module itself says how it is copied, its copy takes along one that does nothing.
 
-    Args: call: what it does; is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
+    Args:
+        call: what it does.
+        is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
     """
 
     def __init__(self, call: Callable[..., None] | None = None, is_inside: bool = False) -> None:
@@ -375,7 +378,11 @@ def hook_forward(
     is_inside: bool = False,
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
-    raised. Args: is_inside: see `Hook`."""
+    raised.
+
+    Args:
+        is_inside: see `Hook`.
+    """
     begins = kind(lambda *_: before(), is_inside)
     ends = Hook(lambda module, args, output: after(output), is_inside)
     return (

@@ -76,8 +76,10 @@ _LEGAL = {
 class StreamedStores:
     """The stores of streamed parameters, as one: chunks are numbered as in `Layout.param_chunks`.
 
-    Args: trained: None where trained parameters are resident; frozen: None without frozen ones; first: the number of
-    its first chunk.
+    Args:
+        trained: None where trained parameters are resident.
+        frozen: None without frozen ones.
+        first: the number of its first chunk.
     """
 
     def __init__(self, trained: Store | None, frozen: Store | None, first: int) -> None:
@@ -269,7 +271,11 @@ class UnitTransfers:
 
     @uninterrupted
     def _allocate(self, unit: str) -> DeviceEvent:
-        """Returns: the event after which its memory may be written."""
+        """TODO.
+
+        Returns:
+            the event after which its memory may be written.
+        """
         self._change(unit, UnitState.FETCHING)
         return self._parameters.allocate(unit, [one.index for one in self._slices_of[unit]])
 
@@ -416,7 +422,11 @@ class UnitTransfers:
         self._allocate(unit)
 
     def chunk_updated(self, chunk: Chunk, values: Tensor) -> None:
-        """New `values` of a chunk were made, and are leased in RAM. Args: values: shape (chunk.numel,)."""
+        """New `values` of a chunk were made, and are leased in RAM.
+
+        Args:
+            values: shape (chunk.numel,).
+        """
         not_updated = self._not_updated.get(self._layout.flats[chunk.flat].unit, set())
         if chunk.index in not_updated:
             self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()

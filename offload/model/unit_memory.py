@@ -42,8 +42,13 @@ _REFUSED = "this parameter is not on the device now: use it inside `with optimiz
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory on the device. Attributes: memory: uint8, 1-D; last_use: the event after which it may be written;
-    is_shared: whether it is kept for other units when a unit gives it back."""
+    """Memory on the device.
+
+    Attributes:
+        memory: uint8, 1-D.
+        last_use: the event after which it may be written.
+        is_shared: whether it is kept for other units when a unit gives it back.
+    """
 
     memory: Tensor
     last_use: DeviceEvent
@@ -56,8 +61,12 @@ class _Buffer:
 
 @dataclass(eq=False)
 class _Group:
-    """Units that never have memory at the same time. Attributes: nbytes: what the largest of them takes; buffer: the
-    buffer that they share already, None if they share none."""
+    """Units that never have memory at the same time.
+
+    Attributes:
+        nbytes: what the largest of them takes.
+        buffer: the buffer that they share already, None if they share none.
+    """
 
     units: set[str] = field(default_factory=set)
     nbytes: int = 0
@@ -67,8 +76,10 @@ class _Group:
 class UnitMemory:
     """Gives memory to streamed units, and takes it away; see [Note: unit memory].
 
-    Args: device: that units train on; copier: of that device; limit: bytes that all buffers together may take, unless
-    what is in use at once takes more.
+    Args:
+        device: that units train on.
+        copier: of that device.
+        limit: bytes that all buffers together may take, unless what is in use at once takes more.
     """
 
     def __init__(self, device: torch.device, copier: Copier, limit: int) -> None:
@@ -90,8 +101,11 @@ class UnitMemory:
     def give(self, unit: str, tensors: Sequence[Tensor], *, shares: bool = True) -> DeviceEvent:
         """Gives the tensors of a unit, which have no memory, as much as they need; their values are undefined.
 
-        Args: shares: False gives memory of its own, that no other unit gets.
-        Returns: the event after which the memory may be written.
+        Args:
+            shares: False gives memory of its own, that no other unit gets.
+
+        Returns:
+            the event after which the memory may be written.
         """
         starts, end = starts_of(tensor.nbytes for tensor in tensors)
         buffer = self._buffer_for(unit, end) if shares else self._allocate(end, tensors[0].device, is_shared=False)
@@ -109,7 +123,11 @@ class UnitMemory:
         return buffer.last_use
 
     def take(self, unit: str, tensors: Sequence[Tensor]) -> DeviceEvent:
-        """Takes the memory of a unit's tensors away, if they have any. Returns: its last use."""
+        """Takes the memory of a unit's tensors away, if they have any.
+
+        Returns:
+            its last use.
+        """
         last_use = self._copier.mark()
         buffer = self._lent.get(unit)
         if buffer is not None:

@@ -40,9 +40,12 @@ def units_of(model: nn.Module, chosen: Chosen = None) -> dict[Tensor, str]:
 
     A parameter belongs to its innermost unit. One that several units share, such as a tied head's, belongs to the root.
 
-    Args: chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential in which two
-    or more elements have parameters.
-    Raises: ConfigError naming what is not in the model.
+    Args:
+        chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential in which two or
+            more elements have parameters.
+
+    Raises:
+        ConfigError: naming what is not in the model.
     """
     names = {name for name, _ in blocks_of(model, chosen)}
     units: dict[nn.Module, set[str]] = {}
@@ -127,7 +130,11 @@ def _join(name: str, key: str) -> str:
 
 def fp32_modules(model: nn.Module, keep_fp32: KeepFp32) -> list[nn.Module]:
     """The outermost modules that stay fp32: those that `keep_fp32` names, by instance or type, and those with running
-    statistics. Raises: ConfigError if `keep_fp32` names a module that is not in the model."""
+    statistics.
+
+    Raises:
+        ConfigError: if `keep_fp32` names a module that is not in the model.
+    """
     types = tuple(one for one in keep_fp32 if isinstance(one, type))
     chosen = {one for one in keep_fp32 if isinstance(one, nn.Module)}
     found = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
@@ -153,7 +160,8 @@ def compute_dtypes(model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype) ->
     """The dtype of each floating parameter's compute copy. A frozen one beside quantised weights keeps its own: it is a
     scale or a zero point of theirs.
 
-    Raises: ConfigError if a module that stays in fp32 shares a parameter with one that is not.
+    Raises:
+        ConfigError: if a module that stays in fp32 shares a parameter with one that is not.
     """
     in_fp32 = {inner for module in fp32_modules(model, keep_fp32) for inner in module.modules()}
     dtypes: dict[Tensor, torch.dtype] = {param: param.dtype for param in _of_quantised(model)}
@@ -182,8 +190,12 @@ def specs_of(
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
     """The model's parameters that the optimizer's `groups` train, in the model's order.
 
-    Args: chosen: the units, see units_of; planned: the model may be on the meta device, without memory.
-    Raises: ConfigError naming the parameter that cannot be trained, and why.
+    Args:
+        chosen: the units, see units_of.
+        planned: the model may be on the meta device, without memory.
+
+    Raises:
+        ConfigError: naming the parameter that cannot be trained, and why.
     """
     _refuse_wrapped(model)
     names = {param: name for name, param in model.named_parameters()}
@@ -213,7 +225,11 @@ def specs_of(
 def frozen_of(
     model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype, *, chosen: Chosen = None
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
-    """The model's parameters that need no gradient, in the model's order. Args: chosen: as of `specs_of`."""
+    """The model's parameters that need no gradient, in the model's order.
+
+    Args:
+        chosen: as of `specs_of`.
+    """
     units, dtypes = units_of(model, chosen), compute_dtypes(model, keep_fp32, dtype)
     found = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     specs = [
@@ -226,8 +242,12 @@ def frozen_of(
 
 
 def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Raises: ConfigError naming the first parameter that cannot stream, because it is more than its elements: it is
-    quantised, sparse, or a wrapper around other tensors."""
+    """TODO.
+
+    Raises:
+        ConfigError: naming the first parameter that cannot stream, because it is more than its elements: it is
+            quantised, sparse, or a wrapper around other tensors.
+    """
     for spec, param in zip(specs, params, strict=True):
         quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
         if quantised or torch_private.is_wrapper_subclass(local_of(param)) or param.layout is not torch.strided:
@@ -244,7 +264,14 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
 
 
 def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
-    """Raises: ConfigError naming the first parameter that cannot get other memory. Args: moved: names of parameters."""
+    """TODO.
+
+    Raises:
+        ConfigError: naming the first parameter that cannot get other memory.
+
+    Args:
+        moved: names of parameters.
+    """
     for param, name in moved.items():
         local = local_of(param)
         if local.is_quantized or local.is_mkldnn:
@@ -260,7 +287,11 @@ def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
 
 
 def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Raises: ConfigError naming the first DTensor that would leave the device of its mesh."""
+    """TODO.
+
+    Raises:
+        ConfigError: naming the first DTensor that would leave the device of its mesh.
+    """
     for spec, param in zip(specs, params, strict=True):
         if is_dtensor(param) and param.device != device:
             raise ConfigError(
@@ -275,7 +306,9 @@ class NotToWrap(LeftBehind):
     DistributedDataParallel reads it first of all, for the names of parameters to ignore. A copy of the model may be
     wrapped, so a copy of this is an empty tuple.
 
-    Args: instead: what the model had there; None: nothing."""
+    Args:
+        instead: what the model had there; None: nothing.
+    """
 
     NAME = "_ddp_params_and_buffers_to_ignore"
 
@@ -300,7 +333,11 @@ def _wrapped_by_ddp() -> ConfigError:
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """Raises: ConfigError if a held model runs inside DistributedDataParallel, or was given to FSDP."""
+    """TODO.
+
+    Raises:
+        ConfigError: if a held model runs inside DistributedDataParallel, or was given to FSDP.
+    """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and wrapper.require_backward_grad_sync and _holds(wrapper, model):
         raise _wrapped_by_ddp()
@@ -453,7 +490,8 @@ def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Ma
 def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
     """The device to train on: the model's own. A model on the CPU or the meta device goes where the user asks.
 
-    Raises: ConfigError if nothing is trained there, or the model is on another accelerator.
+    Raises:
+        ConfigError: if nothing is trained there, or the model is on another accelerator.
     """
     try:
         wanted = own if given is None else torch.empty(0, device=given).device

@@ -42,7 +42,8 @@ def was_frozen(state: object) -> Container[str]:
 def write(model: nn.Module, state: object, keep: Callable[[nn.Parameter], None]) -> None:
     """Gives a model that is not held yet the values that were committed, in memory of their own.
 
-    Args: keep: is called with each parameter before.
+    Args:
+        keep: is called with each parameter before.
     """
     params = dict(model.named_parameters())
     for name, values in state["values"].items() if isinstance(state, dict) else ():
@@ -53,9 +54,13 @@ def write(model: nn.Module, state: object, keep: Callable[[nn.Parameter], None])
 
 
 def require_same(digests: Mapping[str, str], state: object) -> None:
-    """Raises: ResumeError if frozen parameters are not what they were in the run that committed `state`.
+    """TODO.
 
-    Args: digests: of frozen parameters, by name.
+    Raises:
+        ResumeError: if frozen parameters are not what they were in the run that committed `state`.
+
+    Args:
+        digests: of frozen parameters, by name.
     """
     if isinstance(state, Mapping):
         known = (digests.keys() & state["digests"].keys()) - state["values"].keys()
@@ -69,8 +74,10 @@ def require_same(digests: Mapping[str, str], state: object) -> None:
 class WrittenFrozen:
     """The frozen parameters that somebody wrote to, as an object with a state that commits carry (`Attached`).
 
-    Args: specs: of all parameters that are held; digests: of the frozen ones before anybody wrote to them, by name;
-    budget_bytes: RAM that copies may take.
+    Args:
+        specs: of all parameters that are held.
+        digests: of the frozen ones before anybody wrote to them, by name.
+        budget_bytes: RAM that copies may take.
     """
 
     def __init__(
@@ -94,7 +101,8 @@ class WrittenFrozen:
     def state_dict(self) -> dict[str, Any]:
         """Copies of the values of those that were written to, by name, and the digests of all.
 
-        Raises: BudgetError if the copies take too much RAM.
+        Raises:
+            BudgetError: if the copies take too much RAM.
         """
         names = sorted(self._loaded | self._written())
         needed = sum(local_of(self._named[name]).nbytes for name in names)
@@ -124,8 +132,10 @@ class WrittenFrozen:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Writes values of a commit.
 
-        Raises: ResumeError if other frozen parameters are not what they were in the run that committed, or were first
-        written to since then; ConfigError if one is not in the model.
+        Raises:
+            ResumeError: if other frozen parameters are not what they were in the run that committed, or were first
+                written to since then.
+            ConfigError: if one is not in the model.
         """
         require_same(self._digests, state)
         values, digests = state["values"], state["digests"]

@@ -193,8 +193,11 @@ class Kernels:
             self._pool = None
 
     def start(self) -> None:
-        """Starts the threads now, and not in the first call that needs them. Raises: BudgetError if the system refuses
-        them."""
+        """Starts the threads now, and not in the first call that needs them.
+
+        Raises:
+            BudgetError: if the system refuses them.
+        """
         if self.threads > 1:
             self._threads()
 
@@ -257,7 +260,9 @@ def load(threads: int | None = None, variant: str | None = None) -> Kernels:
     Args:
         threads: how many share a call; None: `usable_cpus()`.
         variant: one of `available_variants()`; None: the environment's OFFLOAD_KERNELS, else the best.
-    Raises: ConfigError for a thread count below 1 and for a variant that is unknown or cannot run here.
+
+    Raises:
+        ConfigError: for a thread count below 1 and for a variant that is unknown or cannot run here.
     """
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ConfigError(f"threads={threads!r}: give a number of threads from 1 on, or None for all CPUs")

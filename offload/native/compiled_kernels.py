@@ -49,8 +49,11 @@ class CompiledKernels(DeviceKernels):
     """The kernels of `_GRIDS` in one launch each. A launch that is refused, and all after it, are operations of
     torch.
 
-    Args: scratch: as for `DeviceKernels`, which needs it then.
-    Attributes: program: None once a launch was refused.
+    Args:
+        scratch: as for `DeviceKernels`, which needs it then.
+
+    Attributes:
+        program: None once a launch was refused.
     """
 
     def __init__(self, scratch: Tensor, program: Program) -> None:
@@ -96,7 +99,8 @@ class CompiledKernels(DeviceKernels):
 def device_kernels(scratch: Tensor, stream: Callable[[], int] | None) -> DeviceKernels:
     """Compiled ones, if they can be had and have the bits of torch's operations; else these.
 
-    Args: stream: gives the handle of the current stream of scratch's device; None: nothing is compiled.
+    Args:
+        stream: gives the handle of the current stream of scratch's device; None: nothing is compiled.
     """
     program = None
     if stream is not None and scratch.device.type in LIBRARIES:
@@ -146,7 +150,11 @@ _LENGTH = 4099
 
 @torch.no_grad()
 def require_same_bits(scratch: Tensor, program: Program) -> None:
-    """Runs both kernels with all dtypes. Raises: ProgramError if one was refused, or gave other bits than torch's."""
+    """Runs both kernels with all dtypes.
+
+    Raises:
+        ProgramError: if one was refused, or gave other bits than torch's.
+    """
     compiled, operations, device = CompiledKernels(scratch, program), DeviceKernels(scratch), scratch.device
     both: tuple[DeviceKernels, DeviceKernels] = compiled, operations
     for dtype in FLOATS:

@@ -25,7 +25,11 @@ ABI = 4
 
 
 class Library:
-    """One variant's functions. Raises: AttributeError if one is missing."""
+    """One variant's functions.
+
+    Raises:
+        AttributeError: if one is missing.
+    """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
@@ -41,7 +45,9 @@ class Library:
 
         Args:
             first: the position of their first element.
-        Returns: what takes the scalars and gives the kernel for ranges of positions.
+
+        Returns:
+            what takes the scalars and gives the kernel for ranges of positions.
         """
         function = self._functions[kernel.name]
         addresses, numbers = kernel.addresses(tensors, first)
@@ -74,7 +80,11 @@ def library_path() -> Path | None:
 
 @functools.cache
 def open_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The C library, or why there is none. Raises: ConfigError if it is that of another version of offload."""
+    """The C library, or why there is none.
+
+    Raises:
+        ConfigError: if it is that of another version of offload.
+    """
     path = library_path()
     if path is None:
         return None, f"{_LIBRARY_NAME} was not built: there was no C compiler when offload was installed"

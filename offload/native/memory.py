@@ -87,7 +87,11 @@ def advise_huge_pages(memory: Tensor) -> None:
 
 def populate(memory: Tensor) -> bool:
     """Puts pages behind a page-aligned CPU tensor, without writing to it: what is there stays, what others write
-    meanwhile, too. Returns: whether the kernel could (Linux 5.14)."""
+    meanwhile, too.
+
+    Returns:
+        whether the kernel could (Linux 5.14).
+    """
     if not sys.platform.startswith("linux"):
         return False
     size = ctypes.c_size_t(memory.numel() * memory.element_size())

@@ -117,7 +117,11 @@ class Kernel:
         return pointers, [NO_TENSOR if x is None else TYPES[x.dtype] for x in tensors]
 
     def check(self, tensors: Sequence[Tensor | None], first: int, device: torch.device) -> int:
-        """How many positions the tensors have. Raises: ValueError for tensors that the kernel cannot take."""
+        """How many positions the tensors have.
+
+        Raises:
+            ValueError: for tensors that the kernel cannot take.
+        """
         if len(tensors) != len(self.arguments):
             names = ", ".join(argument.name for argument in self.arguments)
             raise ValueError(f"{self.name} takes {len(self.arguments)} tensors ({names}), not {len(tensors)}")

@@ -21,7 +21,11 @@ Range = tuple[Work, int, int]
 
 class Pool:
     """Persistent threads that take ranges from one queue of calls. They end with this object, not before the
-    calls queued by then are done. Raises: BudgetError if the system refuses them."""
+    calls queued by then are done.
+
+    Raises:
+        BudgetError: if the system refuses them.
+    """
 
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
@@ -123,9 +127,13 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
 
 
 def start_threads(threads: list[threading.Thread], calls: SimpleQueue[Any] | None = None) -> None:
-    """Starts all of these threads, or none. Args: calls: what they take calls from, until there is None.
+    """Starts all of these threads, or none.
 
-    Raises: BudgetError if the system refuses one.
+    Args:
+        calls: what they take calls from, until there is None.
+
+    Raises:
+        BudgetError: if the system refuses one.
     """
     started: list[threading.Thread] = []
     try:

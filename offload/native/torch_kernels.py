@@ -86,7 +86,11 @@ class _Operations(ABC):
         """Elements of a piece at most; if that is less than a block, a piece is a block."""
 
     def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
-        """As `Library.bind`. Raises: ValueError for a kernel without operations."""
+        """As `Library.bind`.
+
+        Raises:
+            ValueError: for a kernel without operations.
+        """
         operations = getattr(self, kernel.name, None)
         if operations is None:
             raise ValueError(f"torch has no operations for {kernel.name} here: it is one of the C kernels for the CPU")
@@ -230,7 +234,12 @@ def adam_steps(
     p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamScalars, divisor: float | Tensor, a: Tensor, b: Tensor
 ) -> None:
     """Adam on any device, each operation rounded once. addcmul_, addcdiv_, lerp_ and alpha= are not used: they may
-    contract to FMA. Args: divisor: c.sqrt_bias_correction2; a, b: fp32 temporaries, at least as long as p."""
+    contract to FMA.
+
+    Args:
+        divisor: c.sqrt_bias_correction2; a.
+        b: fp32 temporaries, at least as long as p.
+    """
     g, t = a[: p.numel()], b[: p.numel()]
     g.copy_(grad).mul_(c.scale)
     if c.add_decay:
@@ -259,7 +268,11 @@ BLOCK = 64 * SUM_BLOCK
 
 
 def scratch_bytes(largest: int) -> int:
-    """What the kernels hold on the device. Args: largest: elements of the largest tensor they are given."""
+    """What the kernels hold on the device.
+
+    Args:
+        largest: elements of the largest tensor they are given.
+    """
     return 8 * _block(largest)
 
 

@@ -29,10 +29,12 @@ _ENDLESS = 1 << 60
 class Waiting:
     """How many bytes of a forward wait for its backward.
 
-    Attributes: entering_bytes: what enters units, in whole pages; saved_bytes: all that units save with
-    Tuning(recompute=False), as the operations of the meta device do it (kernels of another device may save less or
-    more); largest_bytes: the largest tensor that enters a unit; output_numel: elements of the largest tensor that the
-    model returns, such as the logits.
+    Attributes:
+        entering_bytes: what enters units, in whole pages.
+        saved_bytes: all that units save with Tuning(recompute=False), as the operations of the meta device do it
+            (kernels of another device may save less or more).
+        largest_bytes: the largest tensor that enters a unit.
+        output_numel: elements of the largest tensor that the model returns, such as the logits.
     """
 
     entering_bytes: int

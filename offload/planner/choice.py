@@ -43,8 +43,11 @@ MOST_HALVINGS = 8
 class ModelShape:
     """What a layout needs to know of a model.
 
-    Attributes: specs: of trained parameters, then of frozen ones; params: in the same order; rows: the elements of a
-    row of each parameter that can be tiled; resident_bytes: of all else, which stays on the device.
+    Attributes:
+        specs: of trained parameters, then of frozen ones.
+        params: in the same order.
+        rows: the elements of a row of each parameter that can be tiled.
+        resident_bytes: of all else, which stays on the device.
     """
 
     specs: Sequence[ParamSpec]
@@ -56,9 +59,14 @@ class ModelShape:
     def of(
         cls, model: nn.Module, groups: Sequence[Mapping[str, Any]], options: Options, *, planned: bool = True
     ) -> ModelShape:
-        """Args: groups: the optimizer's param_groups; planned: only shapes count, as of a model on the meta device.
+        """TODO.
 
-        Raises: ConfigError as `OffloadZero` does.
+        Args:
+            groups: the optimizer's param_groups.
+            planned: only shapes count, as of a model on the meta device.
+
+        Raises:
+            ConfigError: as `OffloadZero` does.
         """
         keep_fp32, dtype = options.fp32_modules, options.compute_dtype
         specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
@@ -100,8 +108,11 @@ class ModelShape:
         )
 
     def layout(self, choice: Choice, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
-        """The layout of what is trained, and of frozen parameters if they stream. Args: replicas: how many groups of
-        ranks each keep all trained parameters."""
+        """The layout of what is trained, and of frozen parameters if they stream.
+
+        Args:
+            replicas: how many groups of ranks each keep all trained parameters.
+        """
         streams = {False: choice.params.tier > DEVICE, True: choice.params.frozen_tier > DEVICE}
         rows = {number: row for number, row in self.rows.items() if streams[self.specs[number].is_frozen]}
         specs = tiled(self.specs, rows, choice.params.tile_bytes)
@@ -117,8 +128,13 @@ def choose(
 ) -> tuple[Layout, Placement]:
     """The fastest choice that fits the budgets: fewest bytes over the disk first, then over the link.
 
-    Args: layout_of: lays the model out for a choice; direct: as in `place`.
-    Raises: BudgetError if nothing fits, see `_refusal`; ConfigError.
+    Args:
+        layout_of: lays the model out for a choice.
+        direct: as in `place`.
+
+    Raises:
+        BudgetError: if nothing fits, see `_refusal`.
+        ConfigError: what was given cannot be served.
     """
     _, layout, found = search(options, situation, layout_of, direct=direct, room=room)
     if isinstance(found, BudgetError):
@@ -215,9 +231,12 @@ def least_cpu_memory(
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
 
-    Args: replicas: rows of the mesh that is given as process_group; device, options: as OffloadZero's, but for `tier`
-    and `path`.
-    Raises: ConfigError as `OffloadZero` does.
+    Args:
+        replicas: rows of the mesh that is given as process_group; device.
+        options: as OffloadZero's, but for `tier` and `path`.
+
+    Raises:
+        ConfigError: as `OffloadZero` does.
     """
     for name in options.keys() & {"tier", "path"}:
         raise ConfigError(f'{name}={options[name]!r}: this is the least of tier="nvme" on any path: leave {name} out')

@@ -55,8 +55,9 @@ class Situation:
 class Wish(NamedTuple):
     """What may be left open, and is tried in turn (choice.py).
 
-    Attributes: params: where frozen parameters go, and trained ones as far as they follow; grads; prefetch_units;
-    tile_bytes: 0: no tiles.
+    Attributes:
+        params: where frozen parameters go, and trained ones as far as they follow; grads; prefetch_units.
+        tile_bytes: 0: no tiles.
     """
 
     params: Tier
@@ -82,9 +83,13 @@ def chooses_grads(options: Options, situation: Situation) -> bool:
 
 
 def decide(options: Options, situation: Situation, wish: Wish | None = None) -> Choice:
-    """All choices. Args: wish: None: as the options say.
+    """All choices.
 
-    Raises: ConfigError for what this model, or several ranks, cannot have.
+    Args:
+        wish: None: as the options say.
+
+    Raises:
+        ConfigError: for what this model, or several ranks, cannot have.
     """
     wish = wish_of(options) if wish is None else wish
     _require_possible(options, situation)
@@ -188,8 +193,9 @@ def _require_possible(options: Options, situation: Situation) -> None:
 def replicas_of(choice: Choice, *, ranks: int, rows: int) -> int:
     """Groups of ranks of which each keeps all parameters in its tier.
 
-    Args: rows: of the mesh given as process_group. At stage 3 each of these is one; before it each rank that streams
-    parameters keeps all of them.
+    Args:
+        rows: of the mesh given as process_group. At stage 3 each of these is one; before it each rank that streams
+            parameters keeps all of them.
     """
     if choice.grads.stage == 3:
         return rows

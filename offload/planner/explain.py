@@ -63,8 +63,10 @@ class Row:
 class Planned:
     """A model and what was decided for it, for which nothing is allocated.
 
-    Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device;
-    refusal: why neither this choice fits nor another one that may be made.
+    Attributes:
+        direct: whether the model's device is the CPU, so that copies need no buffers.
+        room: on the device.
+        refusal: why neither this choice fits nor another one that may be made.
     """
 
     layout: Layout
@@ -78,7 +80,11 @@ class Planned:
         return Needs(self.layout, self.choice, self.direct)
 
     def place(self) -> Placement:
-        """Raises: BudgetError as `OffloadZero` does."""
+        """TODO.
+
+        Raises:
+            BudgetError: as `OffloadZero` does.
+        """
         if self.refusal is not None:
             raise self.refusal
         return place(self.layout, self.choice, direct=self.direct, room=self.room)
@@ -87,7 +93,11 @@ class Planned:
         return replace(self, room=replace(self.room, cpu_memory=cpu_memory), refusal=None)
 
     def least(self) -> int:
-        """The least `cpu_memory` that works, in bytes. Raises: BudgetError if none does, for want of another memory."""
+        """The least `cpu_memory` that works, in bytes.
+
+        Raises:
+            BudgetError: if none does, for want of another memory.
+        """
         try:
             # Asked of the planner itself, so that there is one formula.
             return self.with_memory(0).place().arena_bytes
@@ -99,7 +109,8 @@ class Planned:
     def cpu_memory_for(self, share: float) -> int:
         """The `cpu_memory` that has room for a `share` of the states beside everything else, for tier="nvme".
 
-        Args: share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
+        Args:
+            share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
         """
         everything, states = self._all_in_ram(), self.needs.state_bytes
         return min(everything - states + self._buffer_bytes() + round(share * states), everything)
@@ -138,9 +149,13 @@ def plan_of(
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
 
-    Args: ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most;
-    tensor_parallel: ranks that share the matrices of blocks; free_cpu_bytes: free RAM, None: what is free here.
-    Raises: ConfigError as `OffloadZero` does.
+    Args:
+        ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
+        tensor_parallel: ranks that share the matrices of blocks.
+        free_cpu_bytes: free RAM; None: what is free here.
+
+    Raises:
+        ConfigError: as `OffloadZero` does.
     """
     given = Options(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
@@ -156,16 +171,17 @@ def plan_of(
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:
     """What ZeRO-R does to one of several tensor-parallel ranks, in bytes but for `gathered_elements`.
 
-    Args: entering_bytes: what enters one of the blocks.
-    Returns:
-        checkpoint_bytes: what enters all blocks in a micro-batch. Each rank keeps all of it without partitioning.
-        part_bytes: the part of it that each rank keeps with partitioning (P_a), in whatever tier.
-        device_bytes: what is gathered on the device at once: the inputs of the block that is recomputed and of the next
-            one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme) the device has nothing else of them.
-        gathered_elements: elements that a rank sends in the backward of a micro-batch.
-        buffer_bytes: buffers in which gradients travel, whatever the model's size (C_B).
-        region_bytes: memory reserved for activations in one piece (M_D).
-    Raises: BudgetError as `Planned.place`.
+    Args:
+        entering_bytes: what enters one of the blocks; Returns: checkpoint_bytes: what enters all blocks in a
+            micro-batch. Each rank keeps all of it without partitioning; part_bytes: the part of it that each rank keeps
+            with partitioning (P_a), in whatever tier; device_bytes: what is gathered on the device at once: the inputs
+            of the block that is recomputed and of the next one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme)
+            the device has nothing else of them; gathered_elements: elements that a rank sends in the backward of a
+            micro-batch; buffer_bytes: buffers in which gradients travel, whatever the model's size (C_B); region_bytes:
+            memory reserved for activations in one piece (M_D).
+
+    Raises:
+        BudgetError: as `Planned.place`.
     """
     partition = partition_bytes(entering_bytes, tensor_parallel)
     return {

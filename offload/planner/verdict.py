@@ -28,8 +28,9 @@ COMMUNICATORS = 2
 def leaving_bytes(unit_bytes: Iterable[int], *, alone: bool) -> int:
     """Gradients on their way to RAM: of the unit whose backward runs, and of those before it that still leave.
 
-    Args: unit_bytes: of the gradients of each unit; alone: whether one rank trains the model; several have buffers for
-    it that the plan counts.
+    Args:
+        unit_bytes: of the gradients of each unit.
+        alone: whether one rank trains the model; several have buffers for it that the plan counts.
     """
     return sum(heapq.nlargest(1 + UNITS_LEAVING if alone else 1, unit_bytes))
 
@@ -38,8 +39,10 @@ def leaving_bytes(unit_bytes: Iterable[int], *, alone: bool) -> int:
 class Computing:
     """What a micro-batch takes on the device beside the plan.
 
-    Attributes: activation_bytes: of activations that wait on the device, or, with an activation tier, what the unit
-    that is recomputed saves; output_bytes: of the logits, their loss and their gradients.
+    Attributes:
+        activation_bytes: of activations that wait on the device, or, with an activation tier, what the unit that is
+            recomputed saves.
+        output_bytes: of the logits, their loss and their gradients.
     """
 
     activation_bytes: int
@@ -47,7 +50,12 @@ class Computing:
 
     @classmethod
     def of(cls, waiting: Waiting, units: int, *, has_tier: bool) -> Computing:
-        """Args: units: of the model; has_tier: whether activations have one."""
+        """TODO.
+
+        Args:
+            units: of the model.
+            has_tier: whether activations have one.
+        """
         kept = waiting.saved_bytes if not has_tier else ceil(waiting.saved_bytes / max(units, 1))
         return cls(kept, LOGIT_BYTES * waiting.output_numel)
 
@@ -58,8 +66,13 @@ class Computing:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes. Attributes: trained, frozen: elements; tokens: of a micro-batch; recomputes: whether
-    forwards run twice."""
+    """What a step computes.
+
+    Attributes:
+        trained, frozen: elements.
+        tokens: of a micro-batch.
+        recomputes: whether forwards run twice.
+    """
 
     trained: int
     frozen: int
@@ -80,8 +93,13 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. Attributes: compute, disk: of each alone; step: of both together; hiding_tokens: of a
-    micro-batch from which on the disk costs nothing."""
+    """Seconds of a step.
+
+    Attributes:
+        compute, disk: of each alone.
+        step: of both together.
+        hiding_tokens: of a micro-batch from which on the disk costs nothing.
+    """
 
     compute: float
     disk: float
@@ -98,9 +116,13 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
 
     Parameters and gradients move beside all of the compute. States move between the last gradient and their unit's next
     forward, so only the first forward of a step hides them.
-    Args: flops: FLOP/s that are achieved, None: unknown, and compute takes no time; disk_bytes_per_s: reads and writes
-    together.
-    Raises: BudgetError.
+
+    Args:
+        flops: FLOP/s that are achieved; None: unknown, and compute takes no time.
+        disk_bytes_per_s: reads and writes together.
+
+    Raises:
+        BudgetError: memory or disk space is missing.
     """
     placement, passes = planned.place(), planned.choice.grads.passes
     disk = moved_bytes(placement) / disk_bytes_per_s

@@ -25,7 +25,11 @@ BLOCK = 1 << 20
 
 @torch.no_grad()
 def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does. Raises: RankError."""
+    """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
+    """
     if comm.size == 1:
         return
     for tensor in tensors:
@@ -39,8 +43,12 @@ def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
 def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tensor) -> Tensor:
     """The elements of a parameter from all ranks; each of them has to call it.
 
-    Args: view: shape (numel,), on the CPU, of which this rank's shard, `layout.param_shard_range(param)`, is sent;
-    overwritten. Raises: RankError.
+    Args:
+        view: shape (numel,), on the CPU, of which this rank's shard, `layout.param_shard_range(param)`, is sent;
+            overwritten.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     if comm.size == 1:
         return view
@@ -54,10 +62,14 @@ def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tens
 
 
 def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
-    """What each rank gave, by rank. Raises: RankError.
+    """What each rank gave, by rank.
 
-    Args: value: of plain types, dataclasses, named tuples and paths; kind: the type that it is made into again, plain
-    dicts and lists if there is none.
+    Raises:
+        RankError: another rank failed, or cannot be reached.
+
+    Args:
+        value: of plain types, dataclasses, named tuples and paths.
+        kind: the type that it is made into again, plain dicts and lists if there is none.
     """
     # Paths are what msgspec does not know: they travel as the bytes of their names.
     data = msgspec.msgpack.encode(value, enc_hook=os.fsencode)
@@ -108,7 +120,9 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
 def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     """Makes sure that all ranks train the same; the first collective of a run, which also makes `side_group`.
 
-    Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
+    Raises:
+        ConfigError: if their models, or the options that decide what they send, differ.
+        RankError: another rank failed, or cannot be reached.
     """
     grads, waiting = choice.grads, choice.activations
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)

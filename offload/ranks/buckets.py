@@ -44,7 +44,8 @@ class Bucket:
 def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
     """Every shard's elements in buckets, flat by flat.
 
-    Args: bucket_numel: most elements of a buffer; but a bucket has ALIGN_NUMEL of every rank, or all a flat has.
+    Args:
+        bucket_numel: most elements of a buffer; but a bucket has ALIGN_NUMEL of every rank, or all a flat has.
     """
     found: list[Bucket] = []
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
@@ -83,7 +84,8 @@ class Buckets:
     Buckets are sent in one fixed order, because only the order tells ranks which of them belong together, and gradients
     need not come in the same order on all ranks. So a bucket that may be sent waits for those before it.
 
-    Args: order: the buckets' indices, each once, alike on all ranks.
+    Args:
+        order: the buckets' indices, each once, alike on all ranks.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int]) -> None:
@@ -102,7 +104,11 @@ class Buckets:
         self._sent: set[int] = set()
 
     def ready(self, param: int) -> None:
-        """The gradient of `param` is there. Raises: StateError if it was before in this round."""
+        """The gradient of `param` is there.
+
+        Raises:
+            StateError: if it was before in this round.
+        """
         if param in self._ready:
             raise StateError(f"the gradient of parameter {param} arrived twice in a step")
         self._ready.add(param)

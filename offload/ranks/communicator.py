@@ -44,11 +44,19 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until the collective has completed. May be called again. Raises: RankError."""
+        """Blocks until the collective has completed. May be called again.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def wait_on_device(self) -> None:
         """What is queued on the current stream from now on begins after the collective; the host waits only where the
-        tensors are the CPU's. `wait` has to follow, which raises what went wrong. Raises: RankError."""
+        tensors are the CPU's. `wait` has to follow, which raises what went wrong.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.wait()
 
 
@@ -96,7 +104,8 @@ class Communicator(ABC):
         """The same ranks with a separate order of collectives: for those that ranks do not launch at the same place
         among others. Failures and counts are shared. The first use is a collective.
 
-        Raises: RankError.
+        Raises:
+            RankError: another rank failed, or cannot be reached.
         """
         return self
 
@@ -104,32 +113,49 @@ class Communicator(ABC):
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         """Averages over the ranks: `out` gets elements rank * k to (rank + 1) * k of the average of all `full`.
 
-        Args: full: [size * k], contiguous, fp32, bf16 or fp16: the wire dtype. out: [k], fp32 or the wire dtype.
+        Args:
+            full: [size * k], contiguous, fp32, bf16 or fp16: the wire dtype.
+            out: [k], fp32 or the wire dtype.
             scratch: like `full`, lent until `wait` has returned; None: allocated.
-        Raises: ValueError for other shapes or dtypes, RankError.
+
+        Raises:
+            ValueError: for other shapes or dtypes, RankError.
         """
 
     @abstractmethod
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         """`out` gets the shards of all ranks in rank order.
 
-        Args: shard: [k], contiguous. out: [size * k], of the same dtype; `shard` may be its own place in it.
-        Raises: ValueError for other shapes or dtypes, RankError.
+        Args:
+            shard: [k], contiguous.
+            out: [size * k], of the same dtype; `shard` may be its own place in it.
+
+        Raises:
+            ValueError: for other shapes or dtypes, RankError.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites `tensor` (contiguous, of one shape and dtype on all ranks) with that of rank `source`.
 
-        Raises: ValueError, RankError.
+        Raises:
+            ValueError: an argument is out of range.
+            RankError: another rank failed, or cannot be reached.
         """
 
     @abstractmethod
     def all_gather(self, values: Tensor) -> Tensor:
         """Gathers a few values from every rank, and waits for them.
 
-        Args: values: [m] on the CPU, with the same m on all ranks. Returns: [size, m] on the CPU, in rank order.
-        Raises: ValueError, RankError.
+        Args:
+            values: [m] on the CPU, with the same m on all ranks.
+
+        Returns:
+            [size, m] on the CPU, in rank order.
+
+        Raises:
+            ValueError: an argument is out of range.
+            RankError: another rank failed, or cannot be reached.
         """
 
     @abstractmethod
@@ -140,26 +166,47 @@ class Communicator(ABC):
     def close(self) -> bool:
         """Ends all collectives; may be called again.
 
-        Returns: whether no tensor given to one is read or written any more. False if a rank is stuck: then the memory
-        of these tensors must stay mapped.
+        Returns:
+            whether no tensor given to one is read or written any more. False if a rank is stuck: then the memory of
+            these tensors must stay mapped.
         """
 
     def check(self) -> None:  # noqa: B027
-        """Raises: RankError if a collective failed before."""
+        """TODO.
+
+        Raises:
+            RankError: if a collective failed before.
+        """
 
     def require_device(self, device: torch.device) -> None:  # noqa: B027
-        """Raises: ConfigError if tensors on `device` cannot travel."""
+        """TODO.
+
+        Raises:
+            ConfigError: if tensors on `device` cannot travel.
+        """
 
     def barrier(self) -> None:
-        """Returns when every rank has called it. Raises: RankError."""
+        """Returns when every rank has called it.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def all_reduce_any(self, flag: bool) -> bool:
-        """Whether `flag` is true on one rank at least. Raises: RankError."""
+        """Whether `flag` is true on one rank at least.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         return bool(self.all_gather(torch.tensor([flag], device="cpu")).any())
 
     def all_equal(self, text: str) -> bool:
-        """Whether all ranks gave the same text. Raises: RankError."""
+        """Whether all ranks gave the same text.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         digest = hashlib.sha256(text.encode()).digest()
         digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         return bool((digests == digests[0]).all())
@@ -168,7 +215,12 @@ class Communicator(ABC):
         """The sum of all ranks' values, exactly rounded: the same bits as `math.fsum` over all of them.
 
         Each rank's exact sum travels as a few doubles, so the result does not depend on the number of ranks.
-        Returns: inf or nan if a value is not finite. Raises: RankError.
+
+        Returns:
+            inf or nan if a value is not finite.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
         """
         terms = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
         own = _exact_terms(values)
@@ -251,7 +303,9 @@ class SingleOfSlice(SingleProcess):
 def average(rows: Tensor, out: Tensor) -> None:
     """The local half of a reduction: see [Note: collectives] for its arithmetic.
 
-    Args: rows: [size, k], fp32, bf16 or fp16, by rank. out: [k], fp32 or the dtype of `rows`; written.
+    Args:
+        rows: [size, k], fp32, bf16 or fp16, by rank.
+        out: [k], fp32 or the dtype of `rows`; written.
     """
     size, numel = rows.shape
     # As a tensor: by a number, CUDA multiplies with its reciprocal.

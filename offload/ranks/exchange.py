@@ -18,7 +18,11 @@ EXCHANGED = "new parameters of replicas"
 
 
 def regions(layout: Layout, communication: Tier) -> list[Region]:
-    """What a ReplicaExchange takes. Args: communication: in whose memory collectives are."""
+    """What a ReplicaExchange takes.
+
+    Args:
+        communication: in whose memory collectives are.
+    """
     if layout.replicas == 1:
         return []
     return [Region(communication, EXCHANGED, _buffer_bytes(layout), kind="buffers")]
@@ -38,17 +42,34 @@ class Exchange:
     def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
         """Sends a chunk of this rank, after those before it in its flat, which did not change.
 
-        Args: values: its new ones; step: that they are the result of. Raises: RankError.
+        Args:
+            values: its new ones.
+            step: that they are the result of.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
         """
 
     def start(self, flat: int, step: int) -> None:
-        """Sends the rest of a flat, and starts to receive what others made of it. Raises: RankError."""
+        """Sends the rest of a flat, and starts to receive what others made of it.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def finish(self, flat: int) -> None:
-        """What is queued on the device from now on sees all new values of a flat. Raises: RankError."""
+        """What is queued on the device from now on sees all new values of a flat.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def wait(self) -> None:
-        """Waits for what was finished on the device only. Raises: RankError."""
+        """Waits for what was finished on the device only.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def abandon(self) -> None:
         """Waits for what is under way, successful or not."""
@@ -57,7 +78,8 @@ class Exchange:
 class FlatGather(Exchange):
     """All-gathers flat parameters that stay on the device, in place; whoever uses one waits for it.
 
-    Args: flats: the model's flat parameters. This rank's shard of one has its new values when it is started.
+    Args:
+        flats: the model's flat parameters. This rank's shard of one has its new values when it is started.
     """
 
     def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator) -> None:
@@ -138,7 +160,11 @@ class ReplicaExchange(Exchange):
         self._under_way = None
 
     def _send_up_to(self, flat: int, stop: int, step: int) -> None:
-        """Args: stop: an element of the shards."""
+        """TODO.
+
+        Args:
+            stop: an element of the shards.
+        """
         while self._sent < stop:
             chunk = self._chunks.get((flat, self._layout.rank * self._layout.shard_numel(flat) + self._sent))
             if chunk is None:  # behind the end of the last shard, or nothing but a gap

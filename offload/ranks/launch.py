@@ -16,7 +16,11 @@ _LOCAL = (
 
 
 def launched(environ: Mapping[str, str]) -> int:
-    """How many processes were started together. Raises: ConfigError if the variable is no valid number."""
+    """How many processes were started together.
+
+    Raises:
+        ConfigError: if the variable is no valid number.
+    """
     return _number(environ, "WORLD_SIZE", least=1, default=1)
 
 
@@ -24,7 +28,9 @@ def rank_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int,
     """(local_rank, ranks_on_node), from the launcher's variables.
 
     Without them, all `size` processes count as being on this node: a budget divided by too many still holds.
-    Raises: ConfigError if a variable is no valid number.
+
+    Raises:
+        ConfigError: if a variable is no valid number.
     """
     for name, count in _LOCAL:
         if name in environ and count in environ:

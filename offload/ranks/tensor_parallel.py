@@ -55,7 +55,8 @@ def shard_dim_of(param: Tensor) -> int | None:
 def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
     """The mesh over which a model's parameters are sharded; None if none of them is a DTensor.
 
-    Raises: ConfigError naming a parameter that is sharded in a way that cannot be trained here.
+    Raises:
+        ConfigError: naming a parameter that is sharded in a way that cannot be trained here.
     """
     found: Any = None
     first = ""
@@ -137,8 +138,12 @@ def part_sizes(size: int, parts: int) -> list[int]:
 def whole_of(comm: Communicator, param: Tensor, local: Tensor) -> Tensor:
     """The whole of a parameter's values from all tensor-parallel ranks; each of them has to call it.
 
-    Args: comm: the data-parallel ranks; local: on the CPU, this rank's part, in its shape.
-    Raises: RankError.
+    Args:
+        comm: the data-parallel ranks.
+        local: on the CPU, this rank's part, in its shape.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     ranks, dim = comm.tensor_parallel, shard_dim_of(param)
     if dim is None or ranks.size == 1:
