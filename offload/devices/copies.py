@@ -32,9 +32,9 @@ from offload.sizes import format_bytes
 
 def accelerator() -> torch.device | None:
     """The kind of device on which models can be trained beside the CPU; None if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.accelerator.current_accelerator(check_available=True)
     # An MPS device has neither memory of its own nor streams.
-    return None if found is None or found.type == "mps" else found
+    return None if device is None or device.type == "mps" else device
 
 
 def finish_queue(device: torch.device) -> None:

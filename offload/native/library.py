@@ -90,10 +90,10 @@ def open_library() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"{_LIBRARY_NAME} was not built: there was no C compiler when offload was installed"
     try:
         library = ctypes.CDLL(str(path))
-        found = library.offload_abi() if hasattr(library, "offload_abi") else 0
-        if found != ABI:
+        number = library.offload_abi() if hasattr(library, "offload_abi") else 0
+        if number != ABI:
             raise ConfigError(
-                f"{path} was built from another version of offload (its interface has number {found}, this version "
+                f"{path} was built from another version of offload (its interface has number {number}, this version "
                 f"needs {ABI}): install offload again"
             )
         library.offload_prefetch.argtypes = (ctypes.c_int64,)
@@ -109,7 +109,7 @@ def open_library() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def c_variants(library: ctypes.CDLL) -> tuple[str, ...]:
-    found: list[str] = []
-    while (name := library.offload_variant(len(found))) is not None:
-        found.append(name.decode())
-    return tuple(found)
+    names: list[str] = []
+    while (name := library.offload_variant(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)
