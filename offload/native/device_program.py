@@ -25,7 +25,7 @@ _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINO
 
 
 class ProgramError(Exception):
-    """Kernels cannot be compiled for a device, or were not launched; says why."""
+    """Kernels could not be compiled for a device, or a launch was refused."""
 
 
 class Program(Protocol):
@@ -35,8 +35,9 @@ class Program(Protocol):
         """Queues a kernel on the device's current stream.
 
         Args:
-            kernel: its name in `device_kernels.h`; blocks.
-            threads: how many blocks, and threads in each.
+            kernel: its name in `device_kernels.h`.
+            blocks: how many blocks.
+            threads: how many threads in each block.
             arguments: objects of ctypes, of the types of the kernel's parameters.
 
         Raises:
@@ -45,11 +46,11 @@ class Program(Protocol):
 
 
 def _cuda_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """NVRTC and the driver.
+    """Opens NVRTC and the driver.
 
     Raises:
-        ProgramError: the driver or the compiler refused.
-        OSError: the operating system refused.
+        ProgramError: if this torch has no CUDA, or there is no NVRTC.
+        OSError: if there is no driver.
     """
     if torch.version.cuda is None:
         raise ProgramError("this torch is not built for CUDA")
@@ -71,9 +72,11 @@ LIBRARIES: dict[str, Callable[[], tuple[ctypes.CDLL, ctypes.CDLL]]] = {"cuda": _
 
 
 def compile_source(compiler: ctypes.CDLL, source: str, architecture: str) -> bytes:
-    """Machine code of `source`.
+    """Compiles `source` to machine code.
 
     Args:
+        compiler: NVRTC.
+        source: C++ for CUDA.
         architecture: such as "sm_90".
 
     Raises:
@@ -115,8 +118,8 @@ class CudaProgram:
         stream: gives the handle of its current stream.
 
     Raises:
-        ProgramError: the driver or the compiler refused.
-        OSError: the operating system refused.
+        ProgramError: if the compiler or the driver refuses.
+        OSError: if one of them cannot be opened.
     """
 
     def __init__(self, device: torch.device, stream: Callable[[], int]) -> None:

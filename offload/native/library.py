@@ -25,7 +25,7 @@ ABI = 4
 
 
 class Library:
-    """One variant's functions.
+    """The functions of one variant.
 
     Raises:
         AttributeError: if one is missing.
@@ -44,10 +44,12 @@ class Library:
         """Binds a kernel to tensors that were checked before.
 
         Args:
+            kernel: the kernel.
+            tensors: as its row has them.
             first: the position of their first element.
 
         Returns:
-            what takes the scalars and gives the kernel for ranges of positions.
+            A function that takes the scalars, and gives a function that runs the kernel on a range of positions.
         """
         function = self._functions[kernel.name]
         addresses, numbers = kernel.addresses(tensors, first)
@@ -68,9 +70,11 @@ _PARAMETERS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
 
 
 def library_path() -> Path | None:
-    """Where the C library lies: where OFFLOAD_KERNEL_LIBRARY says, for those who run from a folder and build it
-    elsewhere; in the package (a wheel); or in the environment's `offload` folder (an editable install). None if in
-    none of them."""
+    """The C library's path, or None if it was not built.
+
+    It is what OFFLOAD_KERNEL_LIBRARY says, for those who run from a folder and build the library elsewhere. Else it
+    lies in the package (a wheel), or in the environment's `offload` folder (an editable install).
+    """
     if given := os.environ.get("OFFLOAD_KERNEL_LIBRARY"):
         return Path(given)
     folders = (Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "offload")
