@@ -121,9 +121,7 @@ class Copier(ABC):
         return None
 
     def return_freed(self) -> None:
-        """Gives the memory of freed tensors back to the device, where torch's allocator keeps it. Waits for the
-        device.
-        """
+        """Gives memory that torch's allocator keeps of freed tensors back to the device. Waits for the device."""
         return
 
     @abstractmethod

@@ -132,8 +132,9 @@ def poison(nbytes: int) -> UntypedStorage:
 
 
 def _map(nbytes: int) -> Any:
-    """Maps the same few pages again and again, read-only. They stay until the process ends, as tensors may lie
-    there.
+    """Maps the same few pages again and again, read-only.
+
+    They stay until the process ends, since tensors may lie there.
     """
     if not hasattr(os, "memfd_create"):
         return None

@@ -118,9 +118,7 @@ class _Call:
             self.error = self.error or raised
 
     def join(self, calls: SimpleQueue[_Call | None]) -> None:
-        """Waits until all ranges have ended. An exception that is thrown into the caller meanwhile is kept in
-        `error`.
-        """
+        """Waits until all ranges have ended. What is thrown into the caller meanwhile is kept in `error`."""
         while self.left or self._under_way:
             try:
                 self._ended.get(timeout=LET_IN_S)  # only to wake up: what counts is above

@@ -25,9 +25,9 @@ def launched(environ: Mapping[str, str]) -> int:
 
 
 def rank_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    """(local_rank, ranks_on_node), from the launcher's variables.
+    """Reads (local_rank, ranks_on_node) from the launcher's variables.
 
-    Without them, all `size` processes count as being on this node: a budget divided by too many still holds.
+    Without them all `size` processes count as being on this machine: a budget divided by too many still holds.
 
     Raises:
         ConfigError: if a variable is no valid number.
