@@ -90,8 +90,8 @@ Fault = tuple[bool, str]
 class Options:
     """What the user said: the arguments of `OffloadZero` by the same names, checked together when this is made.
 
-    The attributes are as they were given. The properties are what they mean by themselves; what they mean for a model,
-    a machine and ranks the planner decides (planner/decide.py).
+    The attributes are as they were given. The properties say what they mean by themselves. What they mean for a model,
+    a machine and ranks is decided by the planner (planner/decide.py).
 
     Raises:
         ConfigError: naming the option, its value and what is allowed.
@@ -127,7 +127,11 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """From the arguments of a call: other names are left out, but for those in `unknown`, which are refused."""
+        """Makes the options from the arguments of a call.
+
+        Args:
+            arguments: by name. Those that are no options are left out. Those in `unknown` are refused if they are none.
+        """
         known = {name: value for name, value in arguments.items() if name in cls.__dataclass_fields__}
         return cls(**arguments["unknown"], **known)
 
@@ -147,7 +151,7 @@ class Options:
         _refuse(*self._wrong_together())
 
     def _wrong(self, chunk_bytes: int) -> Iterator[Fault]:
-        """What is wrong with one option alone."""
+        """What is wrong with each option by itself."""
         tuning, states = self.tuned, self._states
         # With gradients in slots a block whose squares are summed has to lie in one chunk.
         least_chunk, where = PAGE_BYTES, ""
@@ -189,7 +193,7 @@ class Options:
         )
 
     def _wrong_together(self) -> Iterator[Fault]:
-        """What is wrong with options of which each is allowed, and that have no meaning together."""
+        """What is wrong with options that are allowed, each by itself, but mean nothing together."""
         has_path, has_activations = bool(self.paths), self.activation_tier is not None
         yield (
             self.every is not None and not has_path,
@@ -262,7 +266,7 @@ class Options:
 
     @property
     def params(self) -> Tier:
-        """Where parameters are wanted: that of frozen ones."""
+        """The tier where parameters are wanted; frozen ones always go there."""
         return DEVICE if self.param_tier is None else TIERS[self.param_tier]
 
     @property
@@ -300,7 +304,7 @@ class Options:
 
     @property
     def every(self) -> int | None:
-        """Steps between commits."""
+        """How many steps there are between commits."""
         return self._every  # type: ignore[return-value]  # others were refused
 
     @cached_property
@@ -323,7 +327,7 @@ class Options:
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a step; where any number is taken, two."""
+        """How many micro-batches a step has at most; where any number is taken, two are counted."""
         return 2 if self.accumulation == "auto" else self.accumulation  # type: ignore[return-value]
 
     @property
@@ -344,7 +348,7 @@ class Options:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a chunk: of whole pages."""
+        """How many elements a chunk has; it is whole pages."""
         return parse_bytes(self.tuned.chunk, "Tuning.chunk") // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
 
     @cached_property
@@ -357,7 +361,7 @@ class Options:
 
     @property
     def splits_masters(self) -> bool:
-        """Only a bf16 copy is the upper half of its master."""
+        """Whether only low halves of masters are kept: only a bf16 parameter is the upper half of its master."""
         return bool(self.tuned.split_master) and self.compute_dtype is torch.bfloat16
 
 
@@ -384,10 +388,13 @@ def _size(option: str, value: int | str | None) -> int | None:
 
 
 def _refuse(*faults: Fault) -> None:
-    """TODO.
+    """Refuses options that have a fault.
+
+    Args:
+        *faults: each whether it is there, and its message.
 
     Raises:
-        ConfigError: that says the first fault that is there.
+        ConfigError: with the message of the first fault that is there.
     """
     for is_there, message in faults:
         if is_there:
@@ -432,10 +439,10 @@ def _no_such(name: str, known: Collection[str]) -> str:
 
 
 def absolute(path: PathLike) -> Path:
-    """TODO.
+    """The absolute path of `path`.
 
     Raises:
-        PathError: for a relative path where there is no working directory any more.
+        PathError: if it is relative and there is no working directory any more.
     """
     try:
         return Path(path).absolute()
@@ -469,11 +476,16 @@ def _paths(option: str, given: Any) -> tuple[Path, ...]:
 
 
 def _modules(option: str, given: Any, instances: type, kinds: str) -> tuple[Any, ...]:
-    """TODO.
+    """The elements of an option that holds modules.
 
     Args:
+        option: its name.
+        given: its value.
         instances: what it may hold beside subclasses of nn.Module.
         kinds: both in words, with "nor" between.
+
+    Raises:
+        ConfigError: for anything else.
     """
     if isinstance(given, str | nn.Module | type) or not isinstance(given, Iterable):
         raise ConfigError(f"{option}={given!r}: give a sequence, such as ({given!r},)")

@@ -55,12 +55,20 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def drive_lanes(number: int) -> tuple[str, str, str]:
-    """The lanes of a swap file: its reads, its writes, their checksums."""
+    """The names of a swap file's lanes: of its reads, its writes and their checksums."""
     return f"drive {number}: reads", f"drive {number}: writes", f"drive {number}: checksums"
 
 
 class About(TypedDict, total=False):
-    """What an event is about. size: bytes; tier: where it moves to or from, or which is waited for."""
+    """What an event is about.
+
+    Attributes:
+        chunk: the chunk's index.
+        unit: the unit's name.
+        parameter: the parameter's name.
+        size: in bytes.
+        tier: where the chunk moves to or from, or what is waited for.
+    """
 
     chunk: int | None
     unit: str | None
@@ -71,7 +79,17 @@ class About(TypedDict, total=False):
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """Something that began, on the clock of `time.perf_counter_ns`. `end` may be called from any thread."""
+    """Something that began.
+
+    Attributes:
+        lane: its row of the picture.
+        name: what it is.
+        about: what it is about.
+        overlaps: whether others like it may run in its lane at the same time.
+        failed: whether it ended with an exception.
+        ended: when it ended, on the clock of `time.perf_counter_ns`; None: not yet. Any thread may set it.
+        began: when it began, on the same clock.
+    """
 
     lane: str
     name: str
@@ -90,7 +108,7 @@ class Event:
 
 
 class Timeline:
-    """Totals by name, and events while asked for; from any thread. See [Note: totals and events].
+    """Totals by name, and events while they are asked for. Any thread may call it. See [Note: totals and events].
 
     Names of totals end in `_s` for seconds and `_bytes` for bytes.
     """
@@ -126,7 +144,9 @@ class Timeline:
             return self._counts[name]
 
     def event(self, lane: str, name: str, **about: Unpack[About]) -> AbstractContextManager[None]:
-        """Records what runs inside, in a lane where one thing runs at a time; as a range of a torch.profiler, too."""
+        """Records what runs inside, in a lane where one thing runs at a time. It is a range of a torch.profiler,
+        too.
+        """
         recording, profiler_range = self._recording, _profiler_range(name)
         if recording is None:
             return profiler_range or _NOTHING
@@ -142,10 +162,16 @@ class Timeline:
             yield
 
     def begin(self, lane: str, name: str, *, overlaps: bool = True, **about: Unpack[About]) -> Event | None:
-        """Records the beginning of something that ends elsewhere; hand what is returned to `end`.
+        """Records the beginning of something that ends elsewhere.
 
         Args:
+            lane: its row of the picture.
+            name: what it is.
             overlaps: whether others like it may run in its lane at the same time.
+            **about: what it is about.
+
+        Returns:
+            The event for `end`; None: nothing is recorded.
         """
         recording = self._recording
         if recording is None:
@@ -163,11 +189,12 @@ class Timeline:
         """Records events, and writes them to `file` at the end, also when the body raises.
 
         Args:
+            file: the path of the file.
             chunks: what to say of each chunk besides its number.
 
         Raises:
             PathError: before anything runs, or at the end if the file could not be written.
-            ConfigError: if a recording is going on.
+            ConfigError: if `file` is no path, or a recording is going on.
         """
         path = _checked(file)
         with self._lock:
@@ -209,7 +236,7 @@ def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]
 
 
 class _Recording:
-    """The events between one enter and its exit."""
+    """The events of one recording."""
 
     def __init__(self, chunks: Sequence[Mapping[str, Any]]) -> None:
         self.pid = os.getpid()
@@ -235,7 +262,7 @@ class _Recording:
             self._ended = time.perf_counter_ns()
 
     def lines(self) -> Iterator[str]:
-        """The file's text, in parts."""
+        """The text of the file, in parts."""
         about = {
             "events": len(self._events),
             "events_left_out": self._left_out,
@@ -271,7 +298,7 @@ class _Recording:
             yield self._entry(name, "i", 1, last - self._began) | {"s": "g"}
 
     def _rows(self, events: list[Event]) -> list[list[Event]]:
-        """One row; more only where complete events overlap."""
+        """The events of a lane in rows: one, or more where complete events overlap."""
         rows: list[list[Event]] = []
         ends: list[int] = []
         for event in sorted(events, key=lambda event: event.began):
@@ -285,7 +312,7 @@ class _Recording:
         return rows
 
     def _end_of(self, event: Event) -> tuple[int, bool]:
-        """When it ended, and whether that is only the end of the recording."""
+        """When an event ended, and whether that is only the end of the recording."""
         last, ended = self._ended or 0, event.ended
         return (last, True) if ended is None or ended > last else (ended, False)
 
@@ -319,8 +346,8 @@ def _checked(file: str | os.PathLike[str]) -> str:
     """The absolute path of a file that can be written.
 
     Raises:
-        PathError: a file or directory cannot be used.
-        ConfigError: what was given cannot be served.
+        PathError: if it cannot be written, or is no regular file.
+        ConfigError: if `file` is no path.
     """
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
@@ -349,7 +376,7 @@ def _temporary_path(path: str) -> str:
 
 
 def _write(path: str, lines: Iterator[str]) -> None:
-    """Writes a temporary file, syncs it and renames it: `path` is never half a file."""
+    """Writes a temporary file, syncs it and renames it, so that `path` is never half a file."""
     temporary = _temporary_path(path)
     try:
         with open(temporary, "x", encoding="utf-8") as out:

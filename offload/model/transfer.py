@@ -140,7 +140,7 @@ class UnitTransfers:
         limit: int | None,
     ) -> None:
         self._layout = layout = parameters.layout
-        self._copier = run.memory.link or run.memory.copier
+        self._copier = run.memory.frozen_copier or run.memory.copier
         self._timeline = run.timeline
         self._comm = run.comm
         self._parameters = parameters

@@ -89,8 +89,9 @@ def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
 
 
 def repoint(param: Any, value: Tensor) -> None:
-    """Points a tensor, or this rank's part of a DTensor, to the memory and dtype of `value`. Autograd does not see
-    it.
+    """Points a tensor, or this rank's part of a DTensor, to the memory of `value`, and takes its dtype.
+
+    Autograd does not see it.
     """
     if not is_dtensor(param):
         param.data = value
