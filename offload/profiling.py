@@ -59,7 +59,7 @@ def drive_lanes(number: int) -> tuple[str, str, str]:
     return f"drive {number}: reads", f"drive {number}: writes", f"drive {number}: checksums"
 
 
-class About(TypedDict, total=False):
+class Labels(TypedDict, total=False):
     """What an event is about.
 
     Attributes:
@@ -84,7 +84,7 @@ class Event:
     Attributes:
         lane: its row of the picture.
         name: what it is.
-        about: what it is about.
+        labels: what it is about.
         overlaps: whether others like it may run in its lane at the same time.
         failed: whether it ended with an exception.
         ended: when it ended, on the clock of `time.perf_counter_ns`; None: not yet. Any thread may set it.
@@ -93,7 +93,7 @@ class Event:
 
     lane: str
     name: str
-    about: About
+    labels: Labels
     overlaps: bool
     failed: bool = False
     ended: int | None = None
@@ -143,14 +143,14 @@ class Timeline:
         with self._lock:
             return self._counts[name]
 
-    def event(self, lane: str, name: str, **about: Unpack[About]) -> AbstractContextManager[None]:
+    def event(self, lane: str, name: str, **labels: Unpack[Labels]) -> AbstractContextManager[None]:
         """Records what runs inside, in a lane where one thing runs at a time. It is a range of a torch.profiler,
         too.
         """
         recording, profiler_range = self._recording, _profiler_range(name)
         if recording is None:
             return profiler_range or _NOTHING
-        event = recording.begin(Event(lane, name, about, overlaps=False)) or _NOTHING
+        event = recording.begin(Event(lane, name, labels, overlaps=False)) or _NOTHING
         return event if profiler_range is None else _both(event, profiler_range)
 
     @contextmanager
@@ -161,14 +161,14 @@ class Timeline:
         with self.span(f"wait_{tier}_s"), self.event(WAITS, what, chunk=chunk, parameter=parameter, tier=tier):
             yield
 
-    def begin(self, lane: str, name: str, *, overlaps: bool = True, **about: Unpack[About]) -> Event | None:
+    def begin(self, lane: str, name: str, *, overlaps: bool = True, **labels: Unpack[Labels]) -> Event | None:
         """Records the beginning of something that ends elsewhere.
 
         Args:
             lane: its row of the picture.
             name: what it is.
             overlaps: whether others like it may run in its lane at the same time.
-            **about: what it is about.
+            **labels: what it is about.
 
         Returns:
             The event for `end`; None: nothing is recorded.
@@ -176,7 +176,7 @@ class Timeline:
         recording = self._recording
         if recording is None:
             return None
-        return recording.begin(Event(lane, name, about, overlaps=overlaps))
+        return recording.begin(Event(lane, name, labels, overlaps=overlaps))
 
     @staticmethod
     def end(event: Event | None, *, failed: bool = False) -> None:
@@ -318,8 +318,8 @@ class _Recording:
 
     def _told(self, event: Event, row: int, number: int) -> Iterator[dict[str, Any]]:
         ended, is_cut = self._end_of(event)
-        args = {_SHOWN_AS.get(key, key): value for key, value in event.about.items() if value is not None}
-        chunk = event.about.get("chunk")
+        args = {_SHOWN_AS.get(key, key): value for key, value in event.labels.items() if value is not None}
+        chunk = event.labels.get("chunk")
         if chunk is not None and chunk < len(self._chunks):
             args = dict(self._chunks[chunk]) | args
         if is_cut:
@@ -332,7 +332,7 @@ class _Recording:
             yield self._entry(event.lane, "b", row, event.began - self._began) | shared | {"args": args}
             yield self._entry(event.lane, "e", row, ended - self._began) | shared
             return
-        what = event.about.get("parameter") or event.about.get("unit")
+        what = event.labels.get("parameter") or event.labels.get("unit")
         detail = what or ("" if chunk is None else f"chunk {chunk}")
         name = f"{event.name} {detail}".rstrip()
         entry = self._entry(name, "X", row, event.began - self._began)

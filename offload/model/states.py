@@ -46,13 +46,15 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class States(MutableMapping[Any, Mapping[str, Tensor]]):
-    """`optimizer.state`, of the parameters that were stepped; see [Note: states as torch names them].
+    """The value of `optimizer.state`: the states of parameters that were stepped; see [Note: states as torch names
+    them].
+
+    Both methods are of the optimizer. A state that somebody keeps does not keep the optimizer alive.
 
     Args:
         groups: the optimizer's param groups.
-        steps: how often a parameter was stepped, 0 for any other key.
-        read: the states of a parameter. Both are methods of the optimizer, which a state that somebody keeps does not
-            keep alive.
+        steps: a method that gives how often a parameter was stepped, 0 for any other key.
+        read: a method that reads the states of a parameter.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], steps: Count, read: Read) -> None:
@@ -115,7 +117,7 @@ class States(MutableMapping[Any, Mapping[str, Tensor]]):
 
 
 class ParamStates(dict[str, Tensor]):
-    """The states of one parameter, by kind. What is in it may be written back."""
+    """The states of one parameter, by kind. Only what is in it may be written to it."""
 
     def __setitem__(self, kind: str, value: Any) -> None:
         if kind not in self or not _is_same(self[kind], value):
@@ -162,7 +164,7 @@ class StateTensor(Tensor):
         return made
 
     def values(self) -> Tensor:
-        """A copy.
+        """A copy of the state, read from its tier.
 
         Raises:
             OffloadError: as `state_of` does.
@@ -204,14 +206,14 @@ class CopyView(Tensor):
 
 
 def _alive(method: weakref.WeakMethod[Any]) -> Any:
-    found = method()
-    if found is None:
+    alive = method()
+    if alive is None:
         raise ClosedError("these states went with their optimizer: keep it as long as you use them, or make copies")
-    return found
+    return alive
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`func` of copies in place of states.
+    """Calls `func` with copies in place of states.
 
     Raises:
         ConfigError: if it changes one of them.
