@@ -409,7 +409,7 @@ def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | 
 def _open_files(
     undo: ExitStack, run: Run, plan: Plan, placement: Placement, start: Start, open_engine: OpenEngine
 ) -> tuple[Stripes | None, IOEngine | None]:
-    """The swap files and their engine, if there are any."""
+    """Opens the swap files and their engine, if there are any."""
     memory, choice = run.memory, plan.choice
     paths, commits = run.paths, choice.commits
     if not paths:

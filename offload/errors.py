@@ -181,10 +181,9 @@ class ReleasedParameterError(OffloadError, RuntimeError):
 
 
 class InterruptedStepError(OffloadError, RuntimeError):
-    """An exception that is none of this library's came inside a step, or while chunks moved. `__cause__` is that
-    exception.
+    """An exception that is none of this library's came inside a step, or while chunks moved.
 
-    Some parameters may be a step further than others, so none of them can be used.
+    `__cause__` is that exception. Some parameters may be a step further than others, so none of them can be used.
     """
 
     @classmethod
@@ -227,10 +226,10 @@ class RankError(OffloadError, RuntimeError):
 
 
 class OtherRankError(OffloadError, RuntimeError):
-    """What all ranks do together failed on another rank, and so on all: a construction, a commit, a rollback, an
-    export.
+    """What all ranks do together failed on another rank, and so on all.
 
-    The message is that rank's number and its error. The last commit stays what it was.
+    That is a construction, a commit, a rollback or an export. The message is that rank's number and its error. The last
+    commit stays what it was.
 
     Attributes:
         is_final: whether that rank cannot go on; then none can.

@@ -181,8 +181,9 @@ class HeldModel:
         self.units.abandon()
 
     def moves(self, module: nn.Module, device: torch.device) -> bool:
-        """Moves the held model, if `module` has it: to the CPU, where it is parked, or home. Over several ranks all
-        have to.
+        """Moves the held model, if `module` has it, to the CPU, where it is parked, or home.
+
+        Over several ranks, all have to move it.
 
         Args:
             module: what is moved.
@@ -245,7 +246,7 @@ class HeldModel:
 
     @property
     def has_cast_inputs(self) -> bool:
-        """See `Hooks`."""
+        """Whether the model was called with inputs of another dtype than it computes with."""
         return self._hooks is not None and self._hooks.has_cast_inputs
 
     def remove(self) -> None:

@@ -198,7 +198,7 @@ def give_back() -> None:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether the operating system refused something. An OSError that a signal's handler raised says no such thing."""
+    """Whether the operating system refused something. An OSError that a signal's handler raised does not count."""
     if not isinstance(error, OSError) or error.errno is None:
         return False
     trace = error.__traceback__
@@ -239,7 +239,7 @@ def _is_looked_up(frame: FrameType | None) -> bool:
 
 
 def _handle_outside(call: FrameType) -> None:
-    """Handles deferred signals, unless the marked call `own` is inside another one."""
+    """Handles deferred signals, unless the marked call `call` is inside another one."""
     if _is_main() and _region(call.f_back) is None:
         _handle(call.f_back)
 

@@ -28,26 +28,28 @@ COMMIT_EVERY = 100
 
 @dataclass(frozen=True)
 class Tuning:
-    """What only changes speed, and never a bit of the result, but for `tile`. Sizes are bytes, or such as "64MiB".
+    """Options that only change speed. None of them changes a bit of the result, but for `tile`.
+
+    Sizes are ints of bytes, or strings such as "64MiB".
 
     Attributes:
         chunk: bytes of fp32 master in a chunk, which is the unit of transfer, of the Adam kernel and of I/O.
-        prefetch_chunks: chunks read from NVMe ahead of the one in use; None: two, or one where only
-            that fits the budget.
-        prefetch_units: units of streamed parameters fetched ahead of the one in use; None: one, or none where only that
-            fits the budgets.
-        threads: of the CPU kernels; None: the CPUs this process may use, but for two where the model is on a device:
-            these launch its kernels.
-        io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by
-            `offload bench io`.
+        prefetch_chunks: how many chunks are read from NVMe ahead of the one in use; None: two, or one where only that
+            fits the budget.
+        prefetch_units: how many units of streamed parameters are fetched ahead of the one in use; None: one, or none
+            where only that fits the budgets.
+        threads: how many threads the CPU kernels have; None: one for each CPU that this process may use. Where the
+            model is on a device, two CPUs are left for the threads that launch its kernels.
+        io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by `offload bench
+            io`.
         split_master: True: only the low half of a bf16 parameter's master is written to NVMe, 10 bytes a parameter
             instead of 12; the upper half is the parameter itself. Then `load_state_dict` is the only way to write to
             parameters from outside. None: False.
         bucket: bytes of a buffer in which gradients travel between ranks.
-        units: the modules whose parameters are fetched and released together: a sequence of names in the model, such as
-            "layers.3.mlp", and of module classes, which stand for all their instances. A parameter belongs to its
-            innermost unit, and to the root unit if no unit contains it. None: each element of a ModuleList or
-            Sequential of blocks is a unit.
+        units: the modules whose parameters are fetched and released together. They are given as a sequence of names in
+            the model, such as "layers.3.mlp", and of module classes, which stand for all their instances. A parameter
+            belongs to its innermost unit, and to the root unit if no unit contains it. None: each element of a
+            ModuleList or Sequential of blocks is a unit.
         recompute: with an activation tier, whether a unit keeps only what enters it, and its forward runs again in its
             backward. False: all that autograd saves in a unit waits in the tier, from 1 KiB a tensor on.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one

@@ -144,8 +144,9 @@ class Timeline:
             return self._counts[name]
 
     def event(self, lane: str, name: str, **labels: Unpack[Labels]) -> AbstractContextManager[None]:
-        """Records what runs inside, in a lane where one thing runs at a time. It is a range of a torch.profiler,
-        too.
+        """Records what runs inside, in a lane where one thing runs at a time.
+
+        It is a range of a torch.profiler, too.
         """
         recording, profiler_range = self._recording, _profiler_range(name)
         if recording is None:

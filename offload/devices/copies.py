@@ -153,7 +153,7 @@ DONE = _Done()
 
 
 class HostCopier(Copier):
-    """For models on the CPU: copies at once, and kernels write parameters in place."""
+    """Copies for models on the CPU, at once. Kernels write parameters in place."""
 
     direct = True
 

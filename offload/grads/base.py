@@ -162,8 +162,9 @@ class GradientBuffer(ABC):
         """Forgets all gradients: the next ones replace them."""
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:  # noqa: B027
-        """Tells that backward is about to fetch a unit. Ranks that share parameters call this and `backward_ends`
-        alike.
+        """Tells that backward is about to fetch a unit.
+
+        Ranks that share parameters call this and `backward_ends` in the same order.
 
         Args:
             unit: the unit's name.
@@ -211,9 +212,7 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def write(self, param: int, values: Tensor) -> None:
-        """Replaces the elements that `values(param)` returns. Called after `finalize`, and only where there is one
-        rank.
-        """
+        """Replaces the elements that `values(param)` returns. Called after `finalize`, where there is one rank."""
 
     def norm(self, params: Collection[int]) -> float:
         """The 2-norm over `params`, in fp64, over all ranks. It is inf or nan if one of them is not finite.
@@ -293,8 +292,8 @@ class GradientBuffer(ABC):
         self._shards.expect(chunks)
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
-        """Lends the step the gradients of a chunk, shape (chunk.numel,), where the states are. They are not needed
-        afterwards.
+        """Lends the gradients of a chunk, shape (chunk.numel,), to the step, where the states are. They are not needed
+        later.
         """
         return self._shards.shard(index)
 

@@ -102,8 +102,9 @@ class GradShards(ABC):
 
     @abstractmethod
     def region(self, flat: int, start: int, numel: int) -> Tensor | None:
-        """The memory of elements `start` to `start + numel` of this rank's shard of a flat parameter; None if it is in
-        slots.
+        """The memory of elements `start` to `start + numel` of this rank's shard of a flat parameter.
+
+        It is None if the gradients are in slots.
         """
 
     @abstractmethod
@@ -156,7 +157,7 @@ class GradShards(ABC):
 
     @abstractmethod
     def values(self, param: int) -> Tensor:
-        """See GradientBuffer."""
+        """See `GradientBuffer.values`."""
 
     @abstractmethod
     def write(self, param: int, values: Tensor) -> None:
@@ -164,15 +165,15 @@ class GradShards(ABC):
 
     @abstractmethod
     def chunk_memory(self, index: int) -> Tensor:
-        """See GradientBuffer."""
+        """See `GradientBuffer.chunk_memory`."""
 
     @abstractmethod
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
-        """See GradientBuffer."""
+        """See `GradientBuffer.shard`."""
 
     @abstractmethod
     def expect(self, chunks: Iterable[int]) -> None:
-        """See GradientBuffer."""
+        """See `GradientBuffer.expect`."""
 
 
 class ShardsInMemory(GradShards):
@@ -224,7 +225,7 @@ class ShardsInMemory(GradShards):
 
 
 class _Carried(NamedTuple):
-    """Elements `start` to `stop` of a parameter, the later ones of a block."""
+    """The later elements of a block, `start` to `stop` of a parameter, which wait for the earlier ones."""
 
     param: int
     start: int

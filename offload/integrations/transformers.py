@@ -116,12 +116,12 @@ def _initialise_adapters(model: Any) -> None:
 
 
 class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
-    """Trainer over several ranks. Give it last, after callbacks that decide when to save.
+    """A callback with which Trainer trains over several ranks. Give it last, after callbacks that decide when to save.
 
         trainer = Trainer(model, args, callbacks=[Offload(optimizer)], optimizers=(optimizer, None), ...)
 
-    Trainer gives the held model no DistributedDataParallel then: OffloadZero averages over the ranks. All ranks commit
-    before rank 0 saves; at stage 3 they gather the whole model for that, which has to fit `device_memory`. An optimizer
+    Trainer then gives the held model no DistributedDataParallel: OffloadZero averages over the ranks. All ranks commit
+    before rank 0 saves. At stage 3 they gather the whole model for that, which has to fit `device_memory`. An optimizer
     with accumulation="auto" gets Trainer's `gradient_accumulation_steps`.
 
     Args:

@@ -101,7 +101,7 @@ def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None) ->
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """`nbytes` zeros at the start of a page, as O_DIRECT wants them."""
+    """`nbytes` bytes of zeros that begin at a page, as O_DIRECT needs them."""
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
 
 
@@ -303,7 +303,7 @@ class IOEngine(ABC):
 
     @abstractmethod
     def adopt(self, file: IOFile) -> IOFile:
-        """Uses a file that was opened elsewhere, and closes it in the end."""
+        """Takes over a file that was opened elsewhere, and closes it in the end."""
 
     def register(self, memory: memoryview) -> None:
         """Announces the slab that most transfers will use, which may make them cheaper."""
@@ -318,7 +318,7 @@ class IOEngine(ABC):
         return self.submit(Transfer("write", file, offset, buffer))
 
     def sync(self, file: IOFile) -> IOFuture:
-        """Starts making durable what completed before this call (fdatasync); the result is 0."""
+        """Starts making durable what completed before this call (fdatasync). The result is 0."""
         return self.submit(Transfer("sync", file, 0, memoryview(b"")))
 
     @abstractmethod

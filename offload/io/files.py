@@ -170,7 +170,7 @@ class Files:
         return os.preadv(file.fd, [data], offset)
 
     def stream(self, file: IOFile) -> BinaryIO:
-        """Reads a file from its position on. Closing the stream does not close the file."""
+        """A stream that reads a file from its position on. Closing it does not close the file."""
         return open(file.fd, "rb", closefd=False)
 
     def sync(self, file: IOFile) -> None:

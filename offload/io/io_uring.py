@@ -301,8 +301,9 @@ class UringEngine(QueuedEngine):
             return self._submit_waiting()
 
     def _submit_waiting(self) -> Sequence[Refused]:
-        """Submits the requests that the ring has room for; a completion makes room for the rest. The caller holds
-        `_room`.
+        """Submits the requests that the ring has room for. A completion makes room for the rest.
+
+        The caller holds `_room`.
 
         Returns:
             The requests that could not be started, and why.

@@ -480,10 +480,10 @@ class _Again:
 
 
 class _RandomState:
-    """The state of Python's and NumPy's random numbers. Inside it as a context, numbers are drawn from that state
-    again.
+    """The state of Python's and NumPy's random numbers.
 
-    torch.utils.checkpoint does the same for torch's own random numbers.
+    Inside it as a context, numbers are drawn from that state again. torch.utils.checkpoint does the same for torch's
+    own random numbers.
     """
 
     def __init__(self) -> None:

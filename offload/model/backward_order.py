@@ -102,8 +102,10 @@ class BackwardOrder:
         self._ended.clear()
 
     def _leave(self, reached: int) -> list[str]:
-        """Leaves the entered units that have no use before position `reached`, to which backward has come, and returns
-        them.
+        """Leaves the entered units that have no use before position `reached`, to which backward has come.
+
+        Returns:
+            These units.
         """
         left = [one for one in self._entered if one != ROOT and all(use >= reached for use in self._uses.get(one, ()))]
         for unit in left:

@@ -357,8 +357,9 @@ class StreamedUnits(HeldUnits):
         self._forward_begins(unit)
 
     def _apply_on_the_way(self, unit: str) -> None:
-        """Applies a pending update of a unit that is about to be fetched. If possible, each new chunk goes to the
-        device at once.
+        """Applies a pending update of a unit that is about to be fetched.
+
+        If possible, each new chunk goes to the device as it is made.
         """
         if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
             if unit != ROOT:

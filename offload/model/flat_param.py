@@ -56,8 +56,9 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def flattened_like(param: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of `tensor`, of the same shape as `param`, in the order of `param`'s memory: a view if the strides
-    agree.
+    """The elements of `tensor` in the order of `param`'s memory: a view if the strides agree.
+
+    Both have the same shape.
     """
     return flattened(_with_strides(tensor, param.stride()))
 
@@ -72,11 +73,10 @@ _MOVED_AT_ONCE = 1 << 21  # elements
 
 
 def move_values(target: Tensor, source: Tensor) -> None:
-    """Copies the values of a dense tensor to another one of its shape and strides, and may cast them. Both are on
-    the CPU.
+    """Copies the values of a dense tensor to another one of its shape and strides, and may cast them.
 
-    The pages of `source` are freed as those of `target` are written, so there is never room for both. The memory of
-    `source` has to be malloc's, and must belong to it alone.
+    Both are on the CPU. The pages of `source` are freed as those of `target` are written, so there is never room for
+    both. The memory of `source` has to be malloc's, and must belong to it alone.
     """
     pairs = zip(flattened(target).split(_MOVED_AT_ONCE), flattened(source).split(_MOVED_AT_ONCE), strict=True)
     for into, values in pairs:
@@ -534,8 +534,9 @@ class FlatParameters:
         self._known = set(model.parameters())
 
     def _is_swapped(self, number: int) -> bool:
-        """Whether `torch.utils.swap_tensors` replaced the tensor of a parameter. Graphs from before refer to the old
-        tensor.
+        """Whether `torch.utils.swap_tensors` replaced the tensor of a parameter.
+
+        Graphs from before refer to the old tensor.
         """
         with torch_private.DisableTorchFunctionSubclass():
             return self.params[number]._cdata != self._tensors[number]

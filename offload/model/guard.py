@@ -515,8 +515,7 @@ class Guards:
         return result
 
     def _is_saved(self, used: Sequence[Any]) -> bool:
-        """Whether an operation is part of a function or a checkpoint that may save these tensors for a node that is not
-        seen.
+        """Whether an operation is part of a function or a checkpoint that may save these tensors for an unseen node.
 
         Args:
             used: the tensors that it uses.

@@ -100,8 +100,9 @@ class RunningUnits:
     @entry
     @uninterrupted
     def leave(self, unit: str) -> None:
-        """Called when a module of `unit` ends its forward. Does nothing if this thread did not begin it, or has
-        forgotten it.
+        """Called when a module of `unit` ends its forward.
+
+        It does nothing if this thread did not begin the forward, or has forgotten it.
         """
         entered, depth = self.here.entered, self._depth.get(unit, 0)
         if unit not in entered:

@@ -71,7 +71,7 @@ class Access:
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
     def gathered(self, target: Target, *, writable: bool) -> AbstractContextManager[None]:
-        """See OffloadZero.gathered."""
+        """A context for `OffloadZero.gathered`."""
         params = list(dict.fromkeys(self._params_of(target)))
         units = list(dict.fromkeys(self._names[param] for param in params))
         return self._units.gathered(units, [self._parameters.index[param] for param in params], writable=writable)

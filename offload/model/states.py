@@ -46,15 +46,15 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class States(MutableMapping[Any, Mapping[str, Tensor]]):
-    """The value of `optimizer.state`: the states of parameters that were stepped; see [Note: states as torch names
-    them].
+    """The value of `optimizer.state`; see [Note: states as torch names them].
 
-    Both methods are of the optimizer. A state that somebody keeps does not keep the optimizer alive.
+    It has the states of the parameters that were stepped. `steps` and `read` are methods of the optimizer, which a
+    state that somebody keeps does not keep alive.
 
     Args:
         groups: the optimizer's param groups.
-        steps: a method that gives how often a parameter was stepped, 0 for any other key.
-        read: a method that reads the states of a parameter.
+        steps: gives how often a parameter was stepped, 0 for any other key.
+        read: reads the states of a parameter.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], steps: Count, read: Read) -> None:

@@ -489,39 +489,39 @@ def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
     return sum(resident_bytes_of(tensor, tensor.numel(), tensor.dtype) for tensor in inner)
 
 
-def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
-    """How many bytes buffers, and parameters that are not among `others`, take on the device."""
-    left = set(model.parameters()) - set(others)
+def untrained_bytes(model: nn.Module, counted: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """How many bytes buffers, and parameters that are not among `counted`, take on the device."""
+    left = set(model.parameters()) - set(counted)
     frozen = sum(resident_bytes_of(p, local_of(p).numel(), dtype_of(p, dtypes[p])) for p in left)
     return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 
-def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
+def device_for(given: torch.device | str | None, model_device: torch.device) -> torch.device:
     """The device to train on.
 
     It is the model's own. A model on the CPU or the meta device goes where the user asks.
 
     Args:
         given: what the user asks for.
-        own: the device that the model is on.
+        model_device: the device that the model is on.
 
     Raises:
         ConfigError: if nothing is trained there, or the model is on another accelerator.
     """
     try:
-        wanted = own if given is None else torch.empty(0, device=given).device
+        wanted = model_device if given is None else torch.empty(0, device=given).device
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"device={given!r} is no device of this machine ({reason}): leave it out, or give {own}"
+            f"device={given!r} is no device of this machine ({reason}): leave it out, or give {model_device}"
         ) from error
-    if wanted.type == own.type == "meta":
+    if wanted.type == model_device.type == "meta":
         return torch.device("cpu")
-    if wanted.type == own.type == "cpu":  # "cpu:0" is "cpu"
-        return own
-    if wanted != own and (own.type not in ("cpu", "meta") or wanted.type not in _device_types()):
+    if wanted.type == model_device.type == "cpu":  # "cpu:0" is "cpu"
+        return model_device
+    if wanted != model_device and (model_device.type not in ("cpu", "meta") or wanted.type not in _device_types()):
         raise ConfigError(
-            f"device={given} but the model is on {own}: leave device out to train it there, or move it to the CPU, "
-            f"from where it can go to {' or '.join(_device_types())}"
+            f"device={given} but the model is on {model_device}: leave device out to train it there, or move it to the "
+            f"CPU, from where it can go to {' or '.join(_device_types())}"
         )
     return wanted

@@ -49,8 +49,7 @@ def _cuda_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Opens NVRTC and the driver.
 
     Raises:
-        ProgramError: if this torch has no CUDA, or there is no NVRTC.
-        OSError: if there is no driver.
+        ProgramError: if this torch has no CUDA, or one of them cannot be opened.
     """
     if torch.version.cuda is None:
         raise ProgramError("this torch is not built for CUDA")
@@ -118,8 +117,8 @@ class CudaProgram:
         stream: gives the handle of its current stream.
 
     Raises:
-        ProgramError: if the compiler or the driver refuses.
-        OSError: if one of them cannot be opened.
+        ProgramError: if the compiler or the driver cannot be opened, or refuses.
+        OSError: if the kernels' source cannot be read.
     """
 
     def __init__(self, device: torch.device, stream: Callable[[], int]) -> None:

@@ -81,8 +81,9 @@ class _FusedAttention(TorchFunctionMode):
 def measure(
     model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], object], *, fused: bool = False
 ) -> Waiting:
-    """Measures what one forward puts into an activation tier. The forward's own errors are raised, as where it looks at
-    values.
+    """Measures what one forward puts into an activation tier.
+
+    The forward may raise, as it does where it looks at values.
 
     Args:
         model: on the meta device; it is not changed.

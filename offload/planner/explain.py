@@ -118,9 +118,7 @@ class Planned:
         return min(everything - states + self._buffer_bytes() + round(share * states), everything)
 
     def largest_share(self, cpu_memory: int) -> float | None:
-        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if `cpu_memory` is too
-        little to run.
-        """
+        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if the run does not fit."""
         if cpu_memory < self.on(NVME).least():
             return None
         if cpu_memory >= self._all_in_ram():

@@ -26,8 +26,9 @@ COMMUNICATORS = 2
 
 
 def leaving_bytes(unit_bytes: Iterable[int], *, alone: bool) -> int:
-    """The bytes of gradients that are on the device at once: of the unit in backward, and of earlier ones that still
-    leave.
+    """How many bytes of gradients are on the device at once.
+
+    They are of the unit whose backward runs, and of those before it that still leave.
 
     Args:
         unit_bytes: of the gradients of each unit.

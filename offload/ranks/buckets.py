@@ -124,7 +124,7 @@ class Buckets:
             self._left[bucket.index] -= 1
 
     def is_complete(self, bucket: Bucket) -> bool:
-        """Whether all of its gradients are there."""
+        """Whether all gradients of a bucket are there."""
         return self._left[bucket.index] == 0
 
     def has_sent(self, param: int) -> bool:
@@ -132,7 +132,7 @@ class Buckets:
         return any(bucket.index in self._sent for bucket in self._of_param.get(param, ()))
 
     def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
-        """The buckets to be sent now, in their order, up to the first one that may not leave."""
+        """Takes the buckets to send now, in their order, up to the first one that may not leave."""
         while len(self._sent) < len(self.order):
             bucket = self.buckets[self.order[len(self._sent)]]
             if not may_leave(bucket):

@@ -153,7 +153,7 @@ class Communicator(ABC):
             source: the rank.
 
         Raises:
-            ValueError: if `source` is no rank.
+            ValueError: if `source` is no rank, or `tensor` is not contiguous.
             RankError: another rank failed, or cannot be reached.
         """
 
@@ -168,6 +168,7 @@ class Communicator(ABC):
             Shape (size, m), on the CPU, in rank order.
 
         Raises:
+            ValueError: for another shape or device.
             RankError: another rank failed, or cannot be reached.
         """
 

@@ -35,8 +35,9 @@ def _buffer_bytes(layout: Layout) -> int:
 
 
 class Exchange:
-    """How new parameters get to the other ranks, one flat parameter after the other. This one does nothing: it is
-    for one rank.
+    """How new parameters get to the other ranks, one flat parameter after the other.
+
+    This class does nothing: it is for one rank alone.
     """
 
     def begin(self) -> None:
