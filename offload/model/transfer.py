@@ -48,7 +48,15 @@ AHEAD_UNITS = 8
 
 @dataclass(eq=False)
 class _Upload:
-    """A copy to the device, and the lease of its source. is_awaited: by the kernels of the unit."""
+    """A copy to the device, and the lease of its source.
+
+    Attributes:
+        unit: the unit's name.
+        chunk: the chunk's index.
+        copy: the copy.
+        lease: gives the lease back when it is closed.
+        is_awaited: whether the kernels of the unit wait for it.
+    """
 
     unit: str
     chunk: int
@@ -58,7 +66,7 @@ class _Upload:
 
 
 class UnitState(Enum):
-    """See [Note: states of a unit]."""
+    """Where the values of a streamed unit are; see [Note: states of a unit]."""
 
     RELEASED = "released"
     FETCHING = "fetching"
@@ -74,10 +82,12 @@ _LEGAL = {
 
 
 class StreamedStores:
-    """The stores of streamed parameters, as one: chunks are numbered as in `Layout.param_chunks`.
+    """The stores of streamed parameters, as one. Chunks are numbered as in `Layout.param_chunks`.
 
-    Args: trained: None where trained parameters are resident; frozen: None without frozen ones; first: the number of
-    its first chunk.
+    Args:
+        trained: the store of trained parameters; None: they are resident.
+        frozen: the store of frozen parameters; None: there are none.
+        first: the number of its first chunk.
     """
 
     def __init__(self, trained: Store | None, frozen: Store | None, first: int) -> None:
@@ -103,7 +113,12 @@ class StreamedStores:
             store.repeat()
 
     def when_wanted(self, give_back: Callable[[int], None]) -> None:
-        """`give_back` is called with a chunk that somebody wants to lease, and cannot yet."""
+        """Registers what gives leases back.
+
+        Args:
+            give_back: called, from any thread, when a lease cannot be had, with the chunk whose lease or buffer is
+                waited for.
+        """
 
         def of(first: int) -> Callable[[int], None]:
             return lambda chunk: give_back(first + chunk)
@@ -117,13 +132,16 @@ class StreamedStores:
 
 
 class UnitTransfers:
-    """See the top of this file.
+    """Moves the parameters of streamed units between the store and the device; see the top of this file.
 
     Args:
+        run: what the parts of a run share.
+        parameters: the model's.
         store: the parameters that this rank keeps and streams, by chunk.
-        leases: how many chunks of it may be on their way to the device at once.
+        owner: the optimizer.
+        leases: how many chunks of the store may be on their way to the device at once.
         ahead: how many units are fetched ahead of the one in use.
-        limit: bytes that streamed parameters may take on the device; None: no limit.
+        limit: how many bytes streamed parameters may take on the device; None: any number.
     """
 
     def __init__(
@@ -138,7 +156,7 @@ class UnitTransfers:
         limit: int | None,
     ) -> None:
         self._layout = layout = parameters.layout
-        self._copier = run.memory.link or run.memory.copier
+        self._copier = run.memory.frozen_copier or run.memory.copier
         self._timeline = run.timeline
         self._comm = run.comm
         self._parameters = parameters
@@ -172,30 +190,30 @@ class UnitTransfers:
 
     @property
     def units(self) -> Iterable[str]:
-        """Those that have parameters."""
+        """The units that have parameters."""
         return self._states
 
     @property
     def allocated(self) -> Collection[str]:
-        """Those that have device memory now, in the order in which they got it."""
+        """The units that have device memory now, in the order in which they got it."""
         return tuple(self._allocated)
 
     def is_at(self, unit: str, state: UnitState) -> bool:
-        """Whether a unit is in a state; one without parameters is in none."""
+        """Whether a unit is in a state. A unit without parameters is in none."""
         return self._states.get(unit) is state
 
     def params_of(self, unit: str) -> list[int]:
-        """The parameters of a unit by number; a tile has none."""
+        """The numbers of the parameters of a unit. A tile has none."""
         whole = (one for one in self._slices_of[unit] if not one.is_tile)
         return [number for one in whole for number in self._layout.flats[one.flat].params]
 
     def bytes_of(self, unit: str) -> int:
-        """What a unit takes on the device. A tiled weight is never there as a whole."""
+        """How many bytes a unit takes on the device. A tiled weight is never there as a whole."""
         found = [one for one in self._slices_of.get(unit, ()) if one.is_tile or not self._layout.tile_of(one.flat)]
         return starts_of(one.numel * self._layout.flats[one.flat].dtype.itemsize for one in found)[1]
 
     def missing_bytes(self, units: Iterable[str]) -> int:
-        """What the limit lacks for `units` beside those that are on the device; at most 0 if they fit."""
+        """How many bytes `units` take beyond the limit, beside those that are on the device; at most 0 if they fit."""
         together = {*units, *self._allocated}
         return 0 if self.limit is None else sum(map(self.bytes_of, together)) - self.limit
 
@@ -215,14 +233,14 @@ class UnitTransfers:
     # From the store to the device.
 
     def fetch(self, unit: str) -> None:
-        """Makes a unit available: what is queued from now on can use it."""
+        """Makes a unit available: what is queued on the device from now on can use it."""
         if self.is_at(unit, UnitState.RELEASED) or self.is_updating(unit):
             self.prefetch(unit)
         if self.is_at(unit, UnitState.FETCHING):
             self._finish(unit)
 
     def prefetch(self, unit: str) -> None:
-        """Starts to fetch a released unit, or what an update did not bring. Raises what is wrong with the run."""
+        """Starts to fetch a released unit, or what an update did not bring of it. Raises if the run cannot go on."""
         self._owner.require_usable()
         if self.is_updating(unit):
             for index in sorted(self._not_updated.pop(unit)):
@@ -244,7 +262,7 @@ class UnitTransfers:
             raise
 
     def release(self, unit: str) -> None:
-        """Takes the memory of a unit that is available or being fetched, after what is queued."""
+        """Takes the memory away from a unit that is available or being fetched, after what is queued on the device."""
         if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
             return
         self._not_updated.pop(unit, None)
@@ -255,7 +273,7 @@ class UnitTransfers:
             self._released.popleft()
 
     def drain(self) -> None:
-        """Gives back all leases: waits until what was copied to the device is there."""
+        """Gives back all leases, after the copies to the device that they are for."""
         self._wait_for_gathers()
         with self._lock:
             while self._uploads:
@@ -269,7 +287,11 @@ class UnitTransfers:
 
     @uninterrupted
     def _allocate(self, unit: str) -> DeviceEvent:
-        """Returns: the event after which its memory may be written."""
+        """Gives a unit memory on the device.
+
+        Returns:
+            The event after which it may be written.
+        """
         self._change(unit, UnitState.FETCHING)
         return self._parameters.allocate(unit, [one.index for one in self._slices_of[unit]])
 
@@ -292,7 +314,7 @@ class UnitTransfers:
             self._finish_upload(upload)
 
     def _oldest_of(self, count: int) -> _Upload | None:
-        """The oldest upload, if there are `count` or more."""
+        """The oldest upload, if there are `count` or more; else None."""
         with self._lock:
             return self._uploads[0] if len(self._uploads) >= count else None
 
@@ -300,14 +322,16 @@ class UnitTransfers:
     def _launch_copy(
         self, one: FlatSlice, source: Tensor, chunk: Chunk, after: DeviceEvent | None, lease: ExitStack
     ) -> None:
-        """Queues the copy of a leased chunk, and notes it at once: an interrupt must not lose it."""
+        """Queues the copy of a leased chunk, and records it at once, so that an interrupt does not lose it."""
         copy = self._copier.to_device(source, self._on_device(one, chunk), after)
         with self._lock:
             self._uploads.append(_Upload(one.unit, chunk.index, copy, lease.pop_all()))
 
     def _give_back(self, chunk: int) -> None:
-        """Somebody wants to lease a chunk: waits for the copy that holds its lease, or, if none does, for the oldest
-        copy, which frees a buffer."""
+        """Gives back the lease of a chunk that somebody waits for, after its copy.
+
+        If no copy holds that lease, the oldest copy is waited for, which frees a buffer.
+        """
         with self._lock:
             beside = [one for one in self._uploads if self._store.are_together(one.chunk, chunk)]
             own = [one for one in beside if one.chunk == chunk]
@@ -316,8 +340,11 @@ class UnitTransfers:
 
     @uninterrupted
     def _launch_all_gathers(self, unit: str, slices: Iterable[FlatSlice], last_use: DeviceEvent) -> None:
-        """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory. Each
-        all-gather is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
+        """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory.
+
+        Each all-gather is recorded as soon as it is under way, since the memory that it writes to must stay until it
+        has ended.
+        """
         if self._layout.shard_group_size > 1:
             with self._copier.after_uploads():
                 last_use.wait_on_device()  # a rank may have nothing of its own to copy there
@@ -348,7 +375,7 @@ class UnitTransfers:
         self._change(unit, UnitState.AVAILABLE)
 
     def _wait_on_device(self, unit: str) -> None:
-        """What is queued from now on sees the values of a unit that were on their way."""
+        """Makes what is queued on the device from now on see the values of a unit that were on their way."""
         with self._lock:
             for upload in self._uploads:
                 if upload.unit == unit and not upload.is_awaited:
@@ -359,8 +386,11 @@ class UnitTransfers:
         self._awaited_gathers.extend(self._all_gathers.pop(unit, ()))
 
     def _finish_upload(self, upload: _Upload) -> None:
-        """Waits for a copy, and gives its lease back. It is forgotten only then: an interrupted caller has to wait for
-        it again. What has ended needs no wait on the device."""
+        """Waits for a copy, and gives its lease back.
+
+        The copy is forgotten only then, so a caller that was interrupted can wait for it again. A copy that has ended
+        needs no wait on the device.
+        """
         with self._lock:
             if upload in self._uploads:
                 self._wait_for(upload.copy, "wait for gather")
@@ -397,8 +427,10 @@ class UnitTransfers:
     # Updates.
 
     def can_begin_update(self, unit: str) -> bool:
-        """Whether the new values of a unit can go to the device as they are made: it is released, and copies to the
-        device need no buffers."""
+        """Whether the new values of a unit can go to the device as they are made.
+
+        They can if the unit is released, and copies to the device need no buffers.
+        """
         if not self._copier.direct or not self.is_at(unit, UnitState.RELEASED):
             return False
         if all(self._layout.flats[one.flat].is_frozen for one in self._slices_of[unit]):
@@ -406,17 +438,22 @@ class UnitTransfers:
         return not any(self._layout.tile_of(one.flat) for one in self._slices_of[unit])
 
     def is_updating(self, unit: str) -> bool:
-        """Whether an update of the unit was begun, and nobody fetched it since."""
+        """Whether an update of the unit was begun, and the unit was not fetched since."""
         return unit in self._not_updated
 
     @uninterrupted
     def begin_update(self, unit: str) -> None:
-        """Allocates a unit whose pending update is about to be applied; see [Note: states of a unit]."""
+        """Gives memory to a unit whose pending update is about to be applied; see [Note: states of a unit]."""
         self._not_updated[unit] = {c.index for one in self._slices_of[unit] for c in self._chunks_of[one.index]}
         self._allocate(unit)
 
     def chunk_updated(self, chunk: Chunk, values: Tensor) -> None:
-        """New `values` of a chunk were made, and are leased in RAM. Args: values: shape (chunk.numel,)."""
+        """Copies new values of a chunk, which are leased in RAM, to the device, if its unit is being updated.
+
+        Args:
+            chunk: the chunk.
+            values: shape (chunk.numel,), in the compute dtype.
+        """
         not_updated = self._not_updated.get(self._layout.flats[chunk.flat].unit, set())
         if chunk.index in not_updated:
             self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()
@@ -424,7 +461,7 @@ class UnitTransfers:
             not_updated.discard(chunk.index)
 
     def flat_updated(self, flat: int) -> None:
-        """All new values of a flat parameter are in the store: what is on the device are the old ones."""
+        """Called when all new values of a flat parameter are in the store, to replace old ones on the device."""
         unit = self._layout.flats[flat].unit
         if self.is_updating(unit):
             return  # the new ones were copied as they were made
@@ -443,10 +480,10 @@ class UnitTransfers:
 
     def store_and_free(self, flat: int) -> None:
         """Moves a flat parameter that was just attached into the store."""
-        self.write_back(flat)
+        self.store_flat(flat)
         self._parameters.free_attached(flat)
 
-    def write_back(self, flat: int) -> None:
+    def store_flat(self, flat: int) -> None:
         """Copies the values of a flat parameter, which is available, to the store, and to its tiles on the device."""
         tiles = self._available_tiles(flat)
         for chunk in self._chunks_of[flat]:
@@ -457,9 +494,11 @@ class UnitTransfers:
         for tile in tiles:
             self._refresh(tile)
 
-    def find_writes(self, numbers: Iterable[int]) -> None:
-        """Compares these parameters, all available, with the store, and notes which were written to. For writes that
-        leave no other trace, such as NumPy's."""
+    def find_silent_writes(self, numbers: Iterable[int]) -> None:
+        """Compares parameters, all available, with the store, and increases the version of those that differ.
+
+        It is for writes that leave no other trace, such as NumPy's.
+        """
         for number in filter(self._parameters.streams, numbers):
             self._available_tiles(self._parameters.flat_of(number))
             chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
@@ -480,7 +519,7 @@ class UnitTransfers:
         return True
 
     def _available_tiles(self, flat: int) -> list[FlatSlice]:
-        """The tiles of a flat parameter that are available, also those that were being fetched until now."""
+        """The tiles of a flat parameter that are available. Those that are being fetched become available first."""
         if not self._layout.tile_of(flat):
             return []
         tiles = [one for one in self._layout.slices if one.is_tile and one.flat == flat]
@@ -492,14 +531,14 @@ class UnitTransfers:
     # The end.
 
     def abandon(self) -> None:
-        """Releases everything, whether it arrived or failed."""
+        """Releases all units, whether what was under way arrived or failed."""
         self.close()
         self._not_updated.clear()
         for unit in self.allocated:
             self._free(unit)
 
     def close(self) -> None:
-        """Waits for everything under way, whether it arrives or fails: the memory is about to go."""
+        """Waits for all that is under way, whether it arrives or fails, because the memory is about to be freed."""
         for work in chain(self._awaited_gathers, *self._all_gathers.values()):
             with suppress(OffloadError):
                 work.wait()
