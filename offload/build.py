@@ -75,13 +75,15 @@ class Plan:
     """What is decided before anything is allocated.
 
     Attributes:
-        choice: what was decided.
-        held: the layout of all that is trained or streams.
-        params: in the order of `held.specs`.
+        choice: what was decided for each part.
+        held: the layout of all parameters that are trained or stream.
+        params: these parameters, in the order of `held.specs`.
         moved: the names of parameters that get other memory when the model is taken.
-        device, copier: to train on, and between it and RAM.
+        device: the device to train on.
+        copier: copies between that device and RAM.
         room: what there is room for.
-        threads, io_engine: see `Tuning`.
+        threads: see `Tuning`.
+        io_engine: see `Tuning`.
     """
 
     choice: Choice
@@ -96,12 +98,15 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """Of what is trained."""
+        """The layout of what is trained."""
         return self.held.trained
 
     def room_at_end(self, placement: Placement, is_parked: bool) -> int:
-        """Bytes on the device for parameters that were streamed: half of what is free, and within their budget. Of a
-        model that is parked, in RAM."""
+        """How many bytes of the device parameters may take that were streamed, once the run is closed.
+
+        That is half of what is free, within the budget. If the model is parked in RAM, it is half of what is free
+        there.
+        """
         free = _free_on_device(HostCopier() if is_parked else self.copier, self.room.ranks_on_node) // 2
         limit = None if is_parked else placement.device_budget_bytes
         return free if limit is None else min(free, limit - placement.resident_bytes)
@@ -114,16 +119,26 @@ def plan_run(
     comm: Communicator,
     files: Files,
 ) -> Plan:
-    """Decides what is where. Args: groups: the optimizer's param_groups.
+    """Decides what is where.
 
-    Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for, and of a path that others can
-    change.
+    Warns of an accelerator that nobody asked for, and of a path in which other users can replace files.
+
+    Args:
+        model: the model.
+        groups: the optimizer's param_groups.
+        options: what the user said.
+        comm: the ranks.
+        files: the file system.
+
+    Raises:
+        ConfigError: if the model, or several ranks, cannot have what was asked for.
+        BudgetError: if nothing fits.
     """
-    found, device = accelerator(), options.device
-    if device is None and found is not None and is_meta(model):
+    accelerator_device, device = accelerator(), options.device
+    if device is None and accelerator_device is not None and is_meta(model):
         warnings.warn(
             "the model has no device yet, and is going to be trained on the CPU, beside an accelerator: give "
-            f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
+            f'OffloadZero device="{accelerator_device.type}", or device="cpu" if that is meant',
             stacklevel=4,
         )
     for directory in dict.fromkeys(filter(None, (replaceable_in(path, files) for path in options.paths))):
@@ -141,8 +156,8 @@ def plan_run(
     comm.require_device(on)
     replicas = replicas_of(first_choice, ranks=comm.size, rows=comm.replicate_group.size)
     copier = copier_for(on)
-    own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
-    available = own + _free_on_device(copier, nodes) // 2
+    model_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
+    available = model_bytes + _free_on_device(copier, nodes) // 2
     room = shape.room(options, available, ranks_on_node=nodes)
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
@@ -171,11 +186,15 @@ class Parts:
     Attributes:
         run: what all parts share.
         stores: of states, parameters and gradients.
-        streamed: that of the parameters, if these are on the device only around their use.
-        parameters: the model's, in flat parameters; masters: between them and the states.
-        gradients: the gradient buffer; step: Adam; new_params: the way of its results into the model.
-        slots: the swap files; engine: what reads and writes them; None without files.
-        activations: where they wait; None: where they are made.
+        streamed: the store of the parameters, if these are on the device only around their use.
+        parameters: the model's parameters, in flat parameters.
+        masters: what moves values between the parameters and the states.
+        gradients: the gradient buffer.
+        new_params: brings the results of a step into the model.
+        step: Adam's step.
+        slots: the swap files; None: there are none.
+        engine: what reads and writes them; None: there are none.
+        activations: where activations wait for their backward; None: where they are made.
     """
 
     run: Run
@@ -200,11 +219,23 @@ def build(
     timeline: Timeline,
     open_engine: OpenEngine,
 ) -> Parts:
-    """Reserves memory, opens files and makes the parts. Calls no other rank.
+    """Reserves memory, opens files and makes the parts. Calls no other rank, and does not touch the model.
 
-    Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins
-    anew; open_engine: makes the engine, if there are files.
-    Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
+    Args:
+        undo: gets what closes the parts, to be called in reverse order.
+        plan: what was decided.
+        placement: what is where.
+        start: what is resumed, or that a run begins anew.
+        comm: the ranks.
+        timeline: counts what runs.
+        open_engine: makes the I/O engine, if there are files.
+
+    Raises:
+        BudgetError: if the system refuses memory, threads or disk space.
+        PathError: if a path cannot hold swap files.
+        PathInUseError: if another process uses one.
+        ResumeError: if what is there cannot be resumed.
+        ConfigError: if the I/O engine cannot run here.
     """
     choice, layout, held = plan.choice, plan.layout, plan.held
     memory = _reserve(undo, plan, placement, comm)
@@ -242,7 +273,11 @@ def build(
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:
-    """RAM, whose pages are there when it is prefaulted, and memory of the model's device. Raises: BudgetError."""
+    """Reserves RAM, whose pages are there once it is prefaulted, and memory of the model's device.
+
+    Raises:
+        BudgetError: if there is not enough.
+    """
     ram = Arena(placement.arena_bytes, plan.copier, at_once=False)
     undo.callback(_free, comm, ram)
     is_on_device = plan.choice.states.tier == DEVICE
@@ -258,8 +293,10 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     reserved = Reserved(placement.regions, {CPU: ram, DEVICE: slab})
     if is_on_device:
         # Nothing leaves it in a step. Frozen parameters may come from RAM.
-        link = plan.copier if plan.choice.params.tier == DEVICE and plan.choice.params.frozen_tier > DEVICE else None
-        return Memory(ram, slab, reserved, HostCopier(), link)
+        frozen_copier = (
+            plan.copier if plan.choice.params.tier == DEVICE and plan.choice.params.frozen_tier > DEVICE else None
+        )
+        return Memory(ram, slab, reserved, HostCopier(), frozen_copier)
     return Memory(ram, slab, reserved, plan.copier)
 
 
@@ -274,7 +311,7 @@ def _free(comm: Communicator, arena: Arena | DeviceArena) -> None:
 
 
 def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> Kernels:
-    """The kernels that work where the states are."""
+    """Loads the kernels that work where the states are."""
     direct = plan.copier.direct
     if plan.choice.states.tier == DEVICE and not direct:
         (scratch,) = memory.take(SCRATCH)
@@ -294,8 +331,11 @@ that has to wait for a CPU delays all that comes after it."""
 def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> int:
     """How many threads this rank's kernels take.
 
-    Args: wanted: `Tuning.threads`; None: a share of the usable CPUs, but for those of threads that launch kernels of a
-    device; direct: whether the model's device is the CPU, where kernels run while it waits.
+    Args:
+        wanted: `Tuning.threads`; None: a share of the usable CPUs, less those of the threads that launch a device's
+            kernels.
+        ranks_on_node: how many ranks share the CPUs.
+        direct: whether the model's device is the CPU, which waits while kernels run.
     """
     return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)
 
@@ -303,7 +343,7 @@ def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> i
 def _state_store(
     undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, slot_arrays: Sequence[SlotArrays]
 ) -> Store:
-    """The store of the states; on a device it has one in RAM beneath it, through which commits go."""
+    """The store of the states. If they are on a device, commits go through another store beneath it, in RAM."""
     memory, timeline = run.memory, run.timeline
     resident, buffers = _memory_of(STATES, placement.states, memory)
     if placement.choice.states.tier > DEVICE:
@@ -325,8 +365,17 @@ def _pool_store(
     slots: Stripes | None,
     first: int,
 ) -> Store | None:
-    """A store with the memory of a pool; None without one. Args: name: of its regions; first: slot of its first
-    chunk."""
+    """A store with the memory of a pool; None without a pool.
+
+    Args:
+        undo: gets what closes the store.
+        run: what the parts share.
+        name: of the pool's regions.
+        pool: which chunks stay in RAM, and how many buffers there are.
+        slot_arrays: what each chunk consists of.
+        slots: the swap files.
+        first: the number of the first chunk's slot.
+    """
     if pool is None:
         return None
     held = None if slots is None else slots.starting_at(first)
@@ -336,12 +385,12 @@ def _pool_store(
 
 
 def _memory_of(name: str, pool: Pool, memory: Memory) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """Of each resident chunk of a pool, and of its buffers. Args: name: of its regions."""
+    """The memory of each resident chunk of a pool, and of its buffers. Its regions are named after `name`."""
     return dict(zip(sorted(pool.resident), memory.take(resident(name)), strict=True)), memory.take(in_flight(name))
 
 
 def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None) -> ActivationStore | None:
-    """Where activations wait; None: where they are made."""
+    """The store in which activations wait; None: they wait where they are made."""
     store, is_on_device = None, plan.choice.activations.tier == DEVICE and not plan.copier.direct
     for region in run.memory.take(SPILLED if is_on_device else ACTIVATIONS):
         spill = None
@@ -360,7 +409,7 @@ def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | 
 def _open_files(
     undo: ExitStack, run: Run, plan: Plan, placement: Placement, start: Start, open_engine: OpenEngine
 ) -> tuple[Stripes | None, IOEngine | None]:
-    """The swap files and their engine, if there are any."""
+    """Opens the swap files and their engine, if there are any."""
     memory, choice = run.memory, plan.choice
     paths, commits = run.paths, choice.commits
     if not paths:
@@ -371,7 +420,7 @@ def _open_files(
     undo.callback(memory.ram.join)
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
-    own = RunFiles(
+    run_files = RunFiles(
         slots_per_chunk=commits.slots_per_chunk,
         committed=None if commits.every is None else committed_slots(plan.held, choice),
         resumed=None if resumed is None else resumed[1],
@@ -384,6 +433,6 @@ def _open_files(
     # With commits, another budget has to find the same order of slots.
     resident = placement.states.resident if commits.every is None else ()
     slot_arrays, speeds = all_slot_arrays(plan.held, choice), weights(paths)
-    slots = Stripes(engine, paths, speeds, slot_arrays, own, timeline=run.timeline, resident=resident)
+    slots = Stripes(engine, paths, speeds, slot_arrays, run_files, timeline=run.timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

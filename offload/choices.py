@@ -1,6 +1,6 @@
-"""What was decided of a run: a small frozen value for each part, which gets its own and knows no other.
+"""What was decided of a run: a small frozen value for each part. Each part gets its own value and knows no other.
 
-The planner makes all of them in one place (planner/decide.py), of the options, the model and the ranks; then nothing
+The planner makes all of them in one place (planner/decide.py), from the options, the model and the ranks. Then nothing
 changes them.
 """
 
@@ -18,7 +18,14 @@ from offload.tiers import CPU, DEVICE, Tier
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """How the model computes. Attributes: as the options; units: None: each element of a list of blocks is one."""
+    """How the model computes.
+
+    Attributes:
+        compute_dtype: see `OffloadZero`.
+        keep_fp32: see `OffloadZero`.
+        cast_forward_inputs: see `OffloadZero`.
+        units: see `Tuning`; None: each element of a list of blocks is a unit.
+    """
 
     compute_dtype: torch.dtype
     keep_fp32: tuple[nn.Module | type[nn.Module], ...]
@@ -28,7 +35,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class StateChoice:
-    """Of the optimizer states.
+    """What was decided for the optimizer states.
 
     Attributes:
         tier: where they live.
@@ -45,15 +52,16 @@ class StateChoice:
 
 @dataclass(frozen=True)
 class ParamChoice:
-    """Of the parameters.
+    """What was decided for the parameters.
 
     Attributes:
-        tier: of trained ones outside their use; frozen_tier: of frozen ones.
-        has_frozen: whether the model has any.
+        tier: where trained ones are outside their use.
+        frozen_tier: where frozen ones are outside their use.
+        has_frozen: whether the model has frozen ones.
         keeps_trained: whether trained ones stay on the device because they are few beside the frozen ones.
-        prefetch_units: units fetched ahead of the one in use.
+        prefetch_units: how many units are fetched ahead of the one in use.
         tile_bytes: weights larger than this run in tiles; 0: none do.
-        is_chosen: whether the planner chose the tiers, as nobody named one.
+        is_chosen: whether the planner chose the tiers, since the user named none.
     """
 
     tier: Tier
@@ -72,15 +80,15 @@ class ParamChoice:
 
 @dataclass(frozen=True)
 class GradChoice:
-    """Of the gradients.
+    """What was decided for the gradients.
 
     Attributes:
         tier: where they wait for the step.
-        passes: micro-batches of a step at most; where any number is taken, how many are counted.
-        takes_any: whether any number is taken.
-        params_stay: whether trained parameters stay on the device: on their way to a device of its own, new ones may
-            take the memory of their gradients.
-        stage: of ZeRO; None: one rank.
+        passes: the most micro-batches of a step; where any number is taken, how many are counted.
+        takes_any: whether any number of micro-batches is taken.
+        params_stay: whether trained parameters stay on the device. Then new ones on their way to a device with memory
+            of its own may take the memory of their gradients.
+        stage: of ZeRO; None: there is one rank.
         bucket_bytes: of a buffer in which gradients travel between ranks.
     """
 
@@ -93,16 +101,16 @@ class GradChoice:
 
     @property
     def declared(self) -> int | str:
-        """The option `accumulation`."""
+        """The value of the option `accumulation`."""
         return "auto" if self.takes_any else self.passes
 
 
 @dataclass(frozen=True)
 class ActivationChoice:
-    """Of the activations. How large their regions are follows from the budgets (planner/placement.py).
+    """What was decided for the activations. The sizes of their regions follow from the budgets (planner/placement.py).
 
     Attributes:
-        tier: where they wait; None: where they are made.
+        tier: where they wait for their backward; None: where they are made.
         nbytes: of the region for them; None: a share of the RAM that is left.
         recompute: whether units keep only what enters them.
         partitioned: whether each tensor-parallel rank keeps a part.
@@ -118,15 +126,16 @@ class ActivationChoice:
 
 @dataclass(frozen=True)
 class CommitChoice:
-    """Of the files and of what is committed.
+    """What was decided for the files and for commits.
 
     Attributes:
         paths: the directories of this run, as they were given.
-        origins: directories of the run to resume that are not among them.
-        every: steps between commits; 0: whoever trains asks for each; None: there are none.
-        keep: commits that state dicts named and that stay.
+        origins: directories of the run to resume that are not among `paths`.
+        every: steps between commits; 0: the user asks for each one; None: there are none.
+        keep: how many commits stay of those that state dicts name.
         resume: whether to go on with the run that is there; "auto": if there is one.
-        holds_params: whether commits hold the 16-bit parameters, too: they are the upper halves of split masters.
+        holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
+            masters.
     """
 
     paths: tuple[Path, ...] = ()
@@ -138,7 +147,7 @@ class CommitChoice:
 
     @property
     def slots_per_chunk(self) -> int:
-        """Slots a chunk of states."""
+        """How many slots a chunk of states has."""
         return 1 if self.every is None else 2
 
     def is_due(self, step: int) -> bool:
@@ -160,11 +169,14 @@ class Choice:
 
     @property
     def grads_of_resident_params_on_nvme(self) -> bool:
-        """A device with memory of its own cannot have these: new parameters are kept in the memory of their gradients
-        until they are applied."""
+        """Whether gradients are on NVMe while their parameters stay on the device.
+
+        A device with memory of its own cannot have that: new parameters wait in the memory of their gradients until
+        they are applied.
+        """
         return self.grads.tier.is_durable and self.params.tier == DEVICE
 
     def with_states_on(self, tier: Tier) -> Choice:
-        """What else would have been decided: the states on a tier that is not the device, and all else as it is."""
+        """The same choice with the states on another tier, which must not be the device."""
         grads = max(CPU, self.grads.tier)
         return replace(self, states=replace(self.states, tier=tier), grads=replace(self.grads, tier=grads))

@@ -58,10 +58,13 @@ _every: weakref.WeakSet[Entries] = weakref.WeakSet()
 class Entries:
     """The threads in one run; see [Note: threads].
 
-    All but `lock`, `is_beside` and `pause` is called with the lock held.
+    The lock is held by whoever calls these methods, except `is_beside` and `pause`.
 
-    Args: ranks: that train the model together.
-    Attribute: lock: held inside of every entry.
+    Args:
+        ranks: how many ranks train the model together.
+
+    Attributes:
+        lock: held inside every entry.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -77,18 +80,18 @@ class Entries:
         self._waiting = 0
 
     def here(self) -> Thread:
-        """This thread; in a thread of autograd the one that trains."""
+        """This thread; in a thread of autograd, the thread that trains."""
         thread = threading.current_thread()
         is_foreign = isinstance(thread, threading._DummyThread)
         return self._trainer if is_foreign and self._trainer is not None else thread
 
     def is_beside(self) -> bool:
-        """Whether another thread, which lives, trains the model."""
+        """Whether another thread, which is alive, trains the model."""
         trainer = self._trainer
         return trainer is not None and trainer.ident != threading.get_ident() and self._is_other(trainer)
 
     def trains(self) -> None:
-        """This thread trains the model from now on."""
+        """Makes this thread the one that trains the model."""
         self._trainer = self.here()
 
     @property
@@ -97,20 +100,24 @@ class Entries:
         return self._trainer is not None
 
     def pass_begins(self) -> Thread:
-        """A forward or a backward begins in this thread. Returns: whose it is, for `pass_ends`."""
+        """Counts a forward or a backward that begins in this thread.
+
+        Returns:
+            The thread whose pass it is, for `pass_ends`.
+        """
         here = self.here()
         self._under_way[here] = self._under_way.get(here, 0) + 1
         return here
 
     def pass_ends(self, owner: Thread) -> None:
-        """A forward or a backward of a thread has ended."""
+        """Counts a forward or a backward of `owner` as ended."""
         count = self._under_way.pop(owner, 0)
         if count > 1:
             self._under_way[owner] = count - 1
         self._changed.notify_all()
 
     def forget(self) -> None:
-        """What this thread has under way raised, or was interrupted, and will never end."""
+        """Drops the passes of this thread, which raised or were interrupted, and will never end."""
         self._under_way.pop(self.here(), None)
         self._changed.notify_all()
 
@@ -119,15 +126,18 @@ class Entries:
         return any(map(self._is_other, self._under_way))
 
     def give_way(self) -> None:
-        """Before a pass of this thread begins: lets in who has waited for the end of the last one."""
+        """Lets in a thread that has waited for the end of the last pass, before a pass of this thread begins."""
         if self._waiting and not self._under_way:
             self._wait(lambda: not self._waiting, YIELD_S)
 
     def take_turn(self, *, waits: bool) -> None:
-        """Before a pass of this thread begins, which excludes those of others.
+        """Requires that no other thread has a pass under way, before one begins here that excludes them.
 
-        Args: waits: whether to wait for their end. The thread that trains waits in any case.
-        Raises: ConfigError.
+        Args:
+            waits: whether to wait for their end. The thread that trains waits in any case.
+
+        Raises:
+            ConfigError: if another thread has a pass under way, and this one does not wait, or has waited too long.
         """
         if self.is_passing():
             if not waits and self._trainer is not self.here():
@@ -135,9 +145,13 @@ class Entries:
             self._wait_for_passes("a forward or backward began")
 
     def wait_for_turn(self, what: str) -> None:
-        """Waits until no pass of another thread is under way. Args: what: is about to be done.
+        """Waits until no pass of another thread is under way.
 
-        Raises: ConfigError if all ranks have to do it together, and another thread trains.
+        Args:
+            what: what is about to be done, as the error says it.
+
+        Raises:
+            ConfigError: if another thread trains and all ranks have to do this together, or it has waited too long.
         """
         if self.is_beside():
             if self._ranks > 1:
@@ -149,7 +163,7 @@ class Entries:
             self._wait_for_passes(what)
 
     def pause(self) -> None:
-        """Called without the lock, after an entry."""
+        """Pauses after an entry, if another thread trains. Called without the lock."""
         if self.is_beside():
             time.sleep(PAUSE_S)
 
@@ -164,7 +178,11 @@ class Entries:
 
     @uninterrupted
     def _wait(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Gives the lock back until `done()`. Returns: whether it is."""
+        """Gives the lock back until `done()`, or until `limit_s` seconds have passed.
+
+        Returns:
+            Whether `done()`.
+        """
         end = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > end:
@@ -190,7 +208,7 @@ class Entries:
 
 
 def _begin_in_child() -> None:
-    """In a forked child the threads of the parent are gone, one of which may have held a lock."""
+    """Begins anew in a forked child, where the parent's threads are gone. One of them may have held a lock."""
     for entries in list(_every):
         entries._begin()
 
@@ -199,7 +217,11 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _called(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Raises: DeviceError instead of torch's error for a device that failed."""
+    """Calls `method`.
+
+    Raises:
+        DeviceError: instead of torch's error for a device that failed.
+    """
     try:
         return method(*args, **kwargs)
     except torch.AcceleratorError as error:
@@ -218,9 +240,10 @@ def entry(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def exclusive_entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `entry`; a thread beside the one that trains waits until no pass is under way.
+    """As `entry`, but a thread beside the one that trains waits until no pass is under way.
 
-    Args: name: of the method that users call.
+    Args:
+        name: of the method that users call.
     """
 
     def marked(method: Callable[P, R]) -> Callable[P, R]:
@@ -237,7 +260,10 @@ def exclusive_entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def training_entry(method: Callable[P, R]) -> Callable[P, R]:
-    """As `exclusive_entry`, and the thread that calls it is the one that trains, from then on."""
+    """As `entry`, for a method that trains. It waits until no other thread has a pass under way.
+
+    The thread that calls it is the one that trains from then on.
+    """
 
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -45,12 +45,12 @@ FILE_TOO_LARGE = ": raise the limit of file sizes (ulimit -f), or choose a file 
 
 
 def explained(error: OSError) -> str:
-    """What an error says, and what to do about it where its words do not tell."""
+    """What an error of the system says, and what to do about it if its words do not tell."""
     return f"{error.strerror}{FILE_TOO_LARGE if error.errno == errno.EFBIG else ''}"
 
 
 def missing_parent(path: Path) -> str:
-    """Which of the directories above `path` is the first that is missing, and how to make all of them."""
+    """Says which of the directories above `path` is the first that is missing, and how to make all of them."""
     missing = next((above for above in reversed(path.parents) if not above.exists()), path.parent)
     if missing.name.startswith("~"):
         return f"{missing} does not exist: ~ stands for a home directory in a shell only, give os.path.expanduser(...)"
@@ -71,10 +71,12 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError):
-    """What was asked for does not fit, or the system refuses it. Sizes in bytes.
+    """What was asked for does not fit, or the system refuses it.
 
-    Attributes: needed, available (bytes; where the system refuses threads, how many), option (the argument that would
-    fix it).
+    Attributes:
+        needed: how many bytes; where the system refuses threads, how many threads.
+        available: how many of these there are.
+        option: the argument that would fix it.
     """
 
     def __init__(self, message: str, *, needed: int, available: int, option: str) -> None:
@@ -99,7 +101,10 @@ class ResumeError(OffloadError):
 class CorruptionError(OffloadError):
     """Bytes read are not the bytes written.
 
-    Attributes: chunk (index; None: the damage is in no chunk's slot), file (path), offset (bytes).
+    Attributes:
+        chunk: its index; None: the damage is in no chunk's slot.
+        file: the file's path.
+        offset: where in the file, in bytes.
     """
 
     def __init__(self, message: str, *, chunk: int | None = None, file: str, offset: int = 0) -> None:
@@ -113,7 +118,12 @@ class CorruptionError(OffloadError):
 class TierIOError(OffloadError, OSError):
     """A read or write on the NVMe tier, or of what is committed or exported, failed.
 
-    Attributes: errno, filename, offset and length in bytes, operation ("read", "write", "sync", "rename", "remove").
+    Attributes:
+        errno: the system's number for the error.
+        filename: the file's path.
+        offset: where in the file, in bytes.
+        length: how many bytes were to be moved.
+        operation: "read", "write", "sync", "rename" or "remove".
     """
 
     def __init__(self, operation: str, code: int, file: str, offset: int, length: int, detail: str = "") -> None:
@@ -131,14 +141,17 @@ class GradientMovedError(OffloadError, RuntimeError):
 
 
 class AccumulationError(OffloadError, RuntimeError):
-    """More backward passes reached a parameter before `step()` than `accumulation` declares; or some ranks drop
-    gradients that others use."""
+    """More backward passes reached a parameter before `step()` than `accumulation` declares.
+
+    It is also raised if some ranks drop gradients that others use.
+    """
 
 
 class NonFiniteGradientError(OffloadError, ArithmeticError):
     """NaN or Inf in a gradient; the optimizer's state is untouched.
 
-    Attribute: parameter (its name in the model).
+    Attributes:
+        parameter: its name in the model.
     """
 
     def __init__(self, message: str, *, parameter: str) -> None:
@@ -147,27 +160,40 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
 
 
 class StaleParameterError(OffloadError, RuntimeError):
-    """A gradient was computed from a parameter's value before the last step; or a parameter was written to through a
-    view from before that step, while its new value was pending."""
+    """A gradient was computed from a parameter's value before the last step.
+
+    It is also raised if a parameter was written to, through a view from before a step, while its new value was pending.
+    """
 
 
 class StaleActivationError(OffloadError, RuntimeError):
-    """A tensor that autograd saved was changed in place, as torch's own error says it; or a unit was changed between
-    its forward and its backward, which was to recompute it."""
+    """A tensor that autograd saved was changed in place, as torch's own error says it.
+
+    It is also raised if a unit was changed between its forward and its backward, which had to recompute it.
+    """
 
 
 class ReleasedParameterError(OffloadError, RuntimeError):
-    """A streamed parameter was used where it cannot be fetched: after close(), on one rank alone at stage 3, or by
-    pointing it to other memory."""
+    """A streamed parameter was used where it cannot be fetched.
+
+    That is after close(), on one rank alone at stage 3, or if it was pointed to other memory.
+    """
 
 
 class InterruptedStepError(OffloadError, RuntimeError):
-    """What is none of this library's errors came inside of a step, or while chunks moved: some parameters may be a step
-    further than others, and none of them can be used. `__cause__` is what came."""
+    """An exception that is none of this library's came inside a step, or while chunks moved.
+
+    `__cause__` is that exception. Some parameters may be a step further than others, so none of them can be used.
+    """
 
     @classmethod
     def saying_how(cls, what: str, *, can_go_back: bool) -> InterruptedStepError:
-        """Args: what: happened; can_go_back: whether anything was committed."""
+        """The error with its way out.
+
+        Args:
+            what: what happened.
+            can_go_back: whether anything was committed.
+        """
         how = "call rollback()" if can_go_back else "nothing was committed, so make a new OffloadZero, of a new model"
         return cls(f"{what}: {how}")
 
@@ -177,7 +203,7 @@ class DeviceError(OffloadError, RuntimeError):
 
     @classmethod
     def of(cls, error: RuntimeError) -> DeviceError:
-        """Args: error: torch's."""
+        """The error that explains torch's `error`."""
         return cls(
             f"the device failed: {str(error).strip().splitlines()[0]}. It may be of anything that was queued before; "
             "CUDA_LAUNCH_BLOCKING=1 shows of what. Start the program again; a run with a path goes on from its last "
@@ -188,7 +214,9 @@ class DeviceError(OffloadError, RuntimeError):
 class RankError(OffloadError, RuntimeError):
     """A collective did not complete: another rank is slow, stuck or dead. No further collective is possible.
 
-    Attributes: collective (its name), waited_s (seconds since this rank launched it).
+    Attributes:
+        collective: its name.
+        waited_s: seconds since this rank launched it.
     """
 
     def __init__(self, message: str, *, collective: str, waited_s: float) -> None:
@@ -198,11 +226,13 @@ class RankError(OffloadError, RuntimeError):
 
 
 class OtherRankError(OffloadError, RuntimeError):
-    """What all ranks do together failed on another one, and so on all: a construction, a commit, a rollback, an export.
-    The message is that rank's number and its error. The last commit stays what it was.
+    """What all ranks do together failed on another rank, and so on all.
+
+    That is a construction, a commit, a rollback or an export. The message is that rank's number and its error. The last
+    commit stays what it was.
 
     Attributes:
-        is_final: whether that rank cannot go on: then none can.
+        is_final: whether that rank cannot go on; then none can.
     """
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:

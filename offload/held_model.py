@@ -41,8 +41,11 @@ FREED_BYTES = 16 * MIB
 class Values(NamedTuple):
     """Where the values of a model come from when it is taken.
 
-    Attributes: source: gives values to what is on the meta device; committed: names of the parameters whose states come
-    from a commit, so that masters are not made from the model's values; frozen: the state of `WrittenFrozen` there.
+    Attributes:
+        source: gives values to parameters on the meta device.
+        committed: the names of the parameters whose states come from a commit, so that masters are not made from the
+            model's values.
+        frozen: what that commit says of frozen parameters; the state of `WrittenFrozen`.
     """
 
     source: Source
@@ -51,7 +54,11 @@ class Values(NamedTuple):
 
 
 def _left_free(nbytes: int) -> int:
-    """What lies free in the heap after this, of `nbytes` that were freed: from FREED_BYTES on all goes back."""
+    """Gives freed memory back to the system, if `nbytes` that were freed lie in the heap and are at least FREED_BYTES.
+
+    Returns:
+        How many bytes lie there afterwards.
+    """
     if nbytes < FREED_BYTES:
         return nbytes
     return_freed()
@@ -61,9 +68,21 @@ def _left_free(nbytes: int) -> int:
 class HeldModel:
     """One optimizer's hold on its model.
 
-    Args: original: what the model was, which keeps what it needs to give it back; undo: lets go of the model.
-    Attributes: pending, units, answers, access: parts that the optimizer calls too; initial_bytes: what was written to
-    swap files before the first step.
+    Args:
+        model: the model.
+        parts: what the run is made of.
+        placement: what is where.
+        values: where the model's values come from.
+        owner: the optimizer.
+        original: what the model was, and what is needed to give it back.
+        undo: gets what lets go of the model.
+
+    Attributes:
+        pending: updates that are not in the model yet.
+        units: fetches and updates units when they are used.
+        answers: makes gradients answer as gradients.
+        access: lets users read and write parameters.
+        initial_bytes: what was written to swap files before the first step.
     """
 
     def __init__(
@@ -121,14 +140,14 @@ class HeldModel:
         self._launches_in_step = run.layout.ranks > 1 and parts.streamed is None
 
     def step_begins(self) -> None:
-        """Applies all of the last step."""
+        """Applies all of the last step, before a step begins."""
         if self._activations is not None:
             self._activations.step_begins()
         self.pending.apply_all()
         self.units.step_begins()
 
     def step_ends(self) -> None:
-        """Applies what would not be hidden by being applied later, and sends what other ranks need."""
+        """Applies what applying later would not hide, and sends what other ranks need."""
         if self._launches_in_step:
             self.pending.launch()
         elif self._applies_in_step:
@@ -136,13 +155,14 @@ class HeldModel:
 
     @property
     def peak_activation_bytes(self) -> int:
-        """The most that activations took at once where they wait for their backward."""
+        """The most bytes that activations took at once where they wait for their backward."""
         return 0 if self._activations is None else self._activations.peak_bytes
 
     def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
-        """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters.
+        """Takes what others wrote to parameters into the masters, and into the store of streamed parameters.
 
-        Args: numbers: of the trained parameters to look at; None: all.
+        Args:
+            numbers: the trained parameters to look at; None: all.
         """
         self.units.take_outside_writes(numbers)
 
@@ -156,15 +176,22 @@ class HeldModel:
             store.drain()
 
     def abandon(self) -> None:
-        """Drops all that is under way, whether it failed or not: the states of a commit are about to come back."""
+        """Drops all that is under way, failed or not, because the states of a commit are about to come back."""
         self._parts.step.abandon()
         self._parts.gradients.reset()
         self.units.abandon()
 
     def moves(self, module: nn.Module, device: torch.device) -> bool:
-        """A module is being moved: to the CPU, where the model is parked if the module has it, or home.
+        """Moves the held model, if `module` has it, to the CPU, where it is parked, or home.
 
-        Returns: whether it moves the held model, which is there then. Over several ranks all have to move it.
+        Over several ranks, all have to move it.
+
+        Args:
+            module: what is moved.
+            device: where it is moved.
+
+        Returns:
+            Whether the held model is moved, and so is there now.
         """
         parameters, memory = self._parts.parameters, self._run.memory.device
         if device not in (CPU, parameters.home) or not any(one is self._model for one in module.modules()):
@@ -196,8 +223,10 @@ class HeldModel:
         self._hooks.hook_nodes()
 
     def keep_parameters(self, limit: int | None) -> None:
-        """Fetches streamed parameters for good, if they take at most `limit` bytes of the device (None: any number).
-        Parameters that ranks share stay released: another rank may have less room."""
+        """Fetches streamed parameters for good, if they take at most `limit` bytes of the device; None: any number.
+
+        Parameters that ranks share stay released, since another rank may have less room.
+        """
         parameters = self._parts.parameters
         if not isinstance(self.units, StreamedUnits) or parameters.layout.shard_group_size > 1:
             return
@@ -208,17 +237,21 @@ class HeldModel:
             self._is_resident = True
 
     def written_frozen(self, budget_bytes: int) -> WrittenFrozen:
-        """What a commit carries of frozen parameters. Args: budget_bytes: RAM for copies."""
+        """What a commit carries of frozen parameters.
+
+        Args:
+            budget_bytes: how much RAM copies may take.
+        """
         specs = self._parts.parameters.layout.specs
         return WrittenFrozen(self._model, specs, self._frozen_digests, self.units, self.access, budget_bytes)
 
     @property
     def has_cast_inputs(self) -> bool:
-        """See `Hooks`."""
+        """Whether the model was called with inputs of another dtype than it computes with."""
         return self._hooks is not None and self._hooks.has_cast_inputs
 
     def remove(self) -> None:
-        """Lets go of the model, after what is under way has ended; also if it fails."""
+        """Lets go of the model when all that is under way has ended, also if that fails."""
         with ExitStack() as last_first:
             if self._guards is not None:
                 last_first.callback(self._guards.stop, are_here=self._is_resident)
@@ -230,7 +263,7 @@ class HeldModel:
             last_first.callback(self.units.close)
 
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers | None:
-        """None where all parameters are resident."""
+        """What moves the parameters of units; None if all parameters are resident."""
         trained, frozen, parameters = self._parts.streamed, self._parts.stores.frozen, self._parts.parameters
         if trained is None and frozen is None:
             return None
@@ -254,8 +287,10 @@ class HeldModel:
     # Taking the model.
 
     def _take_model(self, values: Values, transfers: UnitTransfers | None) -> None:
-        """Makes the masters, casts the held parameters, and moves them to the device to train on, a flat parameter at a
-        time."""
+        """Takes the model, one flat parameter after the other.
+
+        Makes the masters, casts the held parameters, and moves them to the device to train on.
+        """
         parts, layout = self._parts, self._parts.parameters.layout
         moves = parts.parameters.params[0].device != parts.parameters.device
         owned: set[Tensor] = set()
@@ -300,7 +335,7 @@ class HeldModel:
         """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype.
 
         It is the last step of taking the model. What is cast on its own device has no copy to go back to, so nothing
-        may fail after it; of these the largest is first, so that the others find the memory that it leaves.
+        may fail after it. The largest of these is cast first, so that the others find the memory that it leaves.
         """
         left, device = self._others(), self._parts.parameters.device
         for param, dtype in left.items():
@@ -309,8 +344,8 @@ class HeldModel:
         casts = [(param, dtype) for param, dtype in left.items() if param.dtype is not dtype]
         self._cast_others(sorted(casts, key=lambda one: -local_of(one[0]).numel()))
         aliased = {alias.tensor for alias in self._original.aliases}
-        others = [one for one in chain(left, self._model.buffers()) if one not in aliased]
-        self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in others])
+        tensors = [one for one in chain(left, self._model.buffers()) if one not in aliased]
+        self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in tensors])
 
     @uninterrupted
     def _cast_others(self, casts: Iterable[tuple[nn.Parameter, torch.dtype]]) -> None:
@@ -333,8 +368,13 @@ class HeldModel:
                 alias.follow(local_of(param).data)
 
     def _broadcast(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
-        """Gives tensors the values of the first data-parallel rank. What is not cut (along a dimension) is the same in
-        every slice, and gets those of the first slice."""
+        """Gives tensors the values of the first data-parallel rank.
+
+        A tensor that is not cut along a dimension is the same in every slice, so it gets the values of the first slice.
+
+        Args:
+            tensors: each with the dimension along which it is cut, or None.
+        """
         comm = self._run.comm
         for tensor, shard_dim in tensors:
             if shard_dim is None:
@@ -342,21 +382,24 @@ class HeldModel:
             broadcast_from_first(comm, [tensor])
 
     def _digests_of(self, flat: int) -> dict[str, str]:
-        """Of each parameter of a flat parameter, by name."""
+        """The digest of each parameter of a flat parameter, by name."""
         specs, params = self._parts.parameters.layout.specs, self._parts.parameters.params
         numbers = self._parts.parameters.layout.flats[flat].params
         return {specs[number].name: digest_of(params[number]) for number in numbers}
 
     def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
-        """The flat parameters whose parameters all have values. Those on the meta device get them on the way.
+        """Gives values to parameters on the meta device, and yields each flat parameter when all of it has values.
 
-        What was freed meanwhile goes back to the system. Parameters that were on the meta device and are not held are
-        cast as they get values: there are none to go back to.
-        Args: owned: gets the parameters whose memory was made here, and is nobody else's.
+        Memory that was freed meanwhile goes back to the system. Parameters that were on the meta device and are not
+        held are cast as they get values, since there are none to go back to.
+
+        Args:
+            source: of the values.
+            owned: gets the parameters whose memory was made here, and belongs to nobody else.
         """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
         left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)
-        others = self._others()
+        unheld = self._others()
         freed = 0
         for module, fresh in chain([(None, ())], materialise(self._model, source)):
             owned.update(fresh)
@@ -368,7 +411,7 @@ class HeldModel:
                     freed = _left_free(freed + nbytes)
             if module is not None:
                 for param in module.parameters(recurse=False):
-                    if param in others and self._original.was_meta(param):
+                    if param in unheld and self._original.was_meta(param):
                         nbytes = param.nbytes
-                        self._move_other(param, others[param])
+                        self._move_other(param, unheld[param])
                         freed = _left_free(freed + nbytes)

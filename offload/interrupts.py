@@ -64,7 +64,7 @@ _counting = threading.Lock()
 
 
 class Handler:
-    """Installed for a signal in front of `before`, the handler that was there; see [Note: interrupts]."""
+    """Stands in front of a signal's handler `before`; see [Note: interrupts]."""
 
     __slots__ = ("before",)
 
@@ -90,17 +90,17 @@ _NOT_TO_REPLACE = (Handler, int, type(None))
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Defers a signal that arrives during a call of `function` to its end, or to that of the outermost marked call."""
+    """Defers a signal that arrives during a call of `function` until the outermost marked call ends."""
     return _marked(function, handles=True)
 
 
 def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """For `__enter__`, `__del__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
+    """As `uninterrupted`, for `__enter__` and `__del__`. The signal is handled at the end of the next marked call."""
     return _marked(function, handles=False)
 
 
 def uninterrupted_lookup(function: Callable[P, R]) -> Callable[P, R]:
-    """For a property that torch asks for while it looks at arguments; see [Note: interrupts]."""
+    """Marks a property that torch asks for while it looks at arguments; see [Note: interrupts]."""
     _lookups.append(function.__code__)
     return function
 
@@ -123,9 +123,9 @@ def _marked(function: Callable[P, R], *, handles: bool) -> Callable[P, R]:
 def let_in() -> None:
     """Handles deferred signals now. Does nothing inside another marked call: something may be half changed there."""
     if _came:
-        own = _region(sys._getframe())
-        if own is not None:
-            _handle_outside(own)
+        call = _region(sys._getframe())
+        if call is not None:
+            _handle_outside(call)
 
 
 def wait_until(
@@ -137,7 +137,11 @@ def wait_until(
 ) -> None:
     """Waits in a marked call until `done()`.
 
-    Args: lock: of `changed`, which is held while `done` is called; meanwhile: called now and then without it.
+    Args:
+        lock: held while `done` is called; the lock of `changed`.
+        changed: notified when `done()` may have become true.
+        done: whether the wait is over.
+        meanwhile: called now and then without the lock.
     """
     while True:
         with lock:
@@ -150,7 +154,7 @@ def wait_until(
 
 @uninterrupted
 def wait_for_all(futures: Iterable[Future[Any]]) -> None:
-    """Waits until they are done, successful or not.
+    """Waits until all futures are done, successful or not.
 
     An interrupt in `Future.result` or `concurrent.futures.wait` could leave a future locked, and the thread that
     resolves it would hang.
@@ -167,13 +171,13 @@ def wait_for_all(futures: Iterable[Future[Any]]) -> None:
 
 
 def result_of(future: Future[R]) -> R:
-    """`future.result()`, waiting as `wait_for_all` does."""
+    """As `future.result()`, but waits as `wait_for_all` does."""
     wait_for_all([future])
     return future.result()
 
 
 def hold() -> None:
-    """Installs handlers until `give_back` has been called as often."""
+    """Installs handlers, which stay until `give_back` has been called as often as this."""
     global _holders
     with _counting:
         _holders += 1
@@ -194,7 +198,7 @@ def give_back() -> None:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether the operating system refused something. An OSError that a signal's handler raised says no such thing."""
+    """Whether the operating system refused something. An OSError that a signal's handler raised does not count."""
     if not isinstance(error, OSError) or error.errno is None:
         return False
     trace = error.__traceback__
@@ -206,7 +210,7 @@ def is_of_system(error: BaseException) -> bool:
 
 
 def _install() -> None:
-    """Puts handlers of ours in front of all that are the users'."""
+    """Puts a handler of ours in front of each one that is the user's."""
     global _seen
     if _is_main():
         for number in _NUMBERS:
@@ -234,10 +238,10 @@ def _is_looked_up(frame: FrameType | None) -> bool:
     return False
 
 
-def _handle_outside(own: FrameType) -> None:
-    """Handles deferred signals, unless the marked call `own` is inside another one."""
-    if _is_main() and _region(own.f_back) is None:
-        _handle(own.f_back)
+def _handle_outside(call: FrameType) -> None:
+    """Handles deferred signals, unless the marked call `call` is inside another one."""
+    if _is_main() and _region(call.f_back) is None:
+        _handle(call.f_back)
 
 
 def _handle(frame: FrameType | None) -> None:

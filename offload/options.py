@@ -28,26 +28,28 @@ COMMIT_EVERY = 100
 
 @dataclass(frozen=True)
 class Tuning:
-    """What only changes speed, and never a bit of the result, but for `tile`. Sizes are bytes, or such as "64MiB".
+    """Options that only change speed. None of them changes a bit of the result, but for `tile`.
+
+    Sizes are ints of bytes, or strings such as "64MiB".
 
     Attributes:
         chunk: bytes of fp32 master in a chunk, which is the unit of transfer, of the Adam kernel and of I/O.
-        prefetch_chunks: chunks read from NVMe ahead of the one in use; None: two, or one where only
-            that fits the budget.
-        prefetch_units: units of streamed parameters fetched ahead of the one in use; None: one, or none where only that
-            fits the budgets.
-        threads: of the CPU kernels; None: the CPUs this process may use, but for two where the model is on a device:
-            these launch its kernels.
-        io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by
-            `offload bench io`.
+        prefetch_chunks: how many chunks are read from NVMe ahead of the one in use; None: two, or one where only that
+            fits the budget.
+        prefetch_units: how many units of streamed parameters are fetched ahead of the one in use; None: one, or none
+            where only that fits the budgets.
+        threads: how many threads the CPU kernels have; None: one for each CPU that this process may use. Where the
+            model is on a device, two CPUs are left for the threads that launch its kernels.
+        io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by `offload bench
+            io`.
         split_master: True: only the low half of a bf16 parameter's master is written to NVMe, 10 bytes a parameter
             instead of 12; the upper half is the parameter itself. Then `load_state_dict` is the only way to write to
             parameters from outside. None: False.
         bucket: bytes of a buffer in which gradients travel between ranks.
-        units: the modules whose parameters are fetched and released together: a sequence of names in the model, such as
-            "layers.3.mlp", and of module classes, which stand for all their instances. A parameter belongs to its
-            innermost unit, and to the root unit if no unit contains it. None: each element of a ModuleList or
-            Sequential of blocks is a unit.
+        units: the modules whose parameters are fetched and released together. They are given as a sequence of names in
+            the model, such as "layers.3.mlp", and of module classes, which stand for all their instances. A parameter
+            belongs to its innermost unit, and to the root unit if no unit contains it. None: each element of a
+            ModuleList or Sequential of blocks is a unit.
         recompute: with an activation tier, whether a unit keeps only what enters it, and its forward runs again in its
             backward. False: all that autograd saves in a unit waits in the tier, from 1 KiB a tensor on.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
@@ -90,10 +92,11 @@ Fault = tuple[bool, str]
 class Options:
     """What the user said: the arguments of `OffloadZero` by the same names, checked together when this is made.
 
-    The attributes are as they were given. The properties are what they mean by themselves; what they mean for a model,
-    a machine and ranks the planner decides (planner/decide.py).
+    The attributes are as they were given. The properties say what they mean by themselves. What they mean for a model,
+    a machine and ranks is decided by the planner (planner/decide.py).
 
-    Raises: ConfigError naming the option, its value and what is allowed.
+    Raises:
+        ConfigError: naming the option, its value and what is allowed.
     """
 
     tier: str | None = None
@@ -126,7 +129,11 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """From the arguments of a call: other names are left out, but for those in `unknown`, which are refused."""
+        """Makes the options from the arguments of a call.
+
+        Args:
+            arguments: by name. Those that are no options are left out. Those in `unknown` are refused if they are none.
+        """
         known = {name: value for name, value in arguments.items() if name in cls.__dataclass_fields__}
         return cls(**arguments["unknown"], **known)
 
@@ -146,7 +153,7 @@ class Options:
         _refuse(*self._wrong_together())
 
     def _wrong(self, chunk_bytes: int) -> Iterator[Fault]:
-        """What is wrong with one option alone."""
+        """What is wrong with each option by itself."""
         tuning, states = self.tuned, self._states
         # With gradients in slots a block whose squares are summed has to lie in one chunk.
         least_chunk, where = PAGE_BYTES, ""
@@ -188,7 +195,7 @@ class Options:
         )
 
     def _wrong_together(self) -> Iterator[Fault]:
-        """What is wrong with options of which each is allowed, and that have no meaning together."""
+        """What is wrong with options that are allowed, each by itself, but mean nothing together."""
         has_path, has_activations = bool(self.paths), self.activation_tier is not None
         yield (
             self.every is not None and not has_path,
@@ -261,7 +268,7 @@ class Options:
 
     @property
     def params(self) -> Tier:
-        """Where parameters are wanted: that of frozen ones."""
+        """The tier where parameters are wanted; frozen ones always go there."""
         return DEVICE if self.param_tier is None else TIERS[self.param_tier]
 
     @property
@@ -299,7 +306,7 @@ class Options:
 
     @property
     def every(self) -> int | None:
-        """Steps between commits."""
+        """How many steps there are between commits."""
         return self._every  # type: ignore[return-value]  # others were refused
 
     @cached_property
@@ -322,7 +329,7 @@ class Options:
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a step; where any number is taken, two."""
+        """How many micro-batches a step has at most; where any number is taken, two are counted."""
         return 2 if self.accumulation == "auto" else self.accumulation  # type: ignore[return-value]
 
     @property
@@ -343,7 +350,7 @@ class Options:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a chunk: of whole pages."""
+        """How many elements a chunk has; it is whole pages."""
         return parse_bytes(self.tuned.chunk, "Tuning.chunk") // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
 
     @cached_property
@@ -356,7 +363,7 @@ class Options:
 
     @property
     def splits_masters(self) -> bool:
-        """Only a bf16 copy is the upper half of its master."""
+        """Whether only low halves of masters are kept: only a bf16 parameter is the upper half of its master."""
         return bool(self.tuned.split_master) and self.compute_dtype is torch.bfloat16
 
 
@@ -383,7 +390,14 @@ def _size(option: str, value: int | str | None) -> int | None:
 
 
 def _refuse(*faults: Fault) -> None:
-    """Raises: ConfigError that says the first fault that is there."""
+    """Refuses options that have a fault.
+
+    Args:
+        *faults: each whether it is there, and its message.
+
+    Raises:
+        ConfigError: with the message of the first fault that is there.
+    """
     for is_there, message in faults:
         if is_there:
             raise ConfigError(message)
@@ -427,7 +441,11 @@ def _no_such(name: str, known: Collection[str]) -> str:
 
 
 def absolute(path: PathLike) -> Path:
-    """Raises: PathError for a relative path where there is no working directory any more."""
+    """The absolute path of `path`.
+
+    Raises:
+        PathError: if it is relative and there is no working directory any more.
+    """
     try:
         return Path(path).absolute()
     except FileNotFoundError as error:
@@ -460,7 +478,17 @@ def _paths(option: str, given: Any) -> tuple[Path, ...]:
 
 
 def _modules(option: str, given: Any, instances: type, kinds: str) -> tuple[Any, ...]:
-    """Args: instances: what it may hold beside subclasses of nn.Module; kinds: both in words, with "nor" between."""
+    """The elements of an option that holds modules.
+
+    Args:
+        option: its name.
+        given: its value.
+        instances: what it may hold beside subclasses of nn.Module.
+        kinds: both in words, with "nor" between.
+
+    Raises:
+        ConfigError: for anything else.
+    """
     if isinstance(given, str | nn.Module | type) or not isinstance(given, Iterable):
         raise ConfigError(f"{option}={given!r}: give a sequence, such as ({given!r},)")
     modules = tuple(given)

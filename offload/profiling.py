@@ -55,12 +55,20 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def drive_lanes(number: int) -> tuple[str, str, str]:
-    """The lanes of a swap file: its reads, its writes, their checksums."""
+    """The names of a swap file's lanes: of its reads, its writes and their checksums."""
     return f"drive {number}: reads", f"drive {number}: writes", f"drive {number}: checksums"
 
 
-class About(TypedDict, total=False):
-    """What an event is about. size: bytes; tier: where it moves to or from, or which is waited for."""
+class Labels(TypedDict, total=False):
+    """What an event is about.
+
+    Attributes:
+        chunk: the chunk's index.
+        unit: the unit's name.
+        parameter: the parameter's name.
+        size: in bytes.
+        tier: where the chunk moves to or from, or what is waited for.
+    """
 
     chunk: int | None
     unit: str | None
@@ -71,11 +79,21 @@ class About(TypedDict, total=False):
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """Something that began, on the clock of `time.perf_counter_ns`. `end` may be called from any thread."""
+    """Something that began.
+
+    Attributes:
+        lane: its row of the picture.
+        name: what it is.
+        labels: what it is about.
+        overlaps: whether others like it may run in its lane at the same time.
+        failed: whether it ended with an exception.
+        ended: when it ended, on the clock of `time.perf_counter_ns`; None: not yet. Any thread may set it.
+        began: when it began, on the same clock.
+    """
 
     lane: str
     name: str
-    about: About
+    labels: Labels
     overlaps: bool
     failed: bool = False
     ended: int | None = None
@@ -90,7 +108,7 @@ class Event:
 
 
 class Timeline:
-    """Totals by name, and events while asked for; from any thread. See [Note: totals and events].
+    """Totals by name, and events while they are asked for. Any thread may call it. See [Note: totals and events].
 
     Names of totals end in `_s` for seconds and `_bytes` for bytes.
     """
@@ -125,12 +143,15 @@ class Timeline:
         with self._lock:
             return self._counts[name]
 
-    def event(self, lane: str, name: str, **about: Unpack[About]) -> AbstractContextManager[None]:
-        """Records what runs inside, in a lane where one thing runs at a time; as a range of a torch.profiler, too."""
+    def event(self, lane: str, name: str, **labels: Unpack[Labels]) -> AbstractContextManager[None]:
+        """Records what runs inside, in a lane where one thing runs at a time.
+
+        It is a range of a torch.profiler, too.
+        """
         recording, profiler_range = self._recording, _profiler_range(name)
         if recording is None:
             return profiler_range or _NOTHING
-        event = recording.begin(Event(lane, name, about, overlaps=False)) or _NOTHING
+        event = recording.begin(Event(lane, name, labels, overlaps=False)) or _NOTHING
         return event if profiler_range is None else _both(event, profiler_range)
 
     @contextmanager
@@ -141,15 +162,22 @@ class Timeline:
         with self.span(f"wait_{tier}_s"), self.event(WAITS, what, chunk=chunk, parameter=parameter, tier=tier):
             yield
 
-    def begin(self, lane: str, name: str, *, overlaps: bool = True, **about: Unpack[About]) -> Event | None:
-        """Records the beginning of something that ends elsewhere; hand what is returned to `end`.
+    def begin(self, lane: str, name: str, *, overlaps: bool = True, **labels: Unpack[Labels]) -> Event | None:
+        """Records the beginning of something that ends elsewhere.
 
-        Args: overlaps: whether others like it may run in its lane at the same time.
+        Args:
+            lane: its row of the picture.
+            name: what it is.
+            overlaps: whether others like it may run in its lane at the same time.
+            **labels: what it is about.
+
+        Returns:
+            The event for `end`; None: nothing is recorded.
         """
         recording = self._recording
         if recording is None:
             return None
-        return recording.begin(Event(lane, name, about, overlaps=overlaps))
+        return recording.begin(Event(lane, name, labels, overlaps=overlaps))
 
     @staticmethod
     def end(event: Event | None, *, failed: bool = False) -> None:
@@ -161,9 +189,13 @@ class Timeline:
     def recorded(self, file: str | os.PathLike[str], chunks: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
         """Records events, and writes them to `file` at the end, also when the body raises.
 
-        Args: chunks: what to say of each chunk besides its number.
-        Raises: PathError before anything runs, or at the end if the file could not be written; ConfigError if a
-        recording is going on.
+        Args:
+            file: the path of the file.
+            chunks: what to say of each chunk besides its number.
+
+        Raises:
+            PathError: before anything runs, or at the end if the file could not be written.
+            ConfigError: if `file` is no path, or a recording is going on.
         """
         path = _checked(file)
         with self._lock:
@@ -205,7 +237,7 @@ def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]
 
 
 class _Recording:
-    """The events between one enter and its exit."""
+    """The events of one recording."""
 
     def __init__(self, chunks: Sequence[Mapping[str, Any]]) -> None:
         self.pid = os.getpid()
@@ -231,7 +263,7 @@ class _Recording:
             self._ended = time.perf_counter_ns()
 
     def lines(self) -> Iterator[str]:
-        """The file's text, in parts."""
+        """The text of the file, in parts."""
         about = {
             "events": len(self._events),
             "events_left_out": self._left_out,
@@ -267,7 +299,7 @@ class _Recording:
             yield self._entry(name, "i", 1, last - self._began) | {"s": "g"}
 
     def _rows(self, events: list[Event]) -> list[list[Event]]:
-        """One row; more only where complete events overlap."""
+        """The events of a lane in rows: one, or more where complete events overlap."""
         rows: list[list[Event]] = []
         ends: list[int] = []
         for event in sorted(events, key=lambda event: event.began):
@@ -281,14 +313,14 @@ class _Recording:
         return rows
 
     def _end_of(self, event: Event) -> tuple[int, bool]:
-        """When it ended, and whether that is only the end of the recording."""
+        """When an event ended, and whether that is only the end of the recording."""
         last, ended = self._ended or 0, event.ended
         return (last, True) if ended is None or ended > last else (ended, False)
 
     def _told(self, event: Event, row: int, number: int) -> Iterator[dict[str, Any]]:
         ended, is_cut = self._end_of(event)
-        args = {_SHOWN_AS.get(key, key): value for key, value in event.about.items() if value is not None}
-        chunk = event.about.get("chunk")
+        args = {_SHOWN_AS.get(key, key): value for key, value in event.labels.items() if value is not None}
+        chunk = event.labels.get("chunk")
         if chunk is not None and chunk < len(self._chunks):
             args = dict(self._chunks[chunk]) | args
         if is_cut:
@@ -301,7 +333,7 @@ class _Recording:
             yield self._entry(event.lane, "b", row, event.began - self._began) | shared | {"args": args}
             yield self._entry(event.lane, "e", row, ended - self._began) | shared
             return
-        what = event.about.get("parameter") or event.about.get("unit")
+        what = event.labels.get("parameter") or event.labels.get("unit")
         detail = what or ("" if chunk is None else f"chunk {chunk}")
         name = f"{event.name} {detail}".rstrip()
         entry = self._entry(name, "X", row, event.began - self._began)
@@ -312,7 +344,12 @@ class _Recording:
 
 
 def _checked(file: str | os.PathLike[str]) -> str:
-    """The absolute path of a file that can be written. Raises: PathError, ConfigError."""
+    """The absolute path of a file that can be written.
+
+    Raises:
+        PathError: if it cannot be written, or is no regular file.
+        ConfigError: if `file` is no path.
+    """
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
     path = str(absolute(file))
@@ -340,7 +377,7 @@ def _temporary_path(path: str) -> str:
 
 
 def _write(path: str, lines: Iterator[str]) -> None:
-    """Writes a temporary file, syncs it and renames it: `path` is never half a file."""
+    """Writes a temporary file, syncs it and renames it, so that `path` is never half a file."""
     temporary = _temporary_path(path)
     try:
         with open(temporary, "x", encoding="utf-8") as out:

@@ -22,11 +22,11 @@ class Region:
 
     Attributes:
         tier: where.
-        what: its name. Regions of different sizes may have the same name: then they are several pieces of one thing.
+        what: its name. Regions of different sizes may have the same name, and are then pieces of one thing.
         nbytes: of one piece.
         count: how many pieces there are.
-        kind: under which `offload plan` counts it: a state kind, or what [Note: rows] in planner/explain.py names.
-        holds: of these bytes, those that are counted under other kinds.
+        kind: under which `offload plan` counts it: a state kind, or one of [Note: rows] in planner/explain.py.
+        holds: of these bytes, those that are counted under other kinds, as pairs (kind, bytes).
     """
 
     tier: Tier
@@ -38,20 +38,20 @@ class Region:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all pieces, each of whole pages."""
+        """The bytes of all pieces, each rounded up to whole pages."""
         return self.count * round_up(self.nbytes, PAGE_BYTES)
 
     def rows(self) -> Iterable[tuple[str, int]]:
-        """(kind, bytes); together `total_bytes`."""
+        """The bytes of each kind, as pairs (kind, bytes) whose sum is `total_bytes`."""
         yield from self.holds
         yield self.kind, self.total_bytes - sum(nbytes for _, nbytes in self.holds)
 
 
 def total_bytes(regions: Iterable[Region], tier: Tier) -> int:
-    """Bytes of those that are on `tier`."""
+    """The bytes of all regions that are on `tier`."""
     return sum(region.total_bytes for region in regions if region.tier == tier)
 
 
 def total_of(regions: Iterable[Region], names: Sequence[str]) -> int:
-    """Bytes of those with one of these names, on any tier."""
+    """The bytes of all regions with one of these names, on any tier."""
     return sum(region.total_bytes for region in regions if region.what in names)

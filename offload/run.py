@@ -30,11 +30,11 @@ OpenEngine = Callable[[str, Sequence[Path]], IOEngine]
 
 @dataclass(frozen=True)
 class Disk:
-    """Through what a run reaches its directories.
+    """How a run reaches its directories.
 
     Attributes:
         files: makes the file system of one run, which holds the run's directories open.
-        open_engine: makes the I/O engine of one run, of a name that `Tuning.io_engine` takes.
+        open_engine: makes the I/O engine of one run, from a name that `Tuning.io_engine` takes.
     """
 
     files: Callable[[], Files] = Files
@@ -52,33 +52,43 @@ class Memory:
 
     Attributes:
         ram: the arena in RAM; also holds the buffers of transfers from and to swap files.
-        device: memory of the model's device, None if none is reserved.
+        device: memory of the model's device; None: none is reserved.
         reserved: the pieces of both that the parts of the run get.
         copier: copies between the model and the memory where states and gradients wait for the step.
-        link: copies between the model and `ram`, where `copier` does not make them and frozen parameters are there.
+        frozen_copier: copies frozen parameters between RAM and the device, if they are in RAM and the states are on the
+            device; None: `copier` does that, too.
     """
 
     ram: Arena
     device: Lender | None
     reserved: Reserved
     copier: Copier
-    link: Copier | None = None
+    frozen_copier: Copier | None = None
 
     def take(self, what: str) -> list[Tensor]:
-        """See `Reserved`."""
+        """The pieces of the regions of a name; see `Reserved`."""
         return self.reserved.take(what)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes lent of the device's memory."""
+        """How many bytes of the device's memory are lent."""
         return 0 if self.device is None else self.device.used
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts of one run are built from: each takes this instead of its pieces.
+    """What the parts of one run are built from. Each part takes this instead of its pieces.
 
-    Attributes: paths: the directories of its files, in their order.
+    Attributes:
+        commits: what was decided for commits.
+        paths: the directories of its files, in their order.
+        layout: of the trained parameters.
+        memory: its buffers.
+        kernels: those that work where the states are.
+        comm: the ranks.
+        timeline: counts and records what runs.
+        files: the file system.
+        entries: the threads in the run.
     """
 
     commits: CommitChoice
@@ -95,8 +105,11 @@ class Run:
 class Stores(NamedTuple):
     """The chunk caches of a run.
 
-    Attributes: states: of the optimizer states; params: of the 16-bit parameters, if they are streamed or committed;
-    grads: of the gradients, with grad_tier="nvme"; frozen: of frozen parameters that stream.
+    Attributes:
+        states: of the optimizer states.
+        params: of the 16-bit parameters, if they are streamed or committed.
+        grads: of the gradients, with grad_tier="nvme".
+        frozen: of frozen parameters that stream.
     """
 
     states: Store
@@ -110,13 +123,13 @@ class Stores(NamedTuple):
 
     @property
     def trained(self) -> list[Store]:
-        """All but `frozen`."""
+        """All stores but `frozen`."""
         return [store for store in self[:-1] if store is not None]
 
 
 @dataclass
 class Owner:
-    """The optimizer, as the parts of a held model call it, until it is closed. All calls upwards are here.
+    """The optimizer, as the parts of a held model call it until it is closed. All calls upwards are here.
 
     Attributes:
         step: returns the number of the last step.
@@ -133,8 +146,11 @@ class Owner:
     unscale: Callable[[Tensor, Tensor], None]
 
     def let_go(self) -> None:
-        """The optimizer is closed. Without a cycle of it and its model both are freed as soon as nobody uses them, as a
-        plain model and its optimizer are, not when Python's collector next runs."""
+        """Drops all references to the optimizer, which is closed.
+
+        So it and its model are no cycle. Both are freed as soon as nobody uses them, not when Python's collector next
+        runs.
+        """
         self.step = self.require_usable = self.failed = self.collect = self.unscale = _closed
 
 

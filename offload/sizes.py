@@ -27,10 +27,14 @@ _PATTERN = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII
 
 
 def parse_bytes(value: int | str, option: str) -> int:
-    """Bytes in `value`, an int of bytes or a string such as "48GiB", "512 MiB" or "10GB".
+    """The number of bytes in `value`, an int of bytes or a string such as "48GiB", "512 MiB" or "10GB".
 
-    Args: option: the argument's name, for the error.
-    Raises: ConfigError for anything else, a negative size, or a fraction of a byte.
+    Args:
+        value: the size.
+        option: the argument's name, for the error.
+
+    Raises:
+        ConfigError: for anything else, a negative size, or a fraction of a byte.
     """
     allowed = 'an int of bytes or a string such as "48GiB", "512MiB" or "10GB"'
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -52,7 +56,7 @@ def parse_bytes(value: int | str, option: str) -> int:
 
 
 def _hint(match: re.Match[str] | None) -> str:
-    """Of a unit that is written otherwise: "48gib", "48 G"."""
+    """A question about a unit that is misspelt, such as "48gib" or "48 G"."""
     number, unit = ("", "") if match is None else (match[1], match[2].lower())
     near = next((one for one in _UNITS if unit and one.lower() in (unit, f"{unit}ib")), None)
     return "" if near is None else f"; did you mean {number + near!r}?"
@@ -75,7 +79,12 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def option_bytes(nbytes: int, *, at_most: bool = False) -> str:
-    """So many bytes as an option takes them, "131.5GiB": rounded up, or down if `at_most`, by a thousandth or less."""
+    """So many bytes as an option takes them, such as "131.5GiB".
+
+    Args:
+        nbytes: the bytes, rounded up by a thousandth or less.
+        at_most: whether they are rounded down instead.
+    """
     digits = 5 if at_most else 4  # whoever reads it rounds down to a byte once more
     for name, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= size:

@@ -1,5 +1,7 @@
-"""The tiers: where bytes live. Users write a tier's name, and `stats()` and plans show it; inside it is one of these
-objects."""
+"""The tiers: where bytes live.
+
+Users write a tier's name, and `stats()` and plans show it. Inside the library it is one of these objects.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,11 @@ _CHECKED, _WRITING_RAISES, _READING_RAISES, _WRITING_WARNS = 3, 4, 5, 6
 
 
 class _Placed(int):
-    """A rank that sorts by its place in a list. Attribute: place."""
+    """A rank that sorts by its place in a list.
+
+    Attributes:
+        place: its index there.
+    """
 
     place: int
 
@@ -58,13 +62,17 @@ def in_this_order(ranks: Sequence[int]) -> list[int]:
 
 
 def exchange_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
-    """Exchanges what two storages point to, and what goes with it, as `UntypedStorage._swap_data_ptr_`."""
-    ours, others = (_WORDS.from_address(one._cdata + _FIELDS) for one in (storage, other))
-    ours[:], others[:] = list(others), list(ours)
+    """Exchanges the memory of two storages, and what goes with it, as `UntypedStorage._swap_data_ptr_` does."""
+    ours, theirs = (_WORDS.from_address(one._cdata + _FIELDS) for one in (storage, other))
+    ours[:], theirs[:] = list(theirs), list(ours)
 
 
 def allow_data_access(storage: int) -> None:
-    """Undoes `torch_private.forbid_data_access`. Args: storage: its `_cdata`."""
+    """Undoes `torch_private.forbid_data_access`.
+
+    Args:
+        storage: its `_cdata`.
+    """
     flags = _Flags.from_address(storage + _FLAGS)
     if flags[_READING_RAISES]:
         flags[_READING_RAISES] = 0
@@ -72,18 +80,19 @@ def allow_data_access(storage: int) -> None:
 
 
 def has_known_fields(forbid: Callable[[int, str], None] | None) -> bool:
-    """Whether storages of the torch that runs have their fields where this file writes to them.
+    """Whether storages of the installed torch have their fields where this file writes to them.
 
-    Args: forbid: makes reading a storage raise, see `torch_private.forbid_data_access`; None if torch cannot.
+    Args:
+        forbid: makes reading a storage raise, see `torch_private.forbid_data_access`; None: torch cannot.
     """
     memory = bytearray(7)
     for tensor in (torch.empty(11, dtype=torch.uint8), torch.frombuffer(memory, dtype=torch.uint8)):
         storage = tensor.untyped_storage()
         resizable = storage.resizable()
-        data, _, _, *found, allocator = _fields(storage)
+        data, _, _, *fields, allocator = _fields(storage)
         if data != storage.data_ptr() or resizable != bool(allocator):
             return False
-        if found != [0, -1, storage.nbytes(), 0, int(resizable), 0, 0, 0, 0, 0]:  # device cpu, which has no index
+        if fields != [0, -1, storage.nbytes(), 0, int(resizable), 0, 0, 0, 0, 0]:  # device cpu, which has no index
             return False
         if forbid is not None:
             forbid(storage._cdata, "")

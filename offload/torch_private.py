@@ -77,7 +77,7 @@ _set_compiled_frames: Any = _find("torch._dynamo.eval_frame", "set_fullgraph_com
 
 
 def count_compiled_frame() -> None:
-    """What runs now counts as compiled: `fullgraph=True` ends in a RuntimeError where nothing was."""
+    """Counts the call that runs now as compiled. With `fullgraph=True` torch raises RuntimeError if none was."""
     if _set_compiled_frames is None:
         return
     count = _set_compiled_frames(-1)  # of the innermost call that is compiled so; -1: there is none
@@ -93,13 +93,16 @@ will_run_node: Any = _find("torch._C", "_will_engine_execute_node")
 queue_callback: Any = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 """Calls a function when the running backward pass ends."""
 saved_tensors_hooks: Any = _find("torch._C._autograd", "_top_saved_tensors_default_hooks")
-"""The innermost pair of hooks for saved tensors on this thread, or None. Args: whether to look while tracing, too."""
+"""The innermost pair of hooks for saved tensors on this thread, or None.
+
+Its argument says whether to look while tracing, too.
+"""
 can_hook_saved_tensors: Any = _find("torch._C._autograd", "_saved_tensors_hooks_is_enabled")
 """False inside `torch.autograd.graph.disable_saved_tensors_hooks`."""
 set_version_counters: Any = _find("torch._C._autograd", "_unsafe_set_version_counter")
 """Sets the versions of tensors, by which autograd notices that a saved tensor was changed.
 
-Args: a tuple of tensors, a tuple of ints. Public, only upwards by one: `torch.autograd.graph.increment_version`.
+It takes a tuple of tensors and a tuple of ints. Public, only upwards by one: `torch.autograd.graph.increment_version`.
 """
 
 profiler_enabled: Any = _find("torch.autograd", "_profiler_enabled")
@@ -211,7 +214,7 @@ _require(_missing)
 def timeout_s(group: Any, device: torch.device) -> float | None:
     """The `timeout` that init_process_group or new_group got, in seconds, for collectives on `device`.
 
-    None where the group's backend does not say. Nothing public does.
+    It is None if the group's backend does not say. Nothing public does.
     """
     try:
         backend = group._get_backend(device)
@@ -225,19 +228,21 @@ def timeout_s(group: Any, device: torch.device) -> float | None:
 
 
 def dtensor_class() -> Any:
-    """torch.distributed.tensor.DTensor; None where nobody has imported it, for then there is none.
+    """torch.distributed.tensor.DTensor; None if nobody has imported it, since there is no DTensor then.
 
     It is not looked up at import, which would take every user half a second. `_local_tensor` is this rank's part, and
     `_spec` how all parts make the whole. Public, but `to_local` gives another tensor of the same memory each time, and
     nothing public changes the dtype of a DTensor in place.
-    Raises: TorchVersionError if it has no such attributes.
+
+    Raises:
+        TorchVersionError: if it has no such attributes.
     """
-    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return None if found is None else _checked(found)
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return None if dtensor is None else _checked(dtensor)
 
 
 @cache
-def _checked(found: Any) -> Any:
-    names = [name for name in ("_local_tensor", "_spec") if not hasattr(found, name)]
+def _checked(dtensor: Any) -> Any:
+    names = [name for name in ("_local_tensor", "_spec") if not hasattr(dtensor, name)]
     _require([f"torch.distributed.tensor.DTensor.{name}" for name in names])
-    return found
+    return dtensor

@@ -31,20 +31,20 @@ from offload.sizes import format_bytes
 
 
 def accelerator() -> torch.device | None:
-    """The kind of device on which models can be trained beside the CPU; None if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    """The accelerator on which models can be trained; None if there is none."""
+    device = torch.accelerator.current_accelerator(check_available=True)
     # An MPS device has neither memory of its own nor streams.
-    return None if found is None or found.type == "mps" else found
+    return None if device is None or device.type == "mps" else device
 
 
 def finish_queue(device: torch.device) -> None:
-    """Waits for all that is queued on the current stream of a device: another stream may use, and free, its tensors."""
+    """Waits for all that is queued on the current stream of a device, so that another stream may use its tensors."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 def stream_handle(device: torch.device) -> int:
-    """What the driver calls the device's current stream."""
+    """The driver's handle of the device's current stream."""
     if device.type == "cuda":
         return int(torch.cuda.current_stream(device).cuda_stream)
     return int(torch.accelerator.current_stream(device).stream_id)
@@ -55,26 +55,26 @@ class DeviceEvent(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the device is past it; never blocks."""
+        """Whether the device is past this point. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks the calling thread until the device is past it. May be called again, and from any thread."""
+        """Blocks the calling thread until the device is past this point. May be called again, and from any thread."""
 
     @abstractmethod
     def wait_on_device(self) -> None:
-        """What is queued on the current stream from now on begins after it. The host does not wait."""
+        """Makes what is queued on the current stream from now on begin after this point. The host does not wait."""
 
 
 class Copy(DeviceEvent):
-    """A copy under way: the point at which `dst` holds `src`."""
+    """A copy under way: the event after which `dst` holds `src`."""
 
 
 class Copier(ABC):
     """Copies between a device and host memory.
 
-    Copies of different calls may complete in any order. `after`: the event, from `mark`, after which a copy may begin;
-    None: all that the current stream has queued.
+    Copies of different calls may complete in any order. A copy begins after the event `after`, which `mark` has made;
+    None: after all that the current stream has queued.
     """
 
     direct: bool
@@ -84,7 +84,7 @@ class Copier(ABC):
 
     @abstractmethod
     def mark(self) -> DeviceEvent:
-        """The end of what the current stream has queued."""
+        """An event at the end of what the current stream has queued."""
 
     @abstractmethod
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
@@ -95,33 +95,42 @@ class Copier(ABC):
         """Starts copying host tensor `src` into device tensor `dst` (same shape and dtype)."""
 
     def after_uploads(self) -> AbstractContextManager[None]:
-        """What is queued inside begins after the copies to the device that were started before. Work on other streams
-        does not have to wait for these copies. For work that allocates no memory."""
+        """A context for work that begins after the copies to the device that were started before.
+
+        Work on other streams does not wait for these copies. What is queued inside must not allocate memory.
+        """
         return nullcontext()
 
     def ahead_of_downloads(self) -> AbstractContextManager[None]:
-        """What is queued inside runs before the copies to the host that are started later. Work on other streams does
-        not wait for it, nor it for them."""
+        """A context for work that runs before the copies to the host that are started later.
+
+        Work on other streams does not wait for it, and it does not wait for them.
+        """
         return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
-        """What is queued inside begins after what the current stream has queued. Work on other streams does not wait
-        for it. What it reads may be freed, or changed, after an event from `mark` inside. For work that allocates no
-        memory."""
+        """A context for work that begins after what the current stream has queued, and for which no other stream waits.
+
+        What it reads may be freed or changed after an event from `mark` inside. What is queued inside must not allocate
+        memory.
+        """
         return nullcontext()
 
     def free_bytes(self) -> int | None:
-        """Memory free on the device; None: it is the host's."""
+        """How many bytes are free on the device; None: its memory is the host's."""
         return None
 
     def return_freed(self) -> None:
-        """Gives memory of freed tensors back to the device, from an allocator that keeps it by the sizes that it had.
-        Waits for the device."""
+        """Gives memory that torch's allocator keeps of freed tensors back to the device. Waits for the device."""
         return
 
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
-        """Page-locks host memory, where that makes copies faster. Raises: BudgetError if the driver refuses."""
+        """Page-locks host memory, where that makes copies faster.
+
+        Raises:
+            BudgetError: if the driver refuses.
+        """
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
@@ -144,7 +153,7 @@ DONE = _Done()
 
 
 class HostCopier(Copier):
-    """For models on the CPU: copies at once, and kernels write parameters in place."""
+    """Copies for models on the CPU, at once. Kernels write parameters in place."""
 
     direct = True
 
@@ -168,11 +177,13 @@ class HostCopier(Copier):
 
 @contextmanager
 def _calling(device: torch.device) -> Iterator[None]:
-    """Inside, the driver is called for `device`, by whatever thread.
+    """A context in which the driver is called for `device`, by whatever thread.
 
-    A call that names no device is for the thread's current one. CUDA gives that a context, half a GiB of its memory, if
-    it has none: the events of a model on the second GPU would take memory of the first.
-    Raises: DeviceError if a call fails.
+    A call that names no device is for the thread's current one. If that has no context, CUDA gives it one, which takes
+    half a GiB: the events of a model on the second GPU would take memory of the first.
+
+    Raises:
+        DeviceError: if a call fails.
     """
     try:
         with torch.accelerator.device_index(device.index):
@@ -182,7 +193,14 @@ def _calling(device: torch.device) -> Iterator[None]:
 
 
 class _StreamEvent(Copy):
-    """Args: event: recorded; device: its stream's; current: returns the current stream; src: kept until then."""
+    """An event that was recorded on a stream.
+
+    Args:
+        event: torch's.
+        device: the device of its stream.
+        current: returns the current stream.
+        src: the source of the copy that ends with the event, kept until then.
+    """
 
     def __init__(self, event: Any, device: torch.device, current: Callable[[], Any], src: Tensor | None) -> None:
         self._event = event
@@ -221,8 +239,11 @@ class _StreamEvent(Copy):
 
 
 class DeviceCopier(Copier):
-    """One stream a direction, so that both directions of the link work at once beside the compute stream, and one for
-    what waits for neither."""
+    """Copies to and from a device with memory of its own.
+
+    There is one stream for each direction, so that both directions of the link work at once beside the compute stream,
+    and one for work that waits for neither.
+    """
 
     direct = False
 
@@ -278,8 +299,11 @@ class DeviceCopier(Copier):
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """Makes a stream this thread's current one. `with stream` keeps the one before in the stream itself: of two
-        threads inside each would leave with the other's."""
+        """Makes a stream this thread's current one.
+
+        `with stream` keeps the stream before in `stream` itself. If two threads were inside, each would leave with the
+        other's.
+        """
         with _calling(self._device):
             before = self._current()
             torch.accelerator.set_stream(stream)
@@ -332,8 +356,7 @@ class DeviceCopier(Copier):
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """A refused call stays this thread's last error, which the next launch of a kernel takes for its own: here one
-        that nobody needs."""
+        """Clears this thread's last error of the driver, which the next launch of a kernel would take for its own."""
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 

@@ -36,8 +36,9 @@ from offload.storage.chunk_cache import Store
 class GradientScale:
     """The factors by which the step multiplies every gradient.
 
-    Attributes: unscaled: the inverse of the loss scale, None until a GradScaler has set it; clip: the factor of
-    clipping, None if the gradients were not clipped.
+    Attributes:
+        unscaled: the inverse of the loss scale, None until a GradScaler has set it.
+        clip: the factor of clipping, None if the gradients were not clipped.
     """
 
     unscaled: float | None = None
@@ -53,9 +54,14 @@ class GradientScale:
         return self.unscaled is not None or self.factor != 1.0
 
     def unscaled_by(self, inverse: float) -> GradientScale:
-        """These factors, and that of a GradScaler. Args: inverse: of the loss scale; 1: it was divided out before.
+        """These factors, with the loss scale of a GradScaler divided out.
 
-        Raises: ConfigError if that may not be divided out now.
+        Args:
+            inverse: 1 / loss scale; 1 where the loop has divided it out itself.
+
+        Raises:
+            ConfigError: if `inverse` is no positive finite number, or the loss scale was divided out or the gradients
+                were clipped before.
         """
         if not 0 < inverse < math.inf:
             raise ConfigError(
@@ -85,12 +91,18 @@ class GradientBuffer(ABC):
 
     Norms and the check for NaN and Inf are of the whole model: [Note: tensor parallelism] in ranks/tensor_parallel.py.
 
-    Args: store: of the gradients, with `grad_tier="nvme"`; None: they are in RAM (or on the device, with the states).
-    Attributes: most: micro-batches a step at most, None: any number; expected: how many there may be; scale: the
-    factors of all gradients; factors: by parameter, what the step multiplies its gradient by besides.
+    Over several ranks, all of them have to call `finalize`, `norm`, `norms`, `not_finite`, `clear_all` and `reset` in
+    the same order. These raise RankError.
 
-    Over several ranks all of them have to call `finalize`, `norm`, `norms`, `not_finite`, `clear_all` and `reset`
-    alike; these raise RankError.
+    Args:
+        store: where the gradients wait with `grad_tier="nvme"`; None: they wait in RAM (or on the device, with the
+            states).
+
+    Attributes:
+        most: the most micro-batches that a step may have; None: any number.
+        expected: how many micro-batches this step is expected to have.
+        scale: the factors that all gradients have in common.
+        factors: for some parameters, one more factor by which the step multiplies their gradient.
     """
 
     def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
@@ -121,13 +133,16 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
-        """Adds the gradient of one micro-batch.
+        """Adds the gradient of one micro-batch, which may still be in transfer when this returns.
 
-        It may still be in transfer when this returns.
+        Args:
+            param: the parameter's index.
+            grad: shape (numel,), on the model's device, in the parameter's dtype: the gradient of the whole parameter,
+                or of one of its tiles.
+            start: the element of the parameter at which the tile begins.
 
-        Args: grad: shape (numel,), on the model's device, in the parameter's dtype: of the whole parameter, or of one
-            of its tiles; start: the tile's first element.
-        Raises: AccumulationError if the parameter has all of its declared micro-batches already.
+        Raises:
+            AccumulationError: if the parameter has all of its declared micro-batches already.
         """
 
     @abstractmethod
@@ -136,30 +151,46 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def clear(self, param: int) -> None:
-        """The next gradient of `param` replaces what is held. Raises: AccumulationError if that cannot be any more."""
+        """Forgets the gradient of `param`: the next one replaces it.
+
+        Raises:
+            AccumulationError: if other ranks have that gradient already.
+        """
 
     @abstractmethod
     def clear_all(self) -> None:
-        """The next gradients replace all that is held."""
+        """Forgets all gradients: the next ones replace them."""
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:  # noqa: B027
-        """Backward is about to fetch a unit. Ranks that share parameters call this and `backward_ends` alike.
+        """Tells that backward is about to fetch a unit.
 
-        Args: left: units whose gradients have all come; is_alone: whether no other unit is fetched until this one is
-            left.
+        Ranks that share parameters call this and `backward_ends` in the same order.
+
+        Args:
+            unit: the unit's name.
+            left: units whose gradients have all come.
+            is_alone: whether no other unit is fetched until this one is left.
         """
 
     def backward_ends(self, left: Sequence[str], *, is_whole: bool) -> None:  # noqa: B027
-        """A backward ends. Args: left: as before; is_whole: whether it is not one inside of another one."""
+        """Tells that a backward ends.
+
+        Args:
+            left: units whose gradients have all come.
+            is_whole: False for a backward inside another one.
+        """
 
     # When all of them have come.
 
     def declare(self, most: int | None) -> None:
-        """Of every step from now on. Over several ranks on all of them alike, and while no gradient is there."""
+        """Sets the most micro-batches of every step from now on; None: any number.
+
+        Called while no gradient is there, with the same number on all ranks.
+        """
         self.most, self.expected = most, most or 1
 
     def _learn(self, count: int) -> None:
-        """Training repeats itself: the next step may have as many micro-batches as this one had."""
+        """Expects as many micro-batches in the next step as this one had, where their number is not declared."""
         if self.most is None and count:
             self.expected = count
 
@@ -167,7 +198,8 @@ class GradientBuffer(ABC):
     def finalize(self, params: Collection[int]) -> list[int]:
         """Waits until the gradients of `params`, each of which has one, are where the step reads them.
 
-        Returns: the parameters that have a gradient on any rank.
+        Returns:
+            The parameters that have a gradient on any rank.
         """
 
     @abstractmethod
@@ -180,39 +212,41 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def write(self, param: int, values: Tensor) -> None:
-        """Replaces what `values` returns. After `finalize`; on one rank alone."""
+        """Replaces the elements that `values(param)` returns. Called after `finalize`, where there is one rank."""
 
     def norm(self, params: Collection[int]) -> float:
-        """The 2-norm over `params`, in fp64, over all ranks; inf or nan if one of them is not finite.
+        """The 2-norm over `params`, in fp64, over all ranks. It is inf or nan if one of them is not finite.
 
-        The sum over the blocks is exactly rounded, so it does not depend on their order. After `finalize`.
+        Called after `finalize`. The sum over the blocks is rounded once, exactly, so it does not depend on their order.
         """
         sums = self._shards.sums_on_cpu()
         blocks = (block for param in params if self._counts[param] for block in sums[param])
         return math.sqrt(self._everyone.exact_sum(chain.from_iterable(block.tolist() for block in blocks)))
 
     def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
-        """The norm of each of `params`, without any factor, in fp64, over all ranks. After `finalize`.
+        """The norm of each of `params`, without any factor, in fp64, over all ranks. Called after `finalize`.
 
-        Args: order: of the norm; 2 costs no pass over the gradients.
+        Args:
+            params: the parameters.
+            order: of the norm; 2 costs no pass over the gradients.
         """
         if not params:
             return []
         if order == 2.0:
             sums = self._shards.sums_on_cpu()
-            own = [math.fsum(chain.from_iterable(block.tolist() for block in sums[param])) for param in params]
-            return self._sum_over_ranks(params, own).sqrt().tolist()
-        held = (self.values(param).float() for param in params)
-        own = [float(torch.linalg.vector_norm(values, order)) if len(values) else 0.0 for values in held]
+            norms = [math.fsum(chain.from_iterable(block.tolist() for block in sums[param])) for param in params]
+            return self._sum_over_ranks(params, norms).sqrt().tolist()
+        gradients = (self.values(param).float() for param in params)
+        norms = [float(torch.linalg.vector_norm(values, order)) if len(values) else 0.0 for values in gradients]
         if self._everyone.size == 1:
-            return own
+            return norms
         if math.isinf(order):
-            rows = self._everyone.all_gather(torch.tensor(own, dtype=torch.float64, device="cpu"))
+            rows = self._everyone.all_gather(torch.tensor(norms, dtype=torch.float64, device="cpu"))
             return (rows.amax(0) if order > 0 else rows.amin(0)).tolist()
-        return (self._sum_over_ranks(params, [norm**order for norm in own]) ** (1 / order)).tolist()
+        return (self._sum_over_ranks(params, [norm**order for norm in norms]) ** (1 / order)).tolist()
 
     def not_finite(self, params: Collection[int]) -> list[int]:
-        """Which of `params` hold NaN or Inf on any rank. After `finalize`."""
+        """The parameters among `params` whose gradient has NaN or Inf on any rank. Called after `finalize`."""
         if math.isfinite(self.norm(params)):
             return []
         sums = self._shards.sums_on_cpu()
@@ -220,35 +254,37 @@ class GradientBuffer(ABC):
         flags = self._everyone.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
 
-    def _sum_over_ranks(self, params: Sequence[int], own: Sequence[float]) -> Tensor:
-        once = [value if self._counts[param] else 0.0 for param, value in zip(params, own, strict=True)]
+    def _sum_over_ranks(self, params: Sequence[int], values: Sequence[float]) -> Tensor:
+        once = [value if self._counts[param] else 0.0 for param, value in zip(params, values, strict=True)]
         rows = self._everyone.all_gather(torch.tensor(once, dtype=torch.float64, device="cpu"))
         return torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64, device="cpu")
 
     # What the step multiplies them by.
 
     def factor_of(self, param: int) -> float:
-        """What the step multiplies the gradient of `param` by."""
+        """The number by which the step multiplies the gradient of `param`."""
         return self.scale.factor * self.factors.get(param, 1.0)
 
     def set_factor(self, param: int, factor: float) -> None:
         """Makes `factor_of(param)` be `factor`."""
-        own = factor / self.scale.factor if self.scale.factor else factor
-        if own == 1.0:
+        relative = factor / self.scale.factor if self.scale.factor else factor
+        if relative == 1.0:
             self.factors.pop(param, None)
         else:
-            self.factors[param] = own
+            self.factors[param] = relative
 
     def reset_factors(self) -> None:
-        """The step multiplies gradients by nothing."""
+        """Drops all factors: the step takes the gradients as they are."""
         self.scale = UNIT_SCALE
         self.factors.clear()
 
     # For the step.
 
     def outlives_step(self, param: int) -> bool:
-        """Whether the gradient of `param`, which this rank has all of, stays where it is after the step has used it,
-        until the next one comes. Else new parameters take its memory, or its slots are let go of."""
+        """Whether the gradient of `param` stays in its memory after the step, until the next gradient comes.
+
+        It stays where this rank has all of it and no new parameter takes its memory. Gradients in slots do not stay.
+        """
         return self.is_in_memory and self._layout.ranks == 1 and not self._is_written_over[param]
 
     def expect(self, chunks: Iterable[int]) -> None:
@@ -256,27 +292,29 @@ class GradientBuffer(ABC):
         self._shards.expect(chunks)
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
-        """The gradients of a chunk, shape (chunk.numel,), where the states are. Nobody needs them afterwards."""
+        """Lends the gradients of a chunk, shape (chunk.numel,), to the step, where the states are. They are not needed
+        later.
+        """
         return self._shards.shard(index)
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all gradients are where the states are, so that nobody waits for them."""
+        """Whether all gradients are where the states are, so that the step does not wait for them."""
         return isinstance(self._shards, ShardsInMemory)
 
     def chunk_memory(self, index: int) -> Tensor:
-        """The memory of a chunk's gradients, shape (chunk.numel,); only where they are in RAM."""
+        """The memory of a chunk's gradients, shape (chunk.numel,). Called only if `is_in_memory`."""
         return self._shards.chunk_memory(index)
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
-        """Of a chunk's gradients."""
+        """The dtype of a chunk's gradients while they wait."""
         return self._shards.dtypes[chunk.flat]
 
     # Ending.
 
     @abstractmethod
     def reset(self) -> None:
-        """Drops everything, failures too, before a rollback. The store of gradients is reset by its owner."""
+        """Drops all gradients and failures, before a rollback. The owner of the store of gradients resets that."""
 
     @abstractmethod
     def close(self) -> None:
@@ -284,7 +322,7 @@ class GradientBuffer(ABC):
 
 
 def too_often(name: str, accumulation: int) -> AccumulationError:
-    """More gradients came than `accumulation` declares."""
+    """The error for more gradients of a parameter than `accumulation` declares."""
     return AccumulationError(
         f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(), and accumulation={accumulation}: "
         "declare how many backward passes come before each step, OffloadZero(..., accumulation=N), or "

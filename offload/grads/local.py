@@ -40,17 +40,22 @@ BOUNCE = "gradients on their way from the device"
 
 
 def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Region]:
-    """What LocalGradients takes: gradients, unless they are in slots, their sums of squares, and bounces where what is
-    copied has to be summed or stored.
+    """What LocalGradients reserves.
 
-    Args: in_place: whether kernels read gradients where autograd makes them.
+    That is the gradients, unless they are in slots; their sums of squares; and bounce buffers, if gradients that are
+    copied from the device have to be summed or stored.
+
+    Args:
+        layout: of the trained parameters.
+        choice: what was decided for the gradients.
+        in_place: whether kernels read gradients where autograd makes them.
     """
     tier = choice.tier
-    found = shards.regions(layout, choice)
+    reserved = shards.regions(layout, choice)
     if not in_place and (choice.passes > 1 or tier.is_durable):
         nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
-        found.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
-    return found
+        reserved.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
+    return reserved
 
 
 class LocalGradients(GradientBuffer):
@@ -105,17 +110,19 @@ class LocalGradients(GradientBuffer):
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
             region = None if self._is_stored else self._region(param, tile)
             if region is not None and not self._is_summed:
-                self._then(param, self._copy(param, grad, region))
+                self._queue(param, self._copy(param, grad, region))
             else:
                 for chunk, piece in self._layout.pieces_of(param):
                     self._update(chunk, piece, tile, grad, is_first=is_first)
             if region is not None and is_last:
-                self._then(param, lambda: self._sum(param, tile, 0, region, generation))
+                self._queue(param, lambda: self._sum(param, tile, 0, region, generation))
 
     def _add(self, param: int, tile: int, grad: Tensor) -> None:
-        """Adds to a gradient of the same backward, in the dtype that it is held in, as autograd adds the gradients of
-        all uses of a parameter. A tiled weight and its tiles are leaves of their own, so that theirs come one by one
-        where the weight was also used as a whole."""
+        """Adds to a gradient that came in the same backward, in the dtype in which it waits.
+
+        A tiled weight and its tiles are leaves of their own. So their gradients come one by one if the weight was also
+        used as a whole, and have to be added as autograd adds those of all uses of a parameter.
+        """
         self.drain()
         if self._is_stored:
             values = self.values(param)
@@ -213,7 +220,15 @@ class LocalGradients(GradientBuffer):
             self._worker.shutdown(wait=True)
 
     def _sum(self, param: int, tile: int, first: int, values: Tensor, generation: int) -> None:
-        """Sums the squares of the elements of a tile from `first` on."""
+        """Sums the squares of the elements of a tile from `first` on.
+
+        Args:
+            param: the parameter's index.
+            tile: the tile's index.
+            first: the element of the tile at which `values` begins.
+            values: the gradient's elements, 1-D.
+            generation: which gradient of the tile they are, counted from the start.
+        """
         block = first // SUM_BLOCK
         blocks = self._shards.sums[param][tile][block : block + sum_blocks(first, values.numel())]
         with self._event(SUMS, "sum of squares", param):
@@ -225,7 +240,7 @@ class LocalGradients(GradientBuffer):
     # Copies from the device.
 
     def _through_bounce(self, param: int, values: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Calls `use` with `values` in RAM: at once on the CPU, else in the worker when it has been copied."""
+        """Calls `use` with `values` in RAM: at once on the CPU, else in the worker after the copy."""
         if self._copier.direct:
             use(values)
             return
@@ -242,13 +257,13 @@ class LocalGradients(GradientBuffer):
             finally:
                 self._bounces.put(bounce)
 
-        self._then(param, finish)
+        self._queue(param, finish)
 
     def _copy(self, param: int, src: Tensor, dst: Tensor) -> Callable[[], None]:
-        """Starts a copy into RAM; returns what waits for it."""
+        """Starts a copy into RAM, and returns the function that waits for it."""
         if self._copier.direct:
             return self._copier.to_host(src, dst).wait
-        chunk, parameter = self._about(param)
+        chunk, parameter = self._labels(param)
         size = src.numel() * src.element_size()
         moving = self._timeline.begin(TO_HOST, "copy", chunk=chunk, parameter=parameter, size=size, tier="device")
         copy = self._copier.to_host(src, dst)
@@ -263,8 +278,8 @@ class LocalGradients(GradientBuffer):
 
         return wait
 
-    def _then(self, param: int, work: Callable[[], None]) -> None:
-        """Runs `work` now, or in the worker after what was handed to it before."""
+    def _queue(self, param: int, work: Callable[[], None]) -> None:
+        """Runs `work` now, or in the worker after the work that was queued before."""
         if self._worker is None:
             work()
         else:
@@ -274,14 +289,14 @@ class LocalGradients(GradientBuffer):
 
     # For the timeline.
 
-    def _about(self, param: int) -> tuple[int | None, str]:
+    def _labels(self, param: int) -> tuple[int | None, str]:
         """The first chunk with a piece of `param`, and its name."""
         return next(iter(self._layout.chunks_of[param]), None), self._layout.specs[param].name
 
     def _event(self, lane: str, name: str, param: int, size: int | None = None) -> AbstractContextManager[None]:
-        chunk, parameter = self._about(param)
+        chunk, parameter = self._labels(param)
         return self._timeline.event(lane, name, chunk=chunk, parameter=parameter, size=size)
 
     def _waiting(self, what: str, param: int) -> AbstractContextManager[None]:
-        chunk, parameter = self._about(param)
+        chunk, parameter = self._labels(param)
         return self._timeline.waiting(what, chunk=chunk, parameter=parameter, tier="device")

@@ -61,7 +61,11 @@ transfer.py, without a limit of time: a device that waits for a rank which is go
 class _Buffer:
     """Communication buffers of one bucket, in bytes; see ReductionPlan.
 
-    full: what is sent; scratch: what is received; average: the averages, copied: these in RAM, each if needed.
+    Attributes:
+        full: what this rank sends.
+        scratch: what it receives.
+        average: the averages, where they cannot be written to where they stay.
+        copied: copies of these in RAM, where they have to be added to others.
     """
 
     full: Tensor
@@ -72,11 +76,18 @@ class _Buffer:
 
 @dataclass
 class _Reduction:
-    """A bucket under way.
+    """A bucket that is being averaged over the ranks.
 
-    buffer: None once a later bucket has it; average: its elements of this rank's shard, in RAM in the end; is_in_place:
-    whether they are written where they wait; round: its number; turn: of its unit; copy, moving: of the average from
-    the device.
+    Attributes:
+        work: the collective.
+        buffer: its communication buffers; None once a later bucket has them.
+        bucket: what is averaged.
+        average: the average of this rank's part, shape (bucket.numel,); in RAM in the end.
+        is_in_place: whether `average` is the memory in which gradients wait.
+        round: the number of its round.
+        turn: the number of its unit, in the order in which units are sent.
+        copy: the copy of the average from the device, if there is one.
+        moving: that copy's event in the timeline.
     """
 
     work: Work
@@ -92,7 +103,13 @@ class _Reduction:
 
 @dataclass
 class _Waiting:
-    """Gradients on the device that are copied into a buffer. turn: of their unit; copied: the event after it."""
+    """Gradients on the device that are being copied into a communication buffer.
+
+    Attributes:
+        turn: the number of their unit, in the order in which units are sent.
+        copied: the event after the copies.
+        grads: the gradients, which are kept alive until then.
+    """
 
     turn: int
     copied: DeviceEvent
@@ -104,7 +121,7 @@ _abandoned: list[Copy | _Waiting] = []
 
 
 class ReducedGradients(GradientBuffer):
-    """The averages over all ranks of the gradients of this rank's shards."""
+    """Averages, over all ranks, of the gradients of this rank's shards."""
 
     def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
         super().__init__(run, choice, store)
@@ -188,7 +205,11 @@ class ReducedGradients(GradientBuffer):
         return self._count[param] > 0
 
     def clear(self, param: int) -> None:
-        """Raises: AccumulationError if there is a gradient of `param`: the other ranks have it by now."""
+        """Refuses to forget a gradient that was made.
+
+        Raises:
+            AccumulationError: if there is a gradient of `param`, which other ranks have by now.
+        """
         if self._count[param]:
             raise AccumulationError(
                 f"the gradient of {self._layout.specs[param].name} was dropped or replaced by hand after backward, "
@@ -196,14 +217,23 @@ class ReducedGradients(GradientBuffer):
             )
 
     def clear_all(self) -> None:
-        """Raises: AccumulationError, as `finalize`."""
+        """Forgets all gradients; those that were not sent yet are sent first.
+
+        Raises:
+            AccumulationError: if other ranks do not drop theirs; see `finalize`.
+        """
         if self._active is None and any(self._count):
             self._end_rounds()
             self._agree(drops=True)
         self._begin_anew()
 
     def finalize(self, params: Collection[int]) -> list[int]:
-        """Raises: AccumulationError on all ranks if some of them drop what was averaged; then all have dropped it."""
+        """Sends what is missing in this step's rounds, and asks all ranks which parameters have a gradient.
+
+        Raises:
+            AccumulationError: on all ranks, if some of them drop gradients that were averaged; then all have dropped
+                them.
+        """
         if self._active is None:
             with self._timeline.span("gradient_s"):
                 self._end_rounds()
@@ -227,13 +257,13 @@ class ReducedGradients(GradientBuffer):
         raise AssertionError("no rank has all of a gradient")
 
     def reset(self) -> None:
-        """What some ranks have sent is sent by all of them."""
+        """Sends what other ranks wait for, then drops everything."""
         if self._active is None:
             self._end_rounds()
         self._begin_anew()
 
     def close(self) -> None:
-        """Waits for copies. The communicator says when no other rank writes here any more."""
+        """Waits for copies. When no other rank writes here any more, the communicator says."""
         for reduction in self._reducing:
             if reduction.copy is not None and reduction.work.done():
                 with suppress(OffloadError):
@@ -245,12 +275,20 @@ class ReducedGradients(GradientBuffer):
         self._unsent.clear()
 
     def _agree(self, params: Collection[int] = (), *, drops: bool = False) -> list[int]:
-        """Ends the rounds of a step on all ranks; returns the parameters that any of them names.
+        """Ends the rounds of a step on all ranks.
 
-        A rank that has nothing to drop does not call this, but goes on to its next gradients: these meet those that the
-        other ranks drop here, and are dropped too.
+        A rank that has nothing to drop does not call this with `drops`, but goes on to its next gradients. These meet
+        the ones that other ranks drop here, and are dropped too.
 
-        Args: drops: whether this rank drops its gradients.
+        Args:
+            params: the parameters that have a gradient on this rank.
+            drops: whether this rank drops its gradients.
+
+        Returns:
+            The parameters that any rank names.
+
+        Raises:
+            AccumulationError: if some ranks drop their gradients and others do not.
         """
         mine = torch.zeros(1 + len(self._count), dtype=torch.uint8, device="cpu")
         mine[0] = drops
@@ -278,21 +316,21 @@ class ReducedGradients(GradientBuffer):
 
     @property
     def _rounds(self) -> int | None:
-        """Rounds of a step at most; None: any number."""
+        """The most rounds that a step may have; None: any number."""
         return 1 if self._plan.sums_locally else self.most
 
     @property
     def _expected_rounds(self) -> int:
-        """Rounds that this step is expected to have: in the last one the squares are summed as the averages come."""
+        """The rounds that this step is expected to have. In the last one, squares are summed as the averages come."""
         return 1 if self._plan.sums_locally else self.expected
 
     def _sum_of(self, param: int) -> Tensor:
-        """Where the micro-batches of a parameter are summed before they are sent."""
+        """The fp32 memory in which the micro-batches of a parameter are summed before they are sent."""
         flat, offset = self._layout.locations[param]
         return self._whole[flat][offset : offset + self._layout.specs[param].numel]
 
     def _add(self, param: int, grad: Tensor) -> Tensor:
-        """Adds a micro-batch's gradient; returns the sum."""
+        """Adds a micro-batch's gradient to the sum of its parameter, and returns that."""
         total = self._sum_of(param)
         if not self._copier.direct:
             with torch.no_grad():
@@ -359,8 +397,11 @@ class ReducedGradients(GradientBuffer):
             self._start_copy(self._reducing[-1])
 
     def _wait_for_others(self, unit: str) -> None:
-        """A bucket of `unit` is about to be sent: waits for what was sent long ago, and for a buffer that the host
-        wants back."""
+        """Waits for earlier buckets, before one of `unit` is sent.
+
+        These are the buckets of UNITS_AHEAD units ago, the gradients of UNITS_WAITING units ago, and one more where no
+        buffer is free.
+        """
         if unit != self._sent_unit:
             self._sent_unit, self._turn = unit, self._turn + 1
         while self._reducing and self._reducing[0].turn < self._turn - UNITS_AHEAD:
@@ -372,13 +413,13 @@ class ReducedGradients(GradientBuffer):
             self._finish_reduction()
 
     def _next_lender(self) -> _Reduction | None:
-        """The bucket that was sent first of those that have buffers, if nothing has to wait for it but the device."""
+        """Of the buckets that have a buffer, the one sent first, if only the device has to wait for that buffer."""
         first = next((reduction for reduction in self._reducing if reduction.buffer is not None), None)
         return first if first is not None and first.copy is not None and first.is_in_place else None
 
     @uninterrupted  # a buffer must not be lost on its way from one bucket to the next
     def _launch(self, bucket: Bucket) -> None:
-        """Fills a buffer and sends it, after the event of what it was used for before."""
+        """Fills a buffer and sends it. If an earlier bucket had the buffer, the device waits until that has ended."""
         is_free: DeviceEvent = DONE
         if self._free:
             buffer = self._free.pop()
@@ -401,7 +442,7 @@ class ReducedGradients(GradientBuffer):
         self._reducing.append(_Reduction(work, buffer, bucket, average, region is not None, self._round, self._turn))
 
     def _fill(self, full: Tensor, bucket: Bucket) -> None:
-        """Copies the gradients of a bucket, as far as there are any, to its place in a buffer."""
+        """Copies the gradients of a bucket to their places in a buffer, with zeros for those that are missing."""
         for start, stop in bucket.holes:
             full[start:stop] = 0
         grads = []
@@ -421,7 +462,10 @@ class ReducedGradients(GradientBuffer):
                 del self._unsent[param]
 
     def _region(self, bucket: Bucket, number: int) -> Tensor | None:
-        """Where the average of a round may be written at once: in the first one its memory, if it waits in memory."""
+        """The memory in which an average may be written at once, or None.
+
+        In the first round that is where gradients wait, if they wait in memory. Later averages have to be added.
+        """
         return self._shards.region(bucket.flat, bucket.start, bucket.numel) if number == 0 else None
 
     def _is_done(self, reduction: _Reduction) -> bool:
@@ -439,7 +483,7 @@ class ReducedGradients(GradientBuffer):
         self._add_to_shards(first)
 
     def _start_copy(self, reduction: _Reduction) -> None:
-        """Queues the copy of an average from the device to where it waits, or to where it is added from."""
+        """Queues the copy of an average from the device to where it waits, or to a buffer from which it is added."""
         average = reduction.average
         size = average.numel() * average.element_size()
         target = self._region(reduction.bucket, reduction.round)
@@ -473,6 +517,6 @@ class ReducedGradients(GradientBuffer):
 
 
 def _order(layout: Layout, buckets: Sequence[Bucket]) -> list[int]:
-    """As backward goes, the root unit's last: it has parameters at both ends of a model."""
+    """The order of the buckets in backward. The root unit's are last: it has parameters at both ends of a model."""
     backwards = reversed(range(len(buckets)))
     return sorted(backwards, key=lambda index: layout.flats[buckets[index].flat].unit == "")

@@ -21,18 +21,24 @@ TRAVELLING = (SENT, RECEIVED, AVERAGES, WHOLE)
 
 
 class ReductionPlan:
-    """See [Note: averaging gradients over ranks] in reduce_scatter.py.
+    """How gradients are averaged; see [Note: averaging gradients over ranks] in reduce_scatter.py.
 
-    Args: choice: with a stage; direct: whether the model's device is the CPU.
+    Args:
+        layout: of the trained parameters.
+        choice: what was decided for the gradients, with a stage.
+        direct: whether the model's device is the CPU.
+
     Attributes:
-        sums_locally: micro-batches are summed before they are sent, not after.
-        rounds: how often each bucket is sent in a step; where any number is taken, how often it is counted.
-        wire, held: by flat, the dtypes of what travels and of the averages that stay.
-        buckets: in the order of the flats; buffers: how many are under way at most.
-        full_bytes: of the buffer for what a rank sends; and of that for what it receives.
-        average_bytes: of averages that cannot be written where they stay; 0: all can.
-        copied_bytes: of these, once they are copied from the device.
-        whole_bytes: by flat, of the sums of whole gradients, with `sums_locally`.
+        sums_locally: whether micro-batches are summed before they are sent, not after.
+        rounds: how often each bucket is sent in a step, as far as `accumulation` says.
+        wire: for each flat parameter, the dtype in which gradients travel.
+        held: for each flat parameter, the dtype in which averages wait.
+        buckets: in the order of the flat parameters.
+        buffers: how many buckets are under way at most.
+        full_bytes: of the buffer for what a rank sends, and of the one for what it receives.
+        average_bytes: of the buffer for averages that cannot be written to where they wait; 0 if all can.
+        copied_bytes: of the buffer in RAM for these, once they are copied from the device.
+        whole_bytes: for each flat parameter, of the sums of its whole gradient; empty without `sums_locally`.
     """
 
     def __init__(self, layout: Layout, choice: GradChoice, *, direct: bool) -> None:
@@ -54,7 +60,11 @@ class ReductionPlan:
         self._memory = choice.tier.memory
 
     def regions(self, communication: Tier) -> list[Region]:
-        """What ReducedGradients takes. Args: communication: in whose memory gradients travel."""
+        """What ReducedGradients reserves.
+
+        Args:
+            communication: the tier whose memory the buffers of the collectives are in.
+        """
         of_buckets = ((SENT, self.full_bytes), (RECEIVED, self.full_bytes), (AVERAGES, self.average_bytes))
         return [
             *self._shards,

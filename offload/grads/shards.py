@@ -34,7 +34,7 @@ from offload.storage.swap_format import SlotArrays
 
 
 def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
-    """Of the gradients that wait, by flat: fp32 if they are sums."""
+    """The dtype in which the gradients of each flat parameter wait: fp32 if they are sums."""
     return [torch.float32 if accumulation > 1 else flat.dtype for flat in layout.flats]
 
 
@@ -48,7 +48,7 @@ SUMS, GRADIENTS, CARRIED = "sums of squares", "gradients", "gradients of a block
 
 
 def regions(layout: Layout, choice: GradChoice) -> list[Region]:
-    """What `open_shards` takes."""
+    """What `open_shards` reserves."""
     dtypes, memory = dtypes_of(layout, choice.passes), choice.tier.memory
     sums = Region(memory, SUMS, 8 * sum(chain.from_iterable(_sum_sizes(layout))), kind="grad")
     if choice.tier.is_durable:
@@ -74,9 +74,12 @@ def _carried_bytes(layout: Layout, dtypes: list[torch.dtype]) -> int:
 class GradShards(ABC):
     """The gradients of this rank's shards.
 
-    Args: passes: micro-batches of a step at most.
-    Attributes: dtypes: by flat; sums: by parameter and tile (a parameter without tiles is one), the fp64 sums of
-    squares of its blocks.
+    Args:
+        passes: the most micro-batches that a step may have.
+
+    Attributes:
+        dtypes: of the gradients, for each flat parameter.
+        sums: for each parameter and tile, the sums of squares of its blocks, fp64. A parameter without tiles is one.
     """
 
     def __init__(self, run: Run, passes: int) -> None:
@@ -94,21 +97,28 @@ class GradShards(ABC):
         return [[next(blocks) for _ in tiles] for tiles in self._sizes]
 
     def sums_on_cpu(self) -> list[list[Tensor]]:
-        """The `sums`; from another device all are copied at once."""
+        """The `sums` in RAM. All are copied at once, if they are on another device."""
         return self.sums if self._all_sums.is_cpu else self._split(self._all_sums.cpu())
 
     @abstractmethod
     def region(self, flat: int, start: int, numel: int) -> Tensor | None:
-        """The memory of elements `start` to `start + numel` of this rank's shard of a flat; None: it is in slots."""
+        """The memory of elements `start` to `start + numel` of this rank's shard of a flat parameter.
+
+        It is None if the gradients are in slots.
+        """
 
     @abstractmethod
     def updated(
         self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
     ) -> AbstractContextManager[Tensor]:
-        """Writes `values` to a chunk, from its element `start` on, or adds them; gives the result.
+        """Writes or adds `values` to the gradients of a chunk, and lends the result.
 
-        Args: is_first: they are of the first micro-batch, and replace what is there; is_unfinished: more elements of
-            this chunk are about to come.
+        Args:
+            chunk: the chunk.
+            start: the chunk's element at which `values` begins.
+            values: 1-D.
+            is_first: whether they are of the first micro-batch, and replace what is there.
+            is_unfinished: whether more elements of this chunk are about to come.
         """
 
     def _put(self, values: Tensor, into: Tensor, *, is_first: bool) -> None:
@@ -119,12 +129,23 @@ class GradShards(ABC):
 
     @abstractmethod
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        """Writes the average of a bucket, shape (bucket.numel,), or adds it. Args: is_first, is_last: of the rounds."""
+        """Writes or adds the average of a bucket.
+
+        Args:
+            bucket: the bucket.
+            average: shape (bucket.numel,).
+            is_first: whether this is the first round of the step.
+            is_last: whether it is the last one.
+        """
 
     @abstractmethod
     def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
-        """After the last round over several ranks: makes the `sums` of these. Args: is_on_way: whether `add_bucket` was
-        told that it was the last."""
+        """Makes the `sums` of `params`, after the last round over several ranks.
+
+        Args:
+            params: the parameters.
+            is_on_way: whether the last calls of `add_bucket` had `is_last`, so that the sums may be there already.
+        """
 
     def _sum_squares(self, params: Iterable[int]) -> None:
         for param in params:
@@ -136,27 +157,27 @@ class GradShards(ABC):
 
     @abstractmethod
     def values(self, param: int) -> Tensor:
-        """See GradientBuffer."""
+        """See `GradientBuffer.values`."""
 
     @abstractmethod
     def write(self, param: int, values: Tensor) -> None:
-        """Replaces what `values` returns; the sums of squares stay what they were."""
+        """Replaces the elements that `values(param)` returns. The sums of squares stay what they were."""
 
     @abstractmethod
     def chunk_memory(self, index: int) -> Tensor:
-        """See GradientBuffer."""
+        """See `GradientBuffer.chunk_memory`."""
 
     @abstractmethod
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
-        """See GradientBuffer."""
+        """See `GradientBuffer.shard`."""
 
     @abstractmethod
     def expect(self, chunks: Iterable[int]) -> None:
-        """See GradientBuffer."""
+        """See `GradientBuffer.expect`."""
 
 
 class ShardsInMemory(GradShards):
-    """All gradients, in RAM or where the states are."""
+    """Gradients that wait in memory: in RAM, or where the states are."""
 
     def __init__(self, run: Run, passes: int) -> None:
         super().__init__(run, passes)
@@ -204,7 +225,7 @@ class ShardsInMemory(GradShards):
 
 
 class _Carried(NamedTuple):
-    """Elements `start` to `stop` of a parameter, the later ones of a block."""
+    """The later elements of a block, `start` to `stop` of a parameter, which wait for the earlier ones."""
 
     param: int
     start: int
@@ -212,7 +233,7 @@ class _Carried(NamedTuple):
 
 
 class ShardsInSlots(GradShards):
-    """See [Note: gradients in slots]."""
+    """Gradients that wait in the slots of a store; see [Note: gradients in slots]."""
 
     def __init__(self, run: Run, passes: int, store: Store) -> None:
         super().__init__(run, passes)
@@ -248,7 +269,7 @@ class ShardsInSlots(GradShards):
                         self._sum_range(chunk, at, summed)
 
     def _sum_range(self, chunk: Chunk, begin: int, values: Tensor) -> None:
-        """Args: values: the elements of a chunk from `begin` on."""
+        """Sums the squares of the elements of a chunk from `begin` on."""
         for piece in reversed(chunk.pieces):
             start, stop = max(piece.chunk_offset, begin), min(piece.chunk_offset + piece.numel, begin + len(values))
             if start < stop:
@@ -256,7 +277,7 @@ class ShardsInSlots(GradShards):
                 self._sum_piece(piece.param, first, values[start - begin : stop - begin])
 
     def _sum_piece(self, param: int, first: int, values: Tensor) -> None:
-        """Args: values: the elements of a parameter from `first` on; those after them came before."""
+        """Sums the squares of the elements of a parameter from `first` on. Those after them have come before."""
         held = self._layout.param_shard_range(param)[0]
         stop = first + len(values)
         if self._carried is not None:
@@ -272,7 +293,7 @@ class ShardsInSlots(GradShards):
             self._carry(param, first, values[: whole - first], whole)
 
     def _carry(self, param: int, start: int, values: Tensor, stop: int) -> None:
-        """Puts `values`, from element `start` on, before what is carried, which ends at `stop`."""
+        """Keeps `values`, elements from `start` on, before those that are carried already, which end at `stop`."""
         at = start % SUM_BLOCK
         self._memory.view(values.dtype)[at : at + len(values)] = values
         self._carried = _Carried(param, start, stop)
@@ -294,12 +315,12 @@ class ShardsInSlots(GradShards):
 
     def values(self, param: int) -> Tensor:
         first, last = self._layout.param_shard_range(param)
-        found = torch.empty(last - first, dtype=self.dtypes[self._layout.locations[param][0]], device="cpu")
+        result = torch.empty(last - first, dtype=self.dtypes[self._layout.locations[param][0]], device="cpu")
         for chunk, piece in self._layout.pieces_of(param):
             with self._store.lease(chunk.index, step=0) as lease:
-                held = lease.arrays[0].view(found.dtype)[piece.chunk_offset :][: piece.numel]
-                found[piece.param_offset - first :][: piece.numel] = held
-        return found
+                held = lease.arrays[0].view(result.dtype)[piece.chunk_offset :][: piece.numel]
+                result[piece.param_offset - first :][: piece.numel] = held
+        return result
 
     def write(self, param: int, values: Tensor) -> None:
         first = self._layout.param_shard_range(param)[0]
@@ -323,5 +344,11 @@ class ShardsInSlots(GradShards):
 
 
 def open_shards(run: Run, passes: int, store: Store | None) -> GradShards:
-    """Args: passes: micro-batches of a step at most; store: of the gradients, None if they are in memory."""
+    """Opens the place where this rank's gradients wait.
+
+    Args:
+        run: what the parts of a run share.
+        passes: the most micro-batches that a step may have.
+        store: where gradients in slots are; None: they are in memory.
+    """
     return ShardsInMemory(run, passes) if store is None else ShardsInSlots(run, passes, store)

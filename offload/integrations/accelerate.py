@@ -25,7 +25,7 @@ def register(accelerator: Any, model: nn.Module, optimizer: OffloadZero) -> None
         optimizer: its optimizer.
 
     Raises:
-        ConfigError: the optimizer's `accumulation` is less than that.
+        ConfigError: if the optimizer's `accumulation` is less than `gradient_accumulation_steps`.
     """
     accelerator.prepare_model(model, evaluation_mode=True)  # which wraps nothing; `prepare` then leaves it alone
     if accelerator.gradient_accumulation_steps > 1:  # a loop may accumulate without its help

@@ -36,8 +36,8 @@ class OffloadPrecision(MixedPrecision):  # type: ignore[misc]
 
         trainer = Trainer(plugins=[OffloadPrecision("16-mixed", "cuda")], gradient_clip_val=1.0)
 
-    Its own refuses that, because OffloadZero can divide out a loss scale by itself. Here it is divided out before
-    `on_before_optimizer_step`, as for other optimizers. It takes the arguments of MixedPrecision.
+    Lightning's own class refuses to clip these, because OffloadZero can divide out a loss scale by itself. Here it is
+    divided out before `on_before_optimizer_step`, as for other optimizers. It takes the arguments of MixedPrecision.
     """
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:

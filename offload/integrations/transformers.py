@@ -37,8 +37,8 @@ def from_pretrained(
             AutoModelForCausalLM, "llama", partial(torch.optim.AdamW, lr=1e-5), path="./run1", param_tier="nvme"
         )
 
-    The model is what `kind.from_pretrained(directory)` gives, in evaluation mode too, but for what OffloadZero changes,
-    and that parameters stay frozen which the model's constructor freezes (Whisper's positions).
+    The model is what `kind.from_pretrained(directory)` gives, in evaluation mode, too. There are two differences: what
+    OffloadZero changes, and that parameters stay frozen which the model's constructor freezes (Whisper's positions).
     Names that transformers changes on load, and weights that it merges or splits, are converted by transformers.
 
     Args:
@@ -48,13 +48,13 @@ def from_pretrained(
         adapt: called with the model while its weights have no values; returns the model to train, such as
             `partial(get_peft_model, peft_config=LoraConfig(...))` for adapters on a base that is never in memory.
         init_missing: whether weights that the files lack are made by the model's own initialisation.
-        options: of OffloadZero, but for `init`.
+        **options: of OffloadZero, but for `init`.
 
     Returns:
         The model, which is held, and its optimizer.
 
     Raises:
-        ConfigError: the files lack weights, weights cannot be converted, or `adapt` gave none to what it added; it
+        ConfigError: if the files lack weights, weights cannot be converted, or `adapt` added some without values; it
             names them.
         OffloadError: as OffloadZero.
     """
@@ -91,9 +91,12 @@ def _on_meta(kind: Any, path: Path) -> Any:
 
 
 def _initialise_adapters(model: Any) -> None:
-    """Gives adapters of peft their first values. It has put them on the meta device, where the weights beside them are.
+    """Gives the adapters of peft their first values.
 
-    Raises: ConfigError for a way to make them that needs these weights.
+    peft has put them on the meta device, where the weights beside them are.
+
+    Raises:
+        ConfigError: for a way to make adapters that needs these weights.
     """
     for name, module in model.named_modules():
         if not callable(getattr(module, "reset_lora_parameters", None)):
@@ -113,12 +116,12 @@ def _initialise_adapters(model: Any) -> None:
 
 
 class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
-    """Trainer over several ranks. Give it last, after callbacks that decide when to save.
+    """A callback with which Trainer trains over several ranks. Give it last, after callbacks that decide when to save.
 
         trainer = Trainer(model, args, callbacks=[Offload(optimizer)], optimizers=(optimizer, None), ...)
 
-    Trainer gives the held model no DistributedDataParallel then: OffloadZero averages over the ranks. All ranks commit
-    before rank 0 saves; at stage 3 they gather the whole model for that, which has to fit `device_memory`. An optimizer
+    Trainer then gives the held model no DistributedDataParallel: OffloadZero averages over the ranks. All ranks commit
+    before rank 0 saves. At stage 3 they gather the whole model for that, which has to fit `device_memory`. An optimizer
     with accumulation="auto" gets Trainer's `gradient_accumulation_steps`.
 
     Args:
@@ -164,20 +167,25 @@ class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transforme
 class PartOfModel(Source):
     """The values of a model that becomes a part of another one, in which its modules have other names.
 
-    Args: source: of the values; model: as it is before that. Raises: as `source.check`.
+    Args:
+        source: of the values.
+        model: the model before it becomes a part.
+
+    Raises:
+        OffloadError: as `source.check` does.
     """
 
     def __init__(self, source: Source, model: nn.Module) -> None:
         source.check(model)
         self._source = source
         self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-        self._own = {module: frozenset(meta_tensors(module)) for module in self._prefixes}
+        self._known = {module: frozenset(meta_tensors(module)) for module in self._prefixes}
 
     def check(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if others := meta_tensors(module).keys() - self._own.get(module, frozenset()):
+            if added := meta_tensors(module).keys() - self._known.get(module, frozenset()):
                 raise ConfigError(
-                    f"{name}.{min(others)} was added to the model without values: build it on the CPU, with values"
+                    f"{name}.{min(added)} was added to the model without values: build it on the CPU, with values"
                 )
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:

@@ -51,21 +51,40 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str | None = None) -> IOFile:
     """Opens a file, and makes it with mode 0600 if `flags` say so. Every file of this library's own is opened here.
 
-    A link as last component is refused. Nothing is waited for: a FIFO in the file's place would hang us. O_DIRECT in
+    A link as last component is refused. The call never blocks, not even on a FIFO in the file's place. O_DIRECT in
     `flags` is left out where the file system cannot do that.
-    Args: dir_fd: of the directory to which `name` is relative; path: what it is called, `name` if None.
-    Raises: OSError.
+
+    Args:
+        name: the file's path or, with `dir_fd`, its name.
+        flags: of `os.open`.
+        dir_fd: the directory to which `name` is relative.
+        path: what the file is called in errors; None: `name`.
+
+    Raises:
+        OSError: the operating system refused.
     """
     return _open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd, path)
 
 
 def open_follow(name: str) -> IOFile:
-    """Opens a file that is only read, or the one that a link leads to. Nothing is waited for. Raises: OSError."""
+    """Opens a file to read it, or the one that a link leads to. The call never blocks.
+
+    Raises:
+        OSError: the operating system refused.
+    """
     return _open(name, os.O_RDONLY | os.O_NONBLOCK, None)
 
 
 def open_directory(name: str, *, dir_fd: int | None = None) -> IOFile:
-    """Raises: OSError."""
+    """Opens a directory, or the one that a link leads to.
+
+    Args:
+        name: its path or, with `dir_fd`, its name.
+        dir_fd: the directory to which `name` is relative.
+
+    Raises:
+        OSError: the operating system refused.
+    """
     return _open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd)
 
 
@@ -82,15 +101,18 @@ def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None) ->
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """`nbytes` zeros at the start of a page, as O_DIRECT wants them."""
+    """`nbytes` bytes of zeros that begin at a page, as O_DIRECT needs them."""
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
 
 
 class IOFile:
-    """An open file or directory, which is closed when nobody has it any more.
+    """An open file or directory, which is closed when nothing refers to it any more.
 
-    Attributes: path; fd; direct (whether O_DIRECT is on); dir_fd: of the directory in which it was opened, None if it
-    was found by its path.
+    Attributes:
+        path: what it is called in errors.
+        fd: the descriptor; -1 once it is closed.
+        direct: whether O_DIRECT is on.
+        dir_fd: the directory in which it was opened; None: it was found by its path.
     """
 
     def __init__(self, path: str, fd: int, dir_fd: int | None = None) -> None:
@@ -144,11 +166,17 @@ _told_no_direct: set[int] = set()
 
 
 def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -> IOFile:
-    """Opens a regular file to read and write, made with mode 0600 if missing, past the page cache where the file
-    system can, unless `buffered`. A link as last component is refused.
+    """Opens a regular file to read and write, and makes it with mode 0600 if it is missing.
 
-    Args: dir_fd: of the directory that it is in, wherever the path leads by now; None: it is found by its path.
-    Raises: PathError.
+    A link as last component is refused. Transfers go past the page cache where the file system can do that.
+
+    Args:
+        path: the file's path.
+        dir_fd: the directory that the file is in, wherever `path` leads by now; None: it is found by its path.
+        buffered: whether transfers go through the page cache.
+
+    Raises:
+        PathError: if it cannot be opened, or is no regular file.
     """
     name = path if dir_fd is None else os.path.basename(path)
     flags = os.O_RDWR | os.O_CREAT | (0 if buffered else O_DIRECT)
@@ -169,19 +197,27 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
 
 
 def reopened(file: IOFile) -> IOFile:
-    """The same file once more, with a position of its own, through the page cache. Raises: OSError if it is gone."""
+    """Opens the same file once more, with a position of its own, through the page cache.
+
+    Raises:
+        OSError: if it is gone.
+    """
     if not os.fstat(file.fd).st_nlink:  # it has no name
         return IOFile(file.path, os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC))
     name = file.path if file.dir_fd is None else os.path.basename(file.path)
-    found = open_nofollow(name, os.O_RDWR, dir_fd=file.dir_fd, path=file.path)
-    if not os.path.samestat(os.fstat(found.fd), os.fstat(file.fd)):
-        found.close()
+    copy = open_nofollow(name, os.O_RDWR, dir_fd=file.dir_fd, path=file.path)
+    if not os.path.samestat(os.fstat(copy.fd), os.fstat(file.fd)):
+        copy.close()
         raise OSError(errno.ESTALE, "another file has its name", file.path)
-    return found
+    return copy
 
 
 def require_aligned(offset: int, buffer: memoryview) -> int:
-    """The buffer's address. Raises: ValueError unless offset, length and address are multiples of PAGE_BYTES."""
+    """The buffer's address.
+
+    Raises:
+        ValueError: unless offset, length and address are multiples of PAGE_BYTES.
+    """
     if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES:
         raise ValueError(f"offset {offset} and length {len(buffer)} must be multiples of {PAGE_BYTES}")
     address = address_of(buffer)
@@ -191,7 +227,7 @@ def require_aligned(offset: int, buffer: memoryview) -> int:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Of a writable buffer; 0 if it is empty."""
+    """The address of a writable buffer; 0 if it is empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
 
 
@@ -199,12 +235,23 @@ Operation = Literal["read", "write", "sync"]
 
 
 class Transfer(IOFuture):
-    """What a call of `read`, `write` or `sync` asks for; a future that resolves when nothing of it is under way.
+    """One call of `read`, `write` or `sync`: a future that resolves when no part of it is under way.
 
-    Args: operation; file; offset in it; view: the memory, writable; ended: called by the engine when nothing is under
-    way any more, with this, whose `error` says how it went; it resolves this, then or later. None: resolves at once.
-    Attributes: address, of the memory; error: the first one; left: requests that have not ended.
-    Raises: ValueError, see `require_aligned`.
+    Args:
+        operation: "read", "write" or "sync".
+        file: the open file.
+        offset: where in the file the range begins, in bytes.
+        view: the memory, writable bytes.
+        ended: called with this transfer when no part of it is under way; its `error` says how it went. It calls
+            `resolve`, then or later. None: the transfer resolves at once.
+
+    Attributes:
+        address: of the memory.
+        error: the first error of its requests.
+        left: how many requests have not ended.
+
+    Raises:
+        ValueError: if offset, length or address are no multiples of PAGE_BYTES.
     """
 
     def __init__(
@@ -227,7 +274,7 @@ class Transfer(IOFuture):
         self._ended = ended
 
     def end(self) -> None:
-        """Nothing of it is under way any more."""
+        """Called by the engine when no part of the transfer is under way."""
         try:
             (self._ended or Transfer.resolve)(self)
         except BaseException as error:
@@ -242,20 +289,24 @@ class Transfer(IOFuture):
 
 
 class IOEngine(ABC):
-    """See the guarantees at the top of this file."""
+    """Transfers between memory and files; see the guarantees at the top of this file."""
 
     name: str
 
     @abstractmethod
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
-        """Opens `path` as `open_file` does and keeps it until `close()`. Raises: PathError."""
+        """Opens `path` as `open_file` does, and keeps the file open until `close()`.
+
+        Raises:
+            PathError: if it cannot be opened, or is no regular file.
+        """
 
     @abstractmethod
     def adopt(self, file: IOFile) -> IOFile:
-        """Uses a file that was opened elsewhere, and closes it in the end."""
+        """Takes over a file that was opened elsewhere, and closes it in the end."""
 
     def register(self, memory: memoryview) -> None:
-        """Tells the engine of the slab that most transfers will be from or to, which may make them cheaper."""
+        """Announces the slab that most transfers will use, which may make them cheaper."""
         return
 
     def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
@@ -267,7 +318,7 @@ class IOEngine(ABC):
         return self.submit(Transfer("write", file, offset, buffer))
 
     def sync(self, file: IOFile) -> IOFuture:
-        """Starts making durable what completed before this call (fdatasync); the result is 0."""
+        """Starts making durable what completed before this call (fdatasync). The result is 0."""
         return self.submit(Transfer("sync", file, 0, memoryview(b"")))
 
     @abstractmethod
@@ -285,7 +336,7 @@ DEPTH = 8
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Bytes `start` to `stop` of a transfer's memory; what an engine starts."""
+    """What an engine starts at once: bytes `start` to `stop` of a transfer's memory."""
 
     transfer: Transfer
     start: int
@@ -312,9 +363,16 @@ class Request:
         return self.transfer.view[self.start : self.stop]
 
     def moved(self, result: int) -> bool:
-        """Whether it is over. If not, it is what is left to be asked for. Args: result: bytes, or -errno.
+        """Takes the result of this request. If bytes are left, the request is cut down to them.
 
-        Raises: TierIOError.
+        Args:
+            result: bytes moved, or -errno.
+
+        Returns:
+            Whether nothing is left.
+
+        Raises:
+            TierIOError: if the system refused, the file ended, or nothing was written.
         """
         if result < 0:
             raise self.error(-result)
@@ -329,12 +387,15 @@ class Request:
         return self.start >= self.stop
 
     def error(self, code: int, detail: str = "") -> TierIOError:
-        """One that says where the request lies."""
+        """The error that names the request's file, offset and length."""
         return TierIOError(self.operation, code, self.file.path, self.offset, self.length, detail)
 
     def failed(self, error: BaseException) -> BaseException:
-        """What its transfer says of `error`. What neither the system nor this library raised says nothing of the file,
-        and stays what it is."""
+        """The error of the transfer, if this request ended with `error`.
+
+        An error of the system or of memory becomes a TierIOError. Any other says nothing of the file, and stays what it
+        is.
+        """
         if isinstance(error, MemoryError):
             code = errno.ENOMEM
         elif isinstance(error, OSError) and is_of_system(error) and not isinstance(error, OffloadError):
@@ -359,7 +420,11 @@ class Drive:
         self.under_way = 0
 
     def take(self, depth: int) -> list[Request]:
-        """The requests to start now."""
+        """Takes from the queues the requests to start now.
+
+        Args:
+            depth: requests under way at most.
+        """
         taken: list[Request] = []
         reads, writes = self.queues["read"], self.queues["write"]
         while self.under_way < depth and (reads or writes):
@@ -375,9 +440,11 @@ class Drive:
 
 
 class QueuedEngine(IOEngine):
-    """An engine that only has to start requests; see the top of this file.
+    """An engine that only has to start requests; this class queues them and counts what is under way.
 
-    Args: request_bytes: the most a request moves, whole pages; depth: requests under way a file.
+    Args:
+        request_bytes: the most that one request moves; whole pages.
+        depth: requests under way for each file.
     """
 
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
@@ -390,13 +457,14 @@ class QueuedEngine(IOEngine):
 
     @abstractmethod
     def _start(self, requests: list[Request]) -> Sequence[Refused] | None:
-        """Starts them; calls `_ended` for each, from any thread but not from within this call.
+        """Starts requests, and raises nothing. Calls `_ended` for each one later, from any thread.
 
-        Returns: what could not be started, for which it is not called, and why. Raises nothing.
+        Returns:
+            The requests that could not be started, and why. `_ended` is not called for these.
         """
 
     def _stop(self) -> None:
-        """Ends the engine's own threads; nothing is under way any more."""
+        """Ends the engine's own threads. Called when nothing is under way any more."""
 
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
         return self.adopt(open_file(path, dir_fd=dir_fd))
@@ -439,18 +507,22 @@ class QueuedEngine(IOEngine):
         return transfer
 
     def _begin(self, requests: list[Request]) -> None:
-        """Starts them, which are counted as under way."""
+        """Starts requests that are counted as under way already."""
         if requests:
             self._refuse(self._start(requests))
 
     def _refuse(self, refused: Sequence[Refused] | None) -> None:
-        """Ends what could not be started, and starts what comes next."""
+        """Ends requests that could not be started, and starts the next ones."""
         for request, error in refused or ():
             self._begin(self._over(request, request.failed(error)))
 
     def _ended(self, request: Request, result: int | Exception) -> None:
-        """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno, or what
-        was raised instead."""
+        """Called once a request is not under way any more. It raises nothing.
+
+        Args:
+            request: the request.
+            result: bytes moved, or -errno, or what was raised instead.
+        """
         error, is_over = None, True
         try:
             if isinstance(result, Exception):
@@ -461,7 +533,16 @@ class QueuedEngine(IOEngine):
         self._begin(self._over(request, error, is_over=is_over))
 
     def _over(self, request: Request, error: BaseException | None, *, is_over: bool = True) -> list[Request]:
-        """Counts a request as ended, or asks for what is left of it. Returns: what to start now."""
+        """Counts a request as ended, or queues what is left of it.
+
+        Args:
+            request: the request.
+            error: what its transfer fails with, if it failed.
+            is_over: whether nothing of it is left.
+
+        Returns:
+            The requests to start now.
+        """
         transfer = request.transfer
         with self._lock:
             drive = self._drives[transfer.file]

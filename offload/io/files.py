@@ -33,11 +33,12 @@ _NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP,
 class Files:
     """A file system. The tests have others, one of which loses power.
 
-    Every method raises OSError, where it says nothing else. No effect is durable before a sync. Links are not followed
-    where a method does not say so. A forked child holds none of its parent's directories.
+    Every method raises OSError, unless it says otherwise. No effect is durable before a sync. Links are followed only
+    where a method says so. A forked child holds none of its parent's directories.
 
-    Attributes: patience_s: how long a lock may outlive its process; piece_bytes: copied at once where the kernel does
-    not copy.
+    Attributes:
+        patience_s: for how many seconds `lock` waits for the lock of a process that is gone.
+        piece_bytes: how much is copied at once where the kernel does not copy.
     """
 
     patience_s = 30.0
@@ -49,7 +50,14 @@ class Files:
     # Directories that are held.
 
     def hold(self, directory: Path) -> int:
-        """Opens the directory, if it is not. Returns: its descriptor. Raises: PathError."""
+        """Opens the directory, and holds it open; does nothing if it is held already.
+
+        Returns:
+            Its descriptor.
+
+        Raises:
+            PathError: if it cannot be opened.
+        """
         path = directory.absolute()
         if path not in self._held:
             try:
@@ -64,7 +72,11 @@ class Files:
         return directory.absolute() in self._held
 
     def require_here(self, directory: Path) -> None:
-        """Whether the name of a directory that is held still leads to it. Raises: PathError."""
+        """Requires that the name of a directory that is held still leads to it.
+
+        Raises:
+            PathError: if it was moved or removed.
+        """
         path = directory.absolute()
         if not _leads_to(self._held[path], str(path), None, follows=True):
             raise PathError(
@@ -81,11 +93,11 @@ class Files:
         self._held.clear()
 
     def _at(self, path: Path) -> tuple[str, int | None]:
-        """A name in a directory, and the `dir_fd` to which it is relative, as the functions of `os` take them."""
+        """A name, and the `dir_fd` to which it is relative, as the functions of `os` take them."""
         return self._below(path, itself=False)
 
     def _in(self, directory: Path) -> tuple[str, int | None]:
-        """The same for a directory that is looked into: if it is held itself, wherever its name leads by now."""
+        """The same for a directory that is looked into: if it is held itself, its own descriptor is taken."""
         return self._below(directory, itself=True)
 
     def _below(self, path: Path, *, itself: bool) -> tuple[str, int | None]:
@@ -99,12 +111,12 @@ class Files:
     # Opening.
 
     def open(self, path: Path, flags: int) -> IOFile:
-        """Opens a file that is there; waits for nobody."""
+        """Opens a file that is there. The call never blocks."""
         name, within = self._at(path)
         return open_nofollow(name, flags, dir_fd=within, path=str(path))
 
     def open_followed(self, path: Path) -> IOFile:
-        """Opens a file, or the one that a link leads to, to read it; waits for nobody."""
+        """Opens a file to read it, or the one that a link leads to. The call never blocks."""
         return open_follow(str(path))
 
     def open_directory(self, path: Path) -> IOFile:
@@ -113,14 +125,18 @@ class Files:
         return open_directory(name, dir_fd=within)
 
     def create(self, path: Path) -> IOFile:
-        """Makes a file of mode 0600 where there is none, to write to."""
+        """Makes a file of mode 0600 to write to. It is an error if there is one of this name."""
         name, within = self._at(path)
         return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path))
 
     def create_nameless(self, directory: Path) -> IOFile:
-        """Makes a file that goes when its last descriptor does: nobody can find it, and nothing has to remove it.
+        """Makes a file without a name, which the system removes when its last descriptor is closed.
 
-        Args: directory: is held from now on. Raises: PathError.
+        Args:
+            directory: where it is made; held from now on.
+
+        Raises:
+            PathError: if the directory cannot be opened, or no file be made in it.
         """
         within, path, flags = self.hold(directory), str(directory), os.O_RDWR | O_DIRECT
         try:
@@ -146,55 +162,72 @@ class Files:
             data = data[os.write(file.fd, data) :]
 
     def read_at(self, file: IOFile, offset: int, data: memoryview) -> int:
-        """Reads into `data` what lies from `offset` on. Returns: how many bytes; fewer not only at the file's end."""
+        """Reads into `data` from `offset` on.
+
+        Returns:
+            How many bytes were read. There may be fewer than asked for, not only at the file's end.
+        """
         return os.preadv(file.fd, [data], offset)
 
     def stream(self, file: IOFile) -> BinaryIO:
-        """To read a file from its position on. Closing it does not close the file."""
+        """A stream that reads a file from its position on. Closing it does not close the file."""
         return open(file.fd, "rb", closefd=False)
 
     def sync(self, file: IOFile) -> None:
-        """Makes the file's content durable. If it fails, the content is lost, whatever a second call says."""
+        """Makes the file's content durable. If it fails, the content is lost, even if a second call succeeds."""
         os.fsync(file.fd)
 
     def close(self, file: IOFile) -> None:
         file.close()
 
     def size(self, file: IOFile) -> int:
-        """In bytes."""
+        """The file's size in bytes."""
         return self.stat(file).st_size
 
     def require_regular(self, file: IOFile) -> int:
-        """The size of a file. Raises: OSError if it is anything but a regular one."""
+        """Requires that a file is a regular one.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            OSError: if it is anything else.
+        """
         info = self.stat(file)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", file.path)
         return info.st_size
 
     def allocate(self, file: IOFile, offset: int, length: int) -> None:
-        """Gives a range of the file blocks of the disk, and the file the range's end as its size, if it has less."""
+        """Reserves blocks of the disk for a range of the file. A file that is shorter grows to the range's end."""
         os.posix_fallocate(file.fd, offset, length)
 
     def truncate(self, file: IOFile, size: int) -> None:
         os.ftruncate(file.fd, size)
 
     def make_private(self, file: IOFile) -> None:
-        """From now on only its owner can open it."""
+        """Lets only the file's owner open it from now on."""
         os.fchmod(file.fd, 0o600)
 
     def available(self, file: IOFile) -> int:
-        """Bytes that are free on the disk of a file or directory."""
+        """How many bytes are free on the disk of a file or directory."""
         disk = os.fstatvfs(file.fd)
         return disk.f_bavail * disk.f_frsize
 
     # Locks.
 
     def lock(self, file: IOFile, *, exclusive: bool) -> None:
-        """Takes the lock of a file without waiting for anybody who lives.
+        """Takes the lock of a file, and does not wait for a live process.
 
-        A process that was killed may have had transfers under way, and io_uring ends them, and then lets go of the
-        file, a moment after the process. Until then nobody may write there: so the lock is waited for.
-        Raises: OSError; of `BUSY` if a live process has it.
+        A process that was killed may have had transfers under way. io_uring ends them, and lets go of the file, a
+        moment after the process. Until then nobody may write there, so the lock is waited for.
+
+        Args:
+            file: the file.
+            exclusive: whether no other process may hold it, too.
+
+        Raises:
+            OSError: of `BUSY` if a live process has it.
         """
         ends, unknown = time.monotonic() + self.patience_s, 0
         while True:
@@ -229,7 +262,7 @@ class Files:
         return exact or [pid for pid, where in locks if where.rpartition(":")[2] == str(info.st_ino)]
 
     def lives(self, pid: int) -> bool:
-        """Whether a process does, and is not only waiting for its parent to ask how it ended."""
+        """Whether a process runs. One that has ended, and whose parent has not asked for its exit status, does not."""
         try:
             state = self.kernel_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0]
         except OSError:
@@ -239,14 +272,24 @@ class Files:
     # Names.
 
     def stat(self, at: Path | IOFile, *, follows: bool = False) -> os.stat_result:
-        """What the file system knows of a file. Args: at: also a name; follows: if that is a link, where it leads."""
+        """What the file system knows of a file.
+
+        Args:
+            at: an open file, or a name.
+            follows: whether a link is followed.
+        """
         if isinstance(at, IOFile):
             return os.fstat(at.fd)
         name, within = self._at(at)
         return os.stat(name, dir_fd=within, follow_symlinks=follows)
 
     def is_directory(self, path: Path, *, follows: bool = False) -> bool:
-        """Whether it is one. Args: follows: or a link to one."""
+        """Whether there is a directory of that name.
+
+        Args:
+            path: the name.
+            follows: whether a link to a directory counts, too.
+        """
         try:
             return stat.S_ISDIR(self.stat(path, follows=follows).st_mode)
         except OSError as error:
@@ -255,7 +298,7 @@ class Files:
             return False
 
     def exists(self, path: Path) -> bool:
-        """Whether there is anything of that name, or where a link of that name leads."""
+        """Whether there is anything of that name. A link counts if there is something that it leads to."""
         try:
             self.stat(path, follows=True)
         except OSError as error:
@@ -265,15 +308,19 @@ class Files:
         return True
 
     def leads_to(self, path: Path, file: IOFile) -> bool:
-        """Whether `path` still is the name of an open file. Raises: PathError if that cannot be told."""
+        """Whether `path` still is the name of an open file.
+
+        Raises:
+            PathError: if the system does not tell.
+        """
         return _leads_to(file, *self._at(path), follows=False)
 
     def real(self, path: Path) -> Path:
-        """The same without links on the way."""
+        """The same path, with all links followed."""
         return Path(os.path.realpath(path))
 
     def may_write(self, directory: Path) -> bool:
-        """Whether this process may make files in it."""
+        """Whether this process may make files in a directory."""
         return os.access(directory, os.W_OK | os.X_OK)
 
     def names(self, directory: Path) -> list[str]:
@@ -281,7 +328,7 @@ class Files:
             return os.listdir(opened.fd)
 
     def kinds(self, directory: Path) -> dict[str, bool]:
-        """Whether what is in a directory is a directory itself, by name."""
+        """The names in a directory, and whether each one is a directory itself."""
         with self.open_directory(directory) as opened, os.scandir(opened.fd) as entries:
             return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
 
@@ -290,13 +337,17 @@ class Files:
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, not what it links to; one that is not there is fine."""
+        """Removes a file or a link, not what the link leads to. Does nothing if there is none."""
         name, within = self._at(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=within)
 
     def make_directory(self, path: Path, mode: int = 0o700) -> bool:
-        """Makes a directory, if nothing has its name. Returns: whether it did."""
+        """Makes a directory, if nothing has its name.
+
+        Returns:
+            Whether it was made.
+        """
         name, within = self._at(path)
         try:
             os.mkdir(name, mode, dir_fd=within)
@@ -305,7 +356,7 @@ class Files:
         return True
 
     def remove_directory(self, path: Path) -> None:
-        """If nothing is in it; one that is not there, or not empty, is fine."""
+        """Removes a directory if it is empty. Does nothing if it is not, or if there is none."""
         name, within = self._at(path)
         try:
             os.rmdir(name, dir_fd=within)
@@ -314,7 +365,7 @@ class Files:
                 raise
 
     def sync_directory(self, path: Path) -> None:
-        """Makes what was made, renamed and removed in `path` durable."""
+        """Makes durable what was made, renamed and removed in a directory."""
         with self.open_directory(path) as directory:
             os.fsync(directory.fd)
 
@@ -326,15 +377,15 @@ class Files:
             return self.read_regular(file, most)
 
     def read_regular(self, file: IOFile, most: int) -> bytes:
-        """The same of an open file."""
+        """The same of an open file, from its position on."""
         size = self.require_regular(file)
         with self.stream(file) as opened:
             return opened.read(min(size, most + 1))
 
     def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
-        """Writes a range of the file `source` to the same offset of `target`, which ends before it.
+        """Writes a range of the file `source` to the same offset of `target`, whose size is at most `offset`.
 
-        Where the file system can, both share the blocks until one of them is written to.
+        Where the file system can, both files share the blocks until one of them is written to.
         """
         # O_DIRECT or not, what a swap file's engine has written is seen here: it was synced.
         with self.open(source, os.O_RDONLY) as file:
@@ -346,24 +397,35 @@ class Files:
                 offset += done
 
     def space(self, path: Path) -> tuple[int, int]:
-        """The device that a directory is on, and bytes that are free there."""
+        """The number of the device that a directory is on, and how many bytes are free there."""
         with self.open_directory(path) as directory:
             return self.stat(directory).st_dev, self.available(directory)
 
     def kernel_text(self, path: Path) -> str:
-        """What the kernel tells in a file of /proc or /sys, which has no size. It may be a link."""
+        """The text of a file in /proc or /sys, whose size is not known before it is read. A link is followed."""
         with self.open_followed(path) as file, self.stream(file) as lines:
             return lines.read().decode()
 
     def copy_in_kernel(self, source: int, target: int, offset: int, length: int) -> int:
-        """Copies up to `length` bytes without reading them, as a file system may. Args: source, target: descriptors.
+        """Copies a range in the kernel, which may share the blocks instead.
 
-        Returns: how many; some file systems say 0 where they cannot.
+        Args:
+            source: the descriptor of the file to read.
+            target: the descriptor of the file to write.
+            offset: where the range begins in both, in bytes.
+            length: of the range, in bytes.
+
+        Returns:
+            How many bytes were copied. Some file systems say 0 where they cannot copy.
         """
         return os.copy_file_range(source, target, length, offset, offset)
 
     def _copy_some(self, source: int, target: int, offset: int, length: int) -> int:
-        """Copies up to `length` bytes, in the kernel if that can. Returns: how many; 0 at the end of the source."""
+        """Copies the beginning of a range, in the kernel if that can.
+
+        Returns:
+            How many bytes were copied; 0 at the end of the source.
+        """
         done = 0
         if hasattr(os, "copy_file_range"):
             try:
@@ -381,7 +443,11 @@ class Files:
 
 
 def _leads_to(file: IOFile, name: str, dir_fd: int | None, *, follows: bool) -> bool:
-    """Whether `name` leads to an open file or directory. Raises: PathError if that cannot be told."""
+    """Whether `name` leads to an open file or directory.
+
+    Raises:
+        PathError: if the system does not tell.
+    """
     try:
         return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=follows), os.fstat(file.fd))
     except FileNotFoundError:

@@ -47,9 +47,14 @@ _HINTS = {
 class Submission(NamedTuple):
     """One operation of the ring.
 
-    Attributes: op (READ, WRITE, FDATASYNC, NOP); fd; buffer_index: place in the list given to `register_buffers`, or
-    -1; length: bytes, below 4 GiB; address of the memory; offset in the file; user_data: 64 bits that come back with
-    the completion.
+    Attributes:
+        op: READ, WRITE, FDATASYNC or NOP.
+        fd: the file's descriptor.
+        buffer_index: the index of the memory in the list given to `register_buffers`; -1: it was not registered.
+        length: in bytes, below 4 GiB.
+        address: of the memory.
+        offset: in the file, in bytes.
+        user_data: 64 bits that come back with the completion.
     """
 
     op: int
@@ -62,16 +67,22 @@ class Submission(NamedTuple):
 
 
 class Ring:
-    """A ring of io_uring. Who submits keeps the memory alive and unmoved until the completion is there.
+    """A ring of io_uring. Who submits keeps the memory alive and unmoved until its completion is there.
 
-    A forked child has no part in it: there, every call raises ClosedError.
-    The kernel may hold a file a moment longer than its last completion (after a sync: up to 20 ms were seen), so a
-    flock ends for certain with LOCK_UN, not with the close of the descriptor.
+    In a forked child every call raises ClosedError: the ring is its parent's.
 
-    Args: entries: how many requests one `submit` has to take; without: features of this kernel (IORING_FEAT_*) to do
-    without, as on an older one.
-    Attributes: entries (how many requests one `submit` may take; twice as many may be under way).
-    Raises: OSError with the errno that says why there is no io_uring here; see `is_available`.
+    The kernel may hold a file up to 20 ms longer than its last completion, as was seen after syncs. So a flock ends for
+    certain only with LOCK_UN, not with the close of the descriptor.
+
+    Args:
+        entries: how many requests one `submit` has to take.
+        without: features of this kernel (IORING_FEAT_*) to do without, as on an older one.
+
+    Attributes:
+        entries: how many requests one `submit` may take; twice as many may be under way.
+
+    Raises:
+        OSError: if there is no io_uring here; its errno says why, see `is_available`.
     """
 
     def __init__(self, entries: int, *, without: int = 0) -> None:
@@ -88,12 +99,21 @@ class Ring:
         self._handed_out = 0
 
     def register_buffers(self, buffers: Sequence[memoryview | tuple[int, int]]) -> bool:
-        """Pins writable memory, given as such or as (address, length in bytes), in place of what was registered
-        before; `Submission.buffer_index` counts from 0 in this list. False if the system refuses (RLIMIT_MEMLOCK, for
-        one), or is older than Linux 5.13, where it would wait for the thread that is in `wait`: then nothing is
-        registered, and everything works without an index.
+        """Pins writable memory, in place of what was registered before.
 
-        Raises: ValueError for a buffer of more than 1 GiB, the kernel's limit.
+        If the system refuses, nothing is registered and everything works without an index. It refuses beyond
+        RLIMIT_MEMLOCK, for one. Before Linux 5.13 this does not ask it: the call would wait for the thread that is in
+        `wait`.
+
+        Args:
+            buffers: each a buffer, or a pair (address, length in bytes). `Submission.buffer_index` is an index into
+                this list.
+
+        Returns:
+            Whether they are registered.
+
+        Raises:
+            ValueError: for a buffer of more than 1 GiB, the kernel's limit.
         """
         spans = [
             (address_of(buffer), buffer.nbytes) if isinstance(buffer, memoryview) else buffer for buffer in buffers
@@ -110,12 +130,17 @@ class Ring:
         return status >= 0
 
     def submit(self, batch: Sequence[Submission]) -> int:
-        """Starts the first requests of `batch` with one system call: returns how many. Fewer than all when the ring
-        is full (0 only while something is under way): submit the rest after a completion.
+        """Starts the first requests of `batch` with one system call.
 
         What the kernel refuses of a single request comes back as its completion.
-        Raises: ValueError for an unknown operation or a number out of range, OSError when nothing can be started and
-        nothing is under way.
+
+        Returns:
+            How many were started. There are fewer than all when the ring is full; submit the rest after a completion.
+            There are none only while something is under way.
+
+        Raises:
+            ValueError: for an unknown operation or a number out of range.
+            OSError: if nothing can be started and nothing is under way.
         """
         try:
             packed = b"".join([_SUBMISSION.pack(*entry) for entry in batch])
@@ -127,10 +152,15 @@ class Ring:
         return self._check(taken)
 
     def wait(self) -> list[Completion]:
-        """Sleeps until there is a completion; returns those there are, at least one.
+        """Sleeps until there is a completion.
 
-        What is raised once the kernel has handed some out, MemoryError for one, loses none: the next call returns them.
-        Raises: OSError(EBUSY) when another thread is in it.
+        If this raises after the kernel has handed out completions (MemoryError, for one), the next call returns them.
+
+        Returns:
+            All completions that are there, at least one.
+
+        Raises:
+            OSError: EBUSY if another thread is in this method.
         """
         while not self._handed_out:
             count: int = self._library.offload_ring_wait(self._handle, self._completions, _MOST_COMPLETIONS)
@@ -142,10 +172,11 @@ class Ring:
         return completions
 
     def close(self) -> None:
-        """Frees descriptor, mappings and registered buffers. May be called again.
+        """Frees the descriptor, the mappings and the registered buffers. May be called again.
 
-        Raises: OSError(EBUSY) while a thread waits or anything is under way, and changes nothing then: a transfer
-        would go on into memory that its owner believes to be free.
+        Raises:
+            OSError: EBUSY while a thread waits or anything is under way. Nothing is changed then: a transfer would go
+                on into memory that its owner believes to be free.
         """
         if self._handle:
             _require(self._library.offload_ring_close(self._handle))
@@ -177,7 +208,7 @@ os.register_at_fork(after_in_child=_leave_in_child)
 
 @uninterrupted
 def is_available() -> tuple[bool, str]:
-    """Whether a ring opens and answers here, and if not, why, in a sentence."""
+    """Whether a ring opens and answers here; if not, a sentence says why."""
     try:
         ring = Ring(1)
     except OSError as error:
@@ -231,7 +262,11 @@ UnderWay = dict[int, tuple[Request, "UringEngine"]]
 
 
 class UringEngine(QueuedEngine):
-    """See the top of this file. Raises: OSError with the errno that says why io_uring cannot be used here."""
+    """An engine on a ring of io_uring; see the top of this file.
+
+    Raises:
+        OSError: if io_uring cannot be used here; its errno says why.
+    """
 
     name = "uring"
 
@@ -266,7 +301,13 @@ class UringEngine(QueuedEngine):
             return self._submit_waiting()
 
     def _submit_waiting(self) -> Sequence[Refused]:
-        """Submits what the ring has room for; a completion makes room for the rest. `_room` is held."""
+        """Submits the requests that the ring has room for. A completion makes room for the rest.
+
+        The caller holds `_room`.
+
+        Returns:
+            The requests that could not be started, and why.
+        """
         while self._waiting:
             batch = list(itertools.islice(self._waiting, ENTRIES))
             tokens = list(itertools.islice(self._tokens, len(batch)))
@@ -304,7 +345,7 @@ class UringEngine(QueuedEngine):
         return Submission(operation, request.file.fd, span, length, address, request.offset, token)
 
     def _span(self, address: int, length: int) -> int:
-        """The registered span that holds the range, or -1."""
+        """The index of the registered buffer that holds the range, or -1."""
         base, size = self._registered
         first, last = address - base, address + length - 1 - base
         inside = bool(length) and first >= 0 and last < size
@@ -314,16 +355,18 @@ class UringEngine(QueuedEngine):
         self._end()
 
 
-def _reap(own: Ring, under_way: UnderWay) -> None:
-    """The reaper's life. It holds no engine but those of requests under way, so a forgotten engine ends it.
+def _reap(ring: Ring, under_way: UnderWay) -> None:
+    """Runs in the thread that hands on completions.
 
-    Nothing but the end of the ring ends it: what it did not hand on would be waited for forever. A script that exits
-    without close() has reads under way, and the ring ends after them.
+    It refers to no engine but those of requests under way, so an engine that is forgotten ends this thread.
+
+    Nothing but the end of the ring ends it, since a completion that is not handed on would be waited for forever. A
+    script may exit without close() while reads are under way; the ring ends after them.
     """
     is_last = False
     while True:
         try:
-            completions = own.wait()
+            completions = ring.wait()
         except ClosedError:
             return
         except Exception as error:  # no memory for a list, say: the ring keeps what it has handed out
@@ -342,7 +385,7 @@ def _reap(own: Ring, under_way: UnderWay) -> None:
                 _log.exception("io_uring: a completion could not be handed on")
         if is_last and not under_way:
             try:
-                own.close()
+                ring.close()
                 return
             except OSError as error:
                 # A request that began before the end was known: its completion is still to come.
@@ -350,9 +393,9 @@ def _reap(own: Ring, under_way: UnderWay) -> None:
                     raise
 
 
-def _stop_reaping(own: Ring, reaper: threading.Thread, pid: int) -> None:
+def _stop_reaping(ring: Ring, reaper: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
         return
-    own.submit([Submission(NOP, user_data=_STOP)])
+    ring.submit([Submission(NOP, user_data=_STOP)])
     if threading.current_thread() is not reaper:
         reaper.join()

@@ -27,7 +27,7 @@ _fsync = aiofiles.os.wrap(os.fsync)
 
 
 class PortableEngine(QueuedEngine):
-    """See the top of this file."""
+    """An engine on aiofiles; see the top of this file."""
 
     name = "portable"
 
@@ -74,7 +74,7 @@ class PortableEngine(QueuedEngine):
         self._ended(request, result)
 
     async def _move(self, request: Request) -> int:
-        """Bytes moved."""
+        """Moves the bytes of a request, and returns how many."""
         if request.operation == "sync":
             await _fsync(request.file.fd, executor=self._workers)
             return 0
@@ -87,9 +87,9 @@ class PortableEngine(QueuedEngine):
             handles.append(handle)
 
     async def _another(self, file: IOFile) -> Any:
-        own = reopened(file)
-        self._opened.append(own)
-        return await aiofiles.open(own.fd, "r+b", buffering=0, closefd=False, executor=self._workers)
+        handle = reopened(file)
+        self._opened.append(handle)
+        return await aiofiles.open(handle.fd, "r+b", buffering=0, closefd=False, executor=self._workers)
 
     def _stop(self) -> None:
         self._end()
@@ -97,13 +97,16 @@ class PortableEngine(QueuedEngine):
 
 
 def _serve(loop: asyncio.AbstractEventLoop, opened: list[IOFile]) -> None:
-    """The thread's life. A script that exits without close() has reads under way, which end before the loop does."""
+    """Runs in the engine's thread.
+
+    A script may exit without close() while reads are under way. They end before the loop does.
+    """
     loop.run_forever()
     for task in asyncio.all_tasks(loop):
         loop.run_until_complete(task)
     loop.close()
-    for own in opened:
-        own.close()
+    for file in opened:
+        file.close()
 
 
 def _stop_serving(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:

@@ -21,15 +21,25 @@ _MOST_COMMAS = 1 << 22
 
 
 def check_file(path: Path) -> None:
-    """Raises: OSError if there is no such file, it cannot be read, or it is no regular one or link to one."""
+    """Requires a regular file, or a link to one, that can be read.
+
+    Raises:
+        OSError: if it is none.
+    """
     with LOCAL.open_followed(path) as file:
         LOCAL.require_regular(file)
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The content of a regular file, or of the one that a link leads to. Args: most: bytes that it may have.
+    """The content of a regular file, or of the one that a link leads to.
 
-    Raises: OSError; ValueError if it has more.
+    Args:
+        path: the file's path.
+        most: how many bytes it may have.
+
+    Raises:
+        OSError: the operating system refused, or it is no regular file.
+        ValueError: if it is longer.
     """
     with LOCAL.open_followed(path) as file:
         data = LOCAL.read_regular(file, most)
@@ -39,19 +49,29 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, most: int) -> dict[str, Any]:
-    """The JSON object in a file. Args: most: bytes that it may have. Raises: OSError, ValueError."""
+    """The JSON object in a file; see `parse_json`.
+
+    Args:
+        path: the file's path.
+        most: how many bytes it may have.
+
+    Raises:
+        OSError: the operating system refused, or it is no regular file.
+        ValueError: if it is longer, or holds no such object.
+    """
     return parse_json(read_file(path, most))
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` spells, in UTF-8. Numbers are finite, and no key stands twice in an object.
+    """The JSON object that `data` spells in UTF-8.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: if it spells none, a number is not finite, or an object has a key twice.
     """
     if data.count(b",") > _MOST_COMMAS:
         raise ValueError(f"it holds more than {_MOST_COMMAS} values")
     try:
-        found = json.loads(
+        value = json.loads(
             data.decode(),
             object_pairs_hook=_object,
             parse_constant=_refuse_constant,
@@ -60,18 +80,18 @@ def parse_json(data: bytes) -> dict[str, Any]:
         )
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
-    return found
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"an object has the key {name!r:.80} twice")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -51,7 +51,12 @@ _told: set[str] = set()
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to use a file system.
 
-    mixed_bytes_per_s: measured, reading and writing together; 0: not measured. measured_at: seconds since 1970.
+    Attributes:
+        engine: the engine's name, or "auto".
+        request_bytes: the most that one request moves.
+        depth: requests under way for each file.
+        mixed_bytes_per_s: what was measured, reading and writing together; 0: not measured.
+        measured_at: when, in seconds since 1970.
     """
 
     engine: Annotated[str, Meta(pattern=r"^(auto|uring|threads|portable)\Z")]
@@ -62,7 +67,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Remembered(msgspec.Struct, frozen=True):
-    """The file. file_systems: settings by mount point; each is decoded by itself, for one may be damaged."""
+    """The content of the cache file.
+
+    Attributes:
+        version: of its format.
+        machine: what it was measured on.
+        file_systems: settings by mount point. Each is decoded by itself, since one may be damaged.
+    """
 
     version: int
     machine: str
@@ -70,10 +81,18 @@ class _Remembered(msgspec.Struct, frozen=True):
 
 
 def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
-    """The engine `name`, or for "auto" the one that the paths' file systems were measured best with, else the first
-    that works here. Where another than the first is taken for lack of it, one line says why.
+    """Opens an I/O engine.
 
-    Raises: ConfigError if an engine that was asked for by name cannot run here.
+    With "auto" that is the engine that was measured fastest on the slowest of the paths' file systems. Where nothing
+    was measured, it is the first engine that works here; if that is not the first of the list, a line in the log says
+    why.
+
+    Args:
+        name: of the engine, or "auto".
+        paths: where its files will be.
+
+    Raises:
+        ConfigError: if an engine that was asked for by name cannot run here.
     """
     known = [settings for settings in map(recall, paths) if settings is not None]
     chosen = min(known, key=lambda settings: settings.mixed_bytes_per_s) if known else Settings(AUTO)
@@ -92,7 +111,10 @@ def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
 
 
 def recall(path: Path) -> Settings | None:
-    """What is remembered of the file system that `path` is, or will be made, on; None if nothing, or too old."""
+    """The settings that are remembered for the file system of `path`; None if there are none, or they are too old.
+
+    `path` itself may not exist yet.
+    """
     try:
         settings = msgspec.convert(_load().get(_file_system(path)), Settings)
     except msgspec.ValidationError:
@@ -101,9 +123,13 @@ def recall(path: Path) -> Settings | None:
 
 
 def remember(path: Path, settings: Settings) -> Path:
-    """Writes down what was measured on the file system of `path`; returns the file it stands in.
+    """Writes down what was measured on the file system of `path`.
 
-    Raises: OSError if the cache directory cannot be written.
+    Returns:
+        The file in which it stands.
+
+    Raises:
+        OSError: if the cache directory cannot be written.
     """
     entries = _load()
     entries[_file_system(path)] = msgspec.structs.replace(settings, measured_at=time.time())
@@ -121,20 +147,20 @@ def remember(path: Path, settings: Settings) -> Path:
 
 
 def cache_file() -> Path:
-    """Where settings are remembered: $XDG_CACHE_HOME/offload/io.json."""
+    """The file in which settings are remembered: $XDG_CACHE_HOME/offload/io.json."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "io.json"
 
 
 def _load() -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
-        found = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
-        if (found.version, found.machine) == (VERSION, _machine()):
-            return found.file_systems
+        remembered = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
+        if (remembered.version, remembered.machine) == (VERSION, _machine()):
+            return remembered.file_systems
     return {}
 
 
 def _file_system(path: Path) -> str:
-    """A name for the file system: the device's number is not kept over reboots, its mount point is."""
+    """A name for the file system of `path`: its mount point, since a device's number may change at every start."""
     existing = nearest_existing(path)
     device = _device(existing)
     while existing != existing.parent and _device(existing.parent) == device:
@@ -173,13 +199,13 @@ MUCH_SLOWER = 4
 
 
 def weights(paths: Sequence[Path]) -> list[float]:
-    """The share that each path should get, as bandwidths in bytes a second; all equal where it cannot be known."""
+    """The bandwidth of each path in bytes a second, by which they share the chunks; all 1 where one is not known."""
     if len(paths) == 1:
         return [1.0]
-    found = [_bandwidth(path) for path in paths]
-    if None in found:
+    speeds = [_bandwidth(path) for path in paths]
+    if None in speeds:
         return [1.0] * len(paths)
-    known = [speed for speed in found if speed is not None]
+    known = [speed for speed in speeds if speed is not None]
     for path, speed in zip(paths, known, strict=True):
         if MUCH_SLOWER * speed < max(known):
             _log.warning(
@@ -206,10 +232,20 @@ def _bandwidth(path: Path) -> float | None:
 
 
 def measure_mixed(path: Path, size: int = PROBE_BYTES) -> float:
-    """Bytes a second, both directions together, of half reading and half writing `size` bytes in transfers of 8 MiB.
+    """Measures a file system: half reading and half writing, in transfers of 8 MiB.
 
     The file has no name and is gone afterwards, whatever happens.
-    Raises: OSError where the file system has no nameless files, no O_DIRECT or no room; TierIOError.
+
+    Args:
+        path: a directory on it, which may not exist yet.
+        size: of the file, in bytes.
+
+    Returns:
+        Bytes a second, both directions together.
+
+    Raises:
+        OSError: if the file system has no nameless files, no O_DIRECT or no room.
+        TierIOError: if a transfer failed.
     """
     engine = ThreadEngine()
     try:

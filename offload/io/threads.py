@@ -21,9 +21,14 @@ _Call = tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...], dict[str,
 
 
 class Workers(Executor):
-    """An executor; see the top of this file. One that is forgotten ends its threads when its calls are done.
+    """An executor on a few threads. One that is forgotten ends its threads when its calls are done.
 
-    Args: count: of threads; name: theirs. Raises: BudgetError if the system refuses them.
+    Args:
+        count: how many threads.
+        name: the beginning of their names.
+
+    Raises:
+        BudgetError: if the system refuses threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -37,14 +42,29 @@ class Workers(Executor):
         self._end = weakref.finalize(self, end_threads, self._calls, self._threads, os.getpid())
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Raises: ClosedError after `shutdown`, and when Python has ended the threads."""
+        """Calls `fn` in one of the threads.
+
+        Raises:
+            ClosedError: after `shutdown`, and when Python has ended the threads.
+        """
         future: Future[R] = Future()
         self.put(future, fn, *args, **kwargs)
         return future
 
     def put(self, future: Future[R] | None, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """As `submit`, for a future of the caller's own: whatever is raised here, who cancels it knows that `fn` is not
-        called. None: nobody waits, and `fn` raises nothing."""
+        """Calls `fn` in one of the threads, for a future that the caller has made.
+
+        If this raises, `fn` may still be called, unless the caller cancels the future.
+
+        Args:
+            future: gets the result; None: nobody waits, and `fn` raises nothing.
+            fn: the function.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            ClosedError: after `shutdown`, and when Python has ended the threads.
+        """
         if self._is_closed or not self._end.alive:
             raise ClosedError("the threads for this have ended: close the optimizer before Python ends")
         self._calls.put((future, fn, args, kwargs))
@@ -84,7 +104,7 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
 
 
 class ThreadEngine(QueuedEngine):
-    """A thread a request under way."""
+    """An engine that uses one thread for each request under way."""
 
     name = "threads"
 
@@ -111,7 +131,7 @@ class ThreadEngine(QueuedEngine):
 
 
 def _move(request: Request) -> int:
-    """Bytes moved, or -errno."""
+    """Moves the bytes of a request, and returns how many, or -errno."""
     try:
         if request.operation == "read":
             return os.preadv(request.file.fd, [request.view], request.offset)

@@ -103,8 +103,11 @@ class _InPlace:
 class _Elsewhere:
     """A saved tensor that waits in a store, or of which each rank keeps a part.
 
-    Args: store: the store, or the partitions that divide it among ranks; stored: what `put` returned; start: the byte
-        of what was put at which the tensor begins, because several tensors may share a storage.
+    Args:
+        store: the store, or the partitions that divide it among ranks.
+        stored: what `put` returned.
+        tensor: the tensor.
+        start: the byte of what was put at which the tensor begins, because several tensors may share a storage.
     """
 
     __slots__ = ("_dtype", "_geometry", "_store", "_stored")
@@ -124,7 +127,7 @@ class _Elsewhere:
 
 
 class _Sharded:
-    """A saved DTensor. Only the tensor that this rank has of it is packed."""
+    """A saved DTensor, of which only this rank's tensor is packed."""
 
     __slots__ = ("_like", "_packed")
 
@@ -154,9 +157,12 @@ def _unpack(packed: Any) -> Any:
 
 
 class _Unit:
-    """A unit whose forward is ours.
+    """A unit whose forward this library runs.
 
-    Attributes: forward: its own; recomputes: whether that runs again in its backward; held: its parameters.
+    Attributes:
+        forward: the forward that its module had.
+        recomputes: whether that runs again in its backward.
+        held: its parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, *, recomputes: bool) -> None:
@@ -167,7 +173,7 @@ class _Unit:
         self.held = self._params()
 
     def is_whole(self) -> bool:
-        """Whether the unit has its own parameters now, and not others that torch.func.functional_call has put in."""
+        """Whether the unit has its own parameters now, and none that torch.func.functional_call has put in."""
         now = self._params()
         return len(now) == len(self.held) and all(one is other for one, other in zip(now, self.held, strict=True))
 
@@ -175,16 +181,16 @@ class _Unit:
         return [param for module in self._modules for param in module._parameters.values()]
 
     def uses_cache(self) -> bool:
-        """Whether it may get a parametrized weight from a cache, which a recomputation would not find any more."""
+        """Whether its weights may come from the cache of parametrizations, which is gone when it is recomputed."""
         return torch_private.caches_parametrizations() and any(map(is_parametrized, self._modules))
 
     def buffers(self) -> list[tuple[Tensor, int]]:
         """The buffers of the unit, each with its version."""
-        found = [buffer for module in self._modules for buffer in module._buffers.values()]
-        return [(buffer, buffer._version) for buffer in found if buffer is not None]
+        buffers = [buffer for module in self._modules for buffer in module._buffers.values()]
+        return [(buffer, buffer._version) for buffer in buffers if buffer is not None]
 
     def state(self) -> list[tuple[Any, int]]:
-        """All that a recomputation depends on beside what enters the unit."""
+        """What a recomputation depends on beside what enters the unit, each with its version or mode."""
         params = [(param, param._version) for param in self.held if param is not None]
         return [*params, *self.buffers(), *((None, module.training) for module in self._modules)]
 
@@ -194,10 +200,14 @@ def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -
 
 
 class Activations:
-    """See [Note: activations].
+    """Hooks a model so that its activations wait elsewhere, or are recomputed; see [Note: activations].
 
-    Args: units: None for a model on the meta device, of which only the sizes of what would wait are measured; store:
-        where tensors wait, None: where they are; partitions: None: each rank keeps whole tensors.
+    Args:
+        model: the model.
+        choice: what was decided for activations.
+        units: None for a model on the meta device, of which only the sizes of what would wait are measured.
+        store: where tensors wait; None: where they are made.
+        partitions: divides what checkpoints keep among ranks; None: each rank keeps whole tensors.
     """
 
     def __init__(
@@ -252,7 +262,12 @@ class Activations:
             self._partitions.pass_begins()
 
     def step_begins(self) -> None:
-        """Before gradients are used. Raises: StaleActivationError, RankError; see `Partitions`."""
+        """Checks what was kept, before gradients are used.
+
+        Raises:
+            StaleActivationError: if ranks that divided a tensor had different values of it.
+            RankError: another rank failed, or cannot be reached.
+        """
         if self._partitions is not None:
             self._partitions.step_begins()
 
@@ -314,7 +329,18 @@ class Activations:
     def recompute(
         self, unit: _Unit, compiler: Compiler, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any
     ) -> Any:
-        """Runs a unit's forward again. Raises: StaleActivationError."""
+        """Runs a unit's forward again.
+
+        Args:
+            unit: the unit.
+            compiler: what compiled the first forward.
+            state: what `unit.state()` was in the first forward.
+            args: the arguments of that forward.
+            kwargs: its keyword arguments.
+
+        Raises:
+            StaleActivationError: if parameters, buffers or the mode of the unit have changed since.
+        """
         assert self._units is not None
         self._units.forward_begins(self._units.named(unit.name))
         try:
@@ -352,7 +378,12 @@ class Activations:
         return self._leave(tensor) if packed is None else packed
 
     def _take(self, tensor: Tensor, is_entering: bool) -> Any:
-        """Puts a tensor where it waits, and returns what stands for it; None if it stays where it is."""
+        """Puts a tensor where it waits, and returns what stands for it; None if it stays where it is.
+
+        Args:
+            tensor: the tensor.
+            is_entering: whether a checkpoint keeps it.
+        """
         if not _can_wait(tensor, self._buffers):
             return None
         partitions = self._partitions if is_entering and is_dense(tensor) else None
@@ -396,8 +427,13 @@ class Activations:
 class _Again:
     """Runs the forward of a unit again. A graph holds this, so it must not keep an optimizer alive.
 
-    Args: leaves: the leaves of the tree of arguments; tensors: the distinct tensors among them, which are given when
-    this is called.
+    Args:
+        activations: the hooks.
+        unit: the unit.
+        compiler: what compiled the first forward.
+        tree: the structure of its arguments.
+        leaves: the leaves of that tree.
+        tensors: the distinct tensors among them. Calling this takes tensors in their place.
     """
 
     def __init__(
@@ -416,15 +452,19 @@ class _Again:
         number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
         # Of each leaf: the number of the tensor, None of any other.
         self._numbers = [number_of.get(id(leaf)) for leaf in leaves]
-        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._others = _copied(others)
+        constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self._constants = _copied(constants)
         # Those of the tensors that objects among the others hold too.
-        self._inside = [(number_of[id(one)], one) for one in tensors_in(others) if id(one) in number_of]
+        self._inside = [(number_of[id(one)], one) for one in tensors_in(constants) if id(one) in number_of]
         self._state = unit.state()
         self._random: _RandomState | None = _RandomState()
 
     def forward_ended(self) -> None:
-        """After the first forward. If it drew no random numbers, another thread may go on drawing meanwhile."""
+        """Tells that the first forward has ended.
+
+        If it drew no random numbers, their state need not be restored. So another thread may draw numbers while this
+        runs.
+        """
         if self._random is not None and self._random.is_same(_RandomState()):
             self._random = None
 
@@ -432,16 +472,19 @@ class _Again:
         activations, unit = self._activations(), self._unit()
         if activations is None or unit is None:
             raise ClosedError("the optimizer that was to recompute this graph is closed: call backward() first")
-        others = iter(_copied(self._others, {id(one): entering[number] for number, one in self._inside}))
-        leaves = [next(others) if number is None else entering[number] for number in self._numbers]
+        constants = iter(_copied(self._constants, {id(one): entering[number] for number, one in self._inside}))
+        leaves = [next(constants) if number is None else entering[number] for number in self._numbers]
         args, kwargs = torch_private.tree_unflatten(leaves, self._tree)
         with nullcontext() if self._random is None else self._random:
             return activations.recompute(unit, self._compiler, self._state, args, kwargs)
 
 
 class _RandomState:
-    """The state of Python's and NumPy's random numbers. As a context manager: they are drawn from it again inside.
-    torch.utils.checkpoint does this for torch's own."""
+    """The state of Python's and NumPy's random numbers.
+
+    Inside it as a context, numbers are drawn from that state again. torch.utils.checkpoint does the same for torch's
+    own random numbers.
+    """
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -463,15 +506,17 @@ class _RandomState:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two states of NumPy's are equal: dicts with arrays in them."""
+    """Whether two states of NumPy's random numbers, dicts with arrays in them, are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
     return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
 
 
 def _is_recorded() -> bool:
-    """Whether autograd records what runs now, outside of any recomputation, so that hooks for saved tensors see all of
-    it."""
+    """Whether autograd records what runs now, so that hooks for saved tensors see all of it.
+
+    It is False inside a recomputation.
+    """
     return (
         torch.is_grad_enabled()
         and not in_backward()
@@ -482,7 +527,7 @@ def _is_recorded() -> bool:
 
 
 def _is_from_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint saves the tensor that a hook is called with."""
+    """Whether torch.utils.checkpoint saves the tensor that the calling hook got."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is not None:
@@ -493,36 +538,44 @@ def _is_from_checkpoint() -> bool:
 
 
 def _can_wait(tensor: Tensor, buffers: Container[int]) -> bool:
-    """Whether a tensor may wait elsewhere: it has plain bytes, and nobody else keeps its memory alive anyway.
+    """Whether a tensor may wait elsewhere: it has plain bytes, and nothing else keeps its memory alive.
 
-    Args: buffers: the storages of the model's buffers.
+    Args:
+        tensor: the tensor.
+        buffers: the storages of the model's buffers.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     return is_plain and not _is_kept(tensor) and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in buffers
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    """Whether somebody keeps the memory of a tensor alive anyway."""
+    """Whether a parameter or another leaf keeps the memory of a tensor alive anyway."""
     base = _base(tensor)
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def _is_leaf(node: Any) -> bool:
-    """Whether a node of a tree of arguments is a leaf: anything but a plain container."""
+    """Whether a node of a tree of arguments is a leaf, which is anything but a plain container."""
     return type(node) not in (tuple, list, dict)
 
 
 def _copied(leaves: Sequence[Any], instead: Mapping[int, Tensor] | None = None) -> list[Any]:
-    """Copies of arguments that are no tensors: a forward may change them, as it does a cache. What cannot be copied is
-    returned as it is, and so are tensors. Args: instead: tensors to put in the place of others, by the id of those."""
-    found = []
+    """Copies of arguments that are no tensors, because a forward may change them, as it does a cache.
+
+    Tensors, and what cannot be copied, are returned as they are.
+
+    Args:
+        leaves: the arguments.
+        instead: tensors to put in the place of others, by the id of those.
+    """
+    copies = []
     for leaf in leaves:
         if not isinstance(leaf, _UNCHANGING):
             with suppress(Exception):
                 kept = {id(tensor): tensor for tensor in tensors_in(leaf)}
                 leaf = copy.deepcopy(leaf, kept | {key: one for key, one in (instead or {}).items() if key in kept})
-        found.append(leaf)
-    return found
+        copies.append(leaf)
+    return copies
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -530,13 +583,13 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and how many there are up to its last."""
+    """The first byte of a tensor in its storage, and the number of bytes up to its last."""
     item = tensor.element_size()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()) * item, (reach + 1) * item
 
 
 def _bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
-    """The first `nbytes` of a tensor's memory, from its first element on."""
+    """The first `nbytes` bytes of a tensor's memory, uint8, from its first element on."""
     flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)

@@ -28,7 +28,9 @@ _MOST_OFFSETS = 1 << 24
 class Alias:
     """A tensor in `table[key]` that is a view of a parameter.
 
-    Attributes: param: whose memory it lies in; tensor: what is there now.
+    Attributes:
+        param: the parameter.
+        tensor: the view that is there now.
     """
 
     def __init__(self, table: Any, key: Any, tensor: Tensor, param: nn.Parameter) -> None:
@@ -41,21 +43,28 @@ class Alias:
         self._geometry = tensor.shape, tensor.stride(), start
 
     def follow(self, data: Tensor) -> None:
-        """Becomes a view of `data`, the parameter's memory now, whose elements have the order that they had."""
+        """Makes the tensor a view of `data`, the memory that the parameter has now.
+
+        The parameter's elements have the same order there.
+        """
         shape, stride, start = self._geometry
         self.tensor = data.as_strided(shape, stride, data.storage_offset() + start)
         self._table[self._key] = self.tensor
 
     def go_back(self) -> None:
-        """Is again what it was before `follow`."""
+        """Puts the tensor from before `follow` back."""
         self._table[self._key] = self._before
 
 
 def aliases_of(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> list[Alias]:
     """The views that modules have of parameters.
 
-    Args: moved: parameters that get other memory, and their names.
-    Raises: ConfigError naming a tensor that shares memory with one of them and cannot follow it.
+    Args:
+        model: the model.
+        moved: parameters that get other memory, and their names.
+
+    Raises:
+        ConfigError: if a tensor, which it names, shares memory with one of them and cannot follow it.
     """
     with torch_private.DisableTorchFunctionSubclass():
         return list(_aliases(model, moved))
@@ -101,8 +110,12 @@ def _shares(name: str, param: str) -> ConfigError:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """The tensors in buffers and attributes of modules: a name, and the table and key where it is; no table if it
-    cannot be replaced there."""
+    """The tensors in buffers and attributes of modules.
+
+    Yields:
+        The tensor's name, the table and the key where it is, and the tensor. The table is None if it cannot be
+        replaced.
+    """
     for prefix, module in model.named_modules():
         seen: set[int] = set()
         for key, value in list(vars(module).items()):
@@ -143,7 +156,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def extent_of(tensor: Tensor) -> int:
-    """How many elements of memory a strided tensor spans, gaps included."""
+    """The number of elements that a strided tensor spans in memory, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -165,7 +178,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of a strided tensor lie at one place, as those of an expanded one do."""
+    """Whether two elements of a strided tensor lie at the same place, as those of an expanded one do."""
     extent, is_nested = 1, True
     dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     if not tensor.numel():

@@ -15,8 +15,10 @@ from offload.model.unit import Unit
 class BackwardOrder:
     """Numbers the uses of units, and tells which units a backward has left.
 
-    Attribute: position: the number of the last use of a unit. Positions count up during forwards. A recomputation in a
-    backward gets the positions of the forward that it repeats.
+    Positions count up during forwards. A recomputation in a backward gets the positions of the forward that it repeats.
+
+    Attributes:
+        position: the number of the last use of a unit.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,7 @@ class BackwardOrder:
         self._ended: dict[Unit, list[int]] = {}  # uses in the last backward's graph, which may be used again
 
     def use(self, unit: Unit) -> None:
-        """A forward, or an operation outside of one, begins to use a unit."""
+        """Counts a use of a unit that begins, in a forward or in an operation outside of one."""
         uses = self._uses.setdefault(unit, [])
         if in_backward():
             self.position = max(uses, default=self.position)
@@ -38,10 +40,17 @@ class BackwardOrder:
             uses.append(self.position)
 
     def enter(self, unit: Unit, position: int, task: int) -> list[Unit]:
-        """Backward runs a node made by a use of `unit`. Returns: the units left.
+        """Tells that backward runs a node which a use of `unit` made.
 
-        Args: position: at the end of that use.
-        The root unit counts as left at the end of a backward only, and is never returned.
+        The root unit counts as left only at the end of a backward, and is never returned.
+
+        Args:
+            unit: the unit.
+            position: the position at the end of that use.
+            task: the number of autograd's task.
+
+        Returns:
+            The units that backward has left.
         """
         if self._top is None:
             self._top = position
@@ -55,12 +64,16 @@ class BackwardOrder:
         return left
 
     def is_alone(self, unit: Unit, position: int) -> bool:
-        """Whether backward, which has entered `unit` at `position`, needs no other unit until it has left this one."""
+        """Whether backward, which has entered `unit` at `position`, needs no other unit until it leaves this one."""
         top = self._top or 0
         return not unit.is_root and [use for use in self._uses.get(unit, ()) if use <= top] == [position]
 
     def end(self, task: int) -> list[Unit]:
-        """One of autograd's tasks ends, which may be inside of another one. Returns: the units left."""
+        """Tells that one of autograd's tasks ends, which may be inside another one.
+
+        Returns:
+            The units that backward has left.
+        """
         lowest = self._lowest.pop(task, None)
         if lowest is None:
             return []
@@ -71,8 +84,10 @@ class BackwardOrder:
         return left
 
     def forget(self) -> None:
-        """Forgets the backward under way, if any: it raised or was interrupted. The next backward may use its graph
-        again."""
+        """Forgets the backward under way, if there is one, which raised or was interrupted.
+
+        The next backward may go through its graph again.
+        """
         if (top := self._top) is not None:
             self._ended = {unit: [use for use in uses if use <= top] for unit, uses in self._uses.items()}
             self._uses = {unit: [use for use in uses if use > top] for unit, uses in self._uses.items()}
@@ -81,13 +96,17 @@ class BackwardOrder:
         self._lowest.clear()
 
     def begin_anew(self) -> None:
-        """Forgets all uses: no backward will go through a graph made until now."""
+        """Forgets all uses, since no backward will go through a graph that was made until now."""
         self.forget()
         self._uses.clear()
         self._ended.clear()
 
     def _leave(self, reached: int) -> list[Unit]:
-        """The units without a use before position `reached`, to which backward has come."""
+        """Leaves the entered units that have no use before position `reached`, to which backward has come.
+
+        Returns:
+            These units.
+        """
         left = [
             one for one in self._entered if not one.is_root and all(use >= reached for use in self._uses.get(one, ()))
         ]

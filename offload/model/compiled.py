@@ -44,13 +44,16 @@ USE_OUTSIDE = (
 
 
 class Compiler(NamedTuple):
-    """What compiles the frames that this thread runs. Attribute: callback: what torch calls with each; None: nothing
-    is compiled."""
+    """What compiles the frames that this thread runs.
+
+    Attributes:
+        callback: called by torch with each frame; None: nothing is compiled.
+    """
 
     callback: Any
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, whose frames this compiles. Called where nothing is compiled."""
+        """Calls `function(*args, **kwargs)`, whose frames this compiles. Called where nothing is compiled."""
         if self.callback is None:
             return function(*args, **kwargs)
         try:
@@ -61,15 +64,20 @@ class Compiler(NamedTuple):
 
 
 def runs_as_it_is(function: Callable[..., Any]) -> None:
-    """The frame of a function is not compiled by itself. What it calls is, and it may be traced as a part of others."""
+    """Keeps the frame of a function from being compiled by itself.
+
+    What the function calls is compiled, and the function may be traced as a part of others.
+    """
     torch_private.skip_frames(function.__code__)
 
 
 class Forward(LeftBehind):
     """Stands in for a module's `forward`, outside of compiled code.
 
-    Args: run: called with a compiler, the module's own forward and the arguments, while this is active. It has the
-    compiler call the forward.
+    Args:
+        module: the module.
+        run: called with a compiler, the module's own forward and the arguments, until `remove`. It has the compiler
+            call the forward.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[Compiler, Callable[..., Any], Any, Any], Any]) -> None:
@@ -96,7 +104,7 @@ class Forward(LeftBehind):
 
     @property
     def __code__(self) -> CodeType:
-        """Of the module's own forward: torch.export reads its arguments there."""
+        """The code of the module's own forward, from which torch.export reads its arguments."""
         return self.__wrapped__.__code__  # type: ignore[attr-defined, no-any-return]
 
     @property
@@ -104,8 +112,10 @@ class Forward(LeftBehind):
         return refuse_script()
 
     def remove(self) -> None:
-        """Gives the module its own forward back. If somebody else has wrapped this one meanwhile, it stays inside that
-        wrapper, and only calls the module's own."""
+        """Gives the module its own forward back.
+
+        If somebody has wrapped this one meanwhile, it stays inside that wrapper, and only calls the module's own.
+        """
         self._run = None
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
@@ -118,11 +128,11 @@ class Forward(LeftBehind):
         return _own_forward, (self._module(), left(self))
 
 
-def _own_forward(module: nn.Module, own: Any) -> Any:
-    return MethodType(type(module).forward, module) if own is None else own
+def _own_forward(module: nn.Module, forward: Any) -> Any:
+    return MethodType(type(module).forward, module) if forward is None else forward
 
 
 def run_uncompiled(_: Compiler, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `Forward` does for a module that cannot be compiled into one graph."""
+    """Runs a forward for `Forward`, in a module that cannot be compiled into one graph."""
     torch_private.count_compiled_frame()
     return forward(*args, **kwargs)

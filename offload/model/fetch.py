@@ -58,7 +58,11 @@ _NO_CONTEXT = nullcontext()
 
 
 class UnitOrder:
-    """The order in which units are entered; see [Note: prefetching]. Args: depth: units to prefetch."""
+    """The order in which units are entered; see [Note: prefetching].
+
+    Args:
+        depth: how many units are prefetched.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -73,7 +77,12 @@ class UnitOrder:
         return self._is_training
 
     def begin_pass(self) -> Sequence[Unit]:
-        """Returns the units of a training pass that follows one without gradients, if they are known; else none."""
+        """Begins a pass.
+
+        Returns:
+            The units of this pass in order, if it is a training pass after one without gradients and they are known;
+            else none.
+        """
         if self._entered:
             self._orders[self._is_training] = tuple(self._entered)
             self._entered.clear()
@@ -83,7 +92,7 @@ class UnitOrder:
         return order if self._is_training and not was_training else ()
 
     def enter(self, unit: Unit) -> None:
-        """Notes that a unit is entered."""
+        """Records that a unit is entered."""
         if not self._entered or self._entered[-1] != unit:
             self._entered.append(unit)
             if unit in self._expected:
@@ -97,10 +106,13 @@ class UnitOrder:
 
 
 class HeldUnits:
-    """The units of a held model, all of whose parameters are resident: a use only applies a pending update.
+    """The units of a held model whose parameters are all resident. A use of a unit only applies a pending update.
 
-    Hooks and guards call this, or StreamedUnits. Attributes: entries: the threads in the run; running: which units'
-    forwards run.
+    Hooks and guards call this class or StreamedUnits.
+
+    Attributes:
+        entries: the threads in the run.
+        running: which units' forwards run.
     """
 
     is_streamed = False
@@ -121,39 +133,51 @@ class HeldUnits:
 
     @entry
     def model_begins(self) -> None:
-        """Before a forward of the whole model."""
+        """Called before a forward of the whole model."""
         if not in_backward():
             self._note_trainer()
         self.forward_begins(self._root)
 
     def model_ends(self, output: Any) -> None:
-        """After it. Args: output: None if it raised."""
+        """Called after a forward of the whole model.
+
+        Args:
+            output: what it returned; None if it raised.
+        """
         self.forward_ends(self._root, output)
 
     def named(self, name: str) -> Unit:
-        """The unit of a name; see unit.py."""
+        """The unit of a name. One that has no parameters is made if there is none."""
         return self._units[name]
 
     @entry
     def forward_begins(self, unit: Unit) -> None:
-        """Before the forward of a module of `unit`."""
+        """Called before the forward of a module of `unit`."""
         self._pending.apply(unit)
         self.running.enter(unit)
 
     @entry
     def forward_ends(self, unit: Unit, output: Any) -> None:
-        """After it. Args: output: None if it raised."""
+        """Called after the forward of a module of `unit`.
+
+        Args:
+            unit: the unit.
+            output: what the forward returned; None if it raised.
+        """
         self.running.leave(unit)
 
     @entry
     def backward_runs(self) -> None:
-        """A backward that accumulates gradients is under way in this thread."""
+        """Called while a backward that accumulates gradients runs in this thread."""
         if torch_private.graph_task_id() not in self._tasks:
             self.entries.trains()
         self._note_task()
 
     def _note_trainer(self) -> None:
-        """A forward of the whole model begins, if this thread is not inside of another one."""
+        """Makes this thread the one that trains, if a forward of the whole model begins here.
+
+        A forward inside another one does not count.
+        """
         if not self.running.units_here:
             self.entries.give_way()
             if torch.is_grad_enabled():
@@ -171,7 +195,7 @@ class HeldUnits:
             self.entries.pass_ends(self._tasks.pop(task))
 
     def _forget_calls(self) -> None:
-        """Forgets calls of this thread that raised, or were interrupted, and never ended."""
+        """Forgets calls of this thread that raised, or were interrupted, and so will never end."""
         here = self.entries.here()
         self._tasks = {task: owner for task, owner in self._tasks.items() if owner is not here}
         self.running.reset()
@@ -184,7 +208,7 @@ class HeldUnits:
 
     @entry
     def make_current(self, params: Iterable[Tensor | None]) -> None:
-        """Applies pending updates of parameters, wherever these are. Others are passed over."""
+        """Applies pending updates of parameters, wherever these are. Tensors that are not held are passed over."""
         for param in params:
             number = None if param is None else self._parameters.number_of(param)
             if number is not None:
@@ -195,45 +219,54 @@ class HeldUnits:
         return not self._pending.is_pending(unit)
 
     def used(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
-        """The current values of `units` are on the device inside, for a use outside of their forward."""
+        """A context in which the current values of `units` are on the device, for a use outside of their forward."""
         for unit in units:
             self._pending.apply(unit)
         return _NO_CONTEXT
 
     @contextmanager
     def gathered(self, units: Sequence[Unit], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
-        """The same for longer. Args: numbers: parameters that may be written to by other ways than torch's functions,
-        if `writable`."""
+        """A context as `used`, for `OffloadZero.gathered`.
+
+        Args:
+            units: the units.
+            numbers: the parameters that the user asked for.
+            writable: whether these may be written to by other ways than torch's functions.
+        """
         for unit in units:
             self.apply(unit)
         yield
 
     def step_begins(self) -> None:
-        """The last step was applied, and the next one begins."""
+        """Called when the last step was applied, and the next one begins."""
         self._forget_calls()
-        self._parameters.take_back()
+        self._parameters.return_repointed()
 
     @entry
     def before_loading(self, params: Iterable[nn.Parameter], *_: object) -> None:
-        """Before a state_dict is loaded into a module that has these parameters of its own."""
+        """Called before a state_dict is loaded into a module that has these parameters of its own."""
         self._masters.before_loading(params)
 
     def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
-        """Takes over what others wrote to parameters, into their masters. Args: numbers: of trained ones; None: all."""
-        self._parameters.take_back(numbers)
+        """Takes what others wrote to parameters into their masters.
+
+        Args:
+            numbers: the trained parameters to look at; None: all.
+        """
+        self._parameters.return_repointed(numbers)
         self._masters.take_outside_writes(self._owner.step(), numbers)
 
     def move(self, device: torch.device) -> None:
         """Moves all parameters to the CPU, or back to the device to train on. Called when nothing is pending."""
         self._forget_calls()
-        self._parameters.take_back()
+        self._parameters.return_repointed()
         self._parameters.move(device)
 
     def drain(self) -> None:
         """Waits for copies to the device."""
 
     def abandon(self) -> None:
-        """Drops all that is under way, and what was written to parameters."""
+        """Drops all that is under way, and all that others wrote to parameters."""
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -242,8 +275,17 @@ class HeldUnits:
 class StreamedUnits(HeldUnits):
     """Units whose parameters are on the device only around their use; see the top of this file.
 
-    Args: gradients: is told which units a backward has left, where ranks share the parameters.
-    Attribute: written_frozen: the frozen parameters that somebody wrote to.
+    Args:
+        run: what the parts of a run share.
+        parameters: the model's.
+        transfers: moves units between the store and the device.
+        pending: the updates that are not applied yet.
+        masters: the master weights.
+        owner: the optimizer.
+        gradients: is told which units a backward has left, where ranks share the parameters.
+
+    Attributes:
+        written_frozen: the frozen parameters that somebody wrote to.
     """
 
     is_streamed = True
@@ -277,7 +319,11 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def model_begins(self) -> None:
-        """Raises: ConfigError beside a pass of another thread, and while it is traced."""
+        """Called before a forward of the whole model.
+
+        Raises:
+            ConfigError: if another thread has a pass under way, or the forward is traced.
+        """
         if torch_private.tracing_state() is not None:
             # The trace would keep the parameters below Python, where nothing fetches them.
             raise ConfigError(
@@ -317,7 +363,10 @@ class StreamedUnits(HeldUnits):
         self._forward_begins(unit)
 
     def _apply_on_the_way(self, unit: Unit) -> None:
-        """Applies a pending update of a unit that is about to be fetched, chunk by chunk on its way if possible."""
+        """Applies a pending update of a unit that is about to be fetched.
+
+        If possible, each new chunk goes to the device as it is made.
+        """
         if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
             if not unit.is_root:
                 self._order.enter(unit)
@@ -344,7 +393,11 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def _backward_begins(self, at: tuple[Unit, int]) -> None:
-        """Args: at: the unit, and the position at the end of its forward."""
+        """Called when the backward of a unit begins.
+
+        Args:
+            at: the unit, and the position at the end of its forward.
+        """
         unit, position = at
         self._autograd_runs()
         if not unit.is_root:
@@ -353,14 +406,19 @@ class StreamedUnits(HeldUnits):
         self._enter(unit)
 
     def _backward_reaches(self, unit: Unit, position: int) -> None:
-        """Sends the gradients that are complete, before the collectives that fetch this unit."""
+        """Sends the gradients that are complete, before the collectives that fetch this unit.
+
+        Args:
+            unit: the unit that backward has come to.
+            position: the position at the end of the use whose node runs.
+        """
         if self._backward_order is not None and not self._makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
             self._gradients.backward_enters(unit.name, [one.name for one in left], is_alone=is_alone)
 
     def _note_uses(self, *units: Unit) -> None:
-        """Gradients of these units will come from what uses them now."""
+        """Counts a use of these units, from which gradients will come."""
         if self._backward_order is not None and (torch.is_grad_enabled() or self._order.is_training):
             for unit in units:
                 self._backward_order.use(unit)
@@ -370,7 +428,7 @@ class StreamedUnits(HeldUnits):
         return 0 if self._backward_order is None else self._backward_order.position
 
     def _autograd_runs(self) -> None:
-        """Autograd is about to run a node that needs parameters."""
+        """Called when autograd is about to run a node that needs parameters."""
         self._owner.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
@@ -403,7 +461,7 @@ class StreamedUnits(HeldUnits):
             self._backward_order.forget()
 
     def _forget_graphs(self) -> None:
-        """No graph needs what stays for it any more."""
+        """Forgets what stays for graphs, which are not used any more."""
         self._makes_graph = False
         self._kept.clear()
         self._forget_calls()
@@ -412,8 +470,12 @@ class StreamedUnits(HeldUnits):
 
     @contextmanager
     def used(self, units: Sequence[Unit]) -> Iterator[None]:
-        """See HeldUnits. Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone;
-        BudgetError."""
+        """A context in which the current values of `units` are on the device, for a use outside of their forward.
+
+        Raises:
+            ReleasedParameterError: if fetching needs all ranks, and this one may be alone.
+            BudgetError: if the units do not fit on the device beside what is in use.
+        """
         is_beside = self.entries.is_beside()
         is_outside = is_beside or (not self.running.units_here and not self._tasks and not in_backward())
         if is_outside:
@@ -428,7 +490,11 @@ class StreamedUnits(HeldUnits):
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
     def _require_no_ranks(self, units: Sequence[Unit]) -> None:
-        """Raises: ReleasedParameterError if current values of `units` take what all ranks do together."""
+        """Requires that the current values of `units` can be had without other ranks.
+
+        Raises:
+            ReleasedParameterError: if they cannot.
+        """
         if missing := [unit for unit in units if self._needs_all_ranks(unit)]:
             raise ReleasedParameterError(
                 f"current values of {missing[0].title} come from all ranks, and this one may be alone: "
@@ -452,8 +518,11 @@ class StreamedUnits(HeldUnits):
             host.guests.update(dict.fromkeys(guests))
 
     def _borrow(self, units: Sequence[Unit]) -> None:
-        """Fetches units for a thread beside the one that trains. Of what that one has fetched, only what is still on
-        its way may go: the rest may be in use, by a pass that is between two entries."""
+        """Fetches units for a thread beside the one that trains.
+
+        Of what that one has fetched, only what is still on its way may go. The rest may be in use by a pass that is
+        between two entries.
+        """
         if not self._tasks:  # of a backward in this thread, or yet another one
             for unit in [one for one in self._borrowed if one not in units]:
                 self._release(unit)
@@ -475,12 +544,16 @@ class StreamedUnits(HeldUnits):
         self.transfers.fetch(unit)
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
-        """Fetches `units` again each time that `node` of a graph is about to run."""
+        """Makes `units` be fetched again each time that `node` of a graph is about to run."""
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._position)))
 
     @entry
     def _node_runs(self, at: tuple[Sequence[Unit], int]) -> None:
-        """Args: at: the units, and the position at the end of their use."""
+        """Called when a node that uses parameters is about to run in a backward.
+
+        Args:
+            at: the units, and the position at the end of their use.
+        """
         units, position = at
         self._autograd_runs()
         for unit in units:
@@ -497,12 +570,16 @@ class StreamedUnits(HeldUnits):
         return super().is_here(unit) and unit.is_here
 
     def keep(self, units: Iterable[Unit]) -> None:
-        """Keeps units that are available until the next step: a graph needs them, and does not say when."""
+        """Keeps units that are available until the next step, because a graph needs them and does not say when."""
         if not self.entries.is_beside():
             self._kept.update(dict.fromkeys(units))
 
     def _require_room(self, units: Sequence[Unit]) -> None:
-        """Raises: BudgetError if these units do not fit beside what is in use."""
+        """Requires that these units fit on the device beside what is in use.
+
+        Raises:
+            BudgetError: if they do not.
+        """
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
         if limit is not None and missing > 0:
             why = "one operation uses"
@@ -530,7 +607,7 @@ class StreamedUnits(HeldUnits):
                 self.running.enter(unit)
                 held.callback(self.running.leave, unit)
             yield
-            self._find_writes(units, numbers)
+            self._find_silent_writes(units, numbers)
 
     @entry
     def _gather(self, units: Sequence[Unit], held: ExitStack) -> None:
@@ -544,27 +621,29 @@ class StreamedUnits(HeldUnits):
             self._held.append(unit)
             held.callback(self._let_go, unit)
             self._fetch(unit)
-            self.write_back()  # what was written before counts as written outside of `gathered`
+            self.store_outside_writes()  # what was written before counts as written outside of `gathered`
         # A use inside counts as of now, and fetches and releases nothing: it may be on one rank alone.
         if not is_beside:
             self._note_uses(*units)
 
     @entry
-    def _find_writes(self, units: Sequence[Unit], numbers: Sequence[int]) -> None:
+    def _find_silent_writes(self, units: Sequence[Unit], numbers: Sequence[int]) -> None:
         for unit in units:
             self._pending.apply(unit)
-        self.transfers.find_writes(numbers)
+        self.transfers.find_silent_writes(numbers)
 
     @entry
     def _let_go(self, unit: Unit) -> None:
         self._held.remove(unit)
-        self.write_back()
+        self.store_outside_writes()
         self.leave(unit)
 
     @entry
     def visit(self, units: Iterable[Unit]) -> None:
         """Fetches units with their current values for saving or loading. They are released when others are fetched.
-        Beside the thread that trains, each use fetches them (guard.py)."""
+
+        In a thread beside the one that trains this does nothing: each use of a parameter fetches it (guard.py).
+        """
         if self.entries.is_beside():
             return
         for unit in units:
@@ -583,7 +662,7 @@ class StreamedUnits(HeldUnits):
     # Fetching and releasing.
 
     def _enter(self, unit: Unit) -> None:
-        """The forward or backward of a unit begins: fetches it, releases others, prefetches the next ones."""
+        """Called when the forward or backward of a unit begins. Fetches it, releases others, and prefetches."""
         if unit.is_root or not unit.slices:
             self._fetch(unit)
             return
@@ -599,7 +678,11 @@ class StreamedUnits(HeldUnits):
         self._prefetch(unit)
 
     def _prefetch(self, unit: Unit) -> None:
-        """See [Note: prefetching]. Args: unit: the one that was entered."""
+        """Prefetches the next units; see [Note: prefetching].
+
+        Args:
+            unit: the one that was entered.
+        """
         for guest in unit.guests:
             is_released = guest.presence is Presence.RELEASED
             if is_released and not self._pending.is_pending(guest) and self.transfers.missing_bytes((guest,)) <= 0:
@@ -611,11 +694,11 @@ class StreamedUnits(HeldUnits):
 
     @property
     def _stays(self) -> bool:
-        """Whether units have memory that the plan knows nothing of."""
+        """Whether units stay on the device that the plan does not count."""
         return self._makes_graph or bool(self._kept)
 
     def _release_unused(self, *wanted: Unit) -> None:
-        """Releases what is neither in use nor wanted; also what was prefetched for later than now."""
+        """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""
         if not self._makes_graph:
             for unit in self.transfers.with_memory:
                 if unit not in wanted and not self._is_in_use(unit):
@@ -623,9 +706,9 @@ class StreamedUnits(HeldUnits):
 
     def _release(self, unit: Unit) -> None:
         if unit.is_here:
-            self._parameters.take_back(unit.streamed)
-            if self._parameters.written_outside(unit.streamed):
-                self.write_back()
+            self._parameters.return_repointed(unit.streamed)
+            if self._parameters.find_outside_writes(unit.streamed):
+                self.store_outside_writes()
         self._borrowed.pop(unit, None)
         self.transfers.release(unit)
 
@@ -636,32 +719,34 @@ class StreamedUnits(HeldUnits):
 
     # What others wrote.
 
-    def write_back(self, within: Collection[int] | None = None) -> None:
-        """Takes over what others wrote to parameters that are available, into the store.
+    def store_outside_writes(self, within: Collection[int] | None = None) -> None:
+        """Takes what others wrote to parameters that are available into the store.
 
-        Args: within: the parameters to look at, of whole flat parameters, as they are written back; None: all.
+        Args:
+            within: the parameters to look at, those of whole flat parameters, since these are stored as a whole; None:
+                all.
         """
-        numbers = self._parameters.written_outside(within)
+        numbers = self._parameters.find_outside_writes(within)
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._units[self._layout.flats[flat].unit])  # refuses what an update would overwrite
         trained = [number for number in numbers if number < self._parameters.trained]
         self.written_frozen.update(numbers[len(trained) :])
-        if self._masters.can_wait:
-            self._masters.owe(trained)
+        if self._masters.takes_writes_late:
+            self._masters.note_stored_writes(trained)
         else:
             self._masters.take_outside_writes(self._owner.step(), within)
-        self._parameters.note_writes(numbers)
+        self._parameters.forget_writes(numbers)
         for flat in flats:
             if self._parameters.streams(self._layout.flats[flat].params[0]):
-                self.transfers.write_back(flat)
+                self.transfers.store_flat(flat)
 
     def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
         if numbers is not None:
             flats = {self._parameters.flat_of(number) for number in numbers}
             numbers = [number for flat in sorted(flats) for number in self._layout.flats[flat].params]
-        self._parameters.take_back(numbers)
-        self.write_back(numbers)
+        self._parameters.return_repointed(numbers)
+        self.store_outside_writes(numbers)
         self._masters.take_outside_writes(self._owner.step(), numbers)
         self.drain()  # a commit follows, for which nothing may be leased
 
@@ -674,7 +759,7 @@ class StreamedUnits(HeldUnits):
         self._begin_pass()
         self._release_unused()
         self._parameters.arrange()
-        self.write_back()  # to what `gathered` holds: the step is to see it
+        self.store_outside_writes()  # to what `gathered` holds: the step is to see it
         self.drain()
         self.transfers.expect_same_order()
 
@@ -687,7 +772,7 @@ class StreamedUnits(HeldUnits):
         self._parameters.move(device)
 
     def fetch_all(self) -> None:
-        """Fetches all parameters, to stay; no unit may be entered afterwards."""
+        """Fetches all parameters, which stay. No unit may be entered afterwards."""
         self._forget_graphs()
         self._release_unused()
         self._parameters.free_spares()  # what stays is to take no more than it needs

@@ -57,7 +57,10 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def flattened_like(param: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of `tensor` in the order of `param`'s memory (same shape): a view if the strides agree."""
+    """The elements of `tensor` in the order of `param`'s memory: a view if the strides agree.
+
+    Both have the same shape.
+    """
     return flattened(_with_strides(tensor, param.stride()))
 
 
@@ -71,10 +74,10 @@ _MOVED_AT_ONCE = 1 << 21  # elements
 
 
 def move_values(target: Tensor, source: Tensor) -> None:
-    """Copies the values of a dense tensor to another of its shape and strides, both on the CPU, which may be cast.
+    """Copies the values of a dense tensor to another one of its shape and strides, and may cast them.
 
-    The pages of `source` go as those of `target` come, so that there is never room for both. Its memory has to be
-    malloc's, and nobody else's.
+    Both are on the CPU. The pages of `source` are freed as those of `target` are written, so there is never room for
+    both. The memory of `source` has to be malloc's, and must belong to it alone.
     """
     pairs = zip(flattened(target).split(_MOVED_AT_ONCE), flattened(source).split(_MOVED_AT_ONCE), strict=True)
     for into, values in pairs:
@@ -94,16 +97,28 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class FlatParameters:
-    """The held parameters of a model, in the order of `layout.specs`: those that are trained, and frozen ones that
-    stream.
+    """The held parameters of a model, in the order of `layout.specs`: trained ones, and frozen ones that stream.
 
-    Args: device: to train on; copier: of that device; streamed: the flat parameters whose memory comes and goes;
-    limit: bytes that these may take at home.
-    Attributes: layout: of all of them; trained: how many of them are trained, the first ones; locals: the tensors whose
-    memory the flat parameters are, see [Note: sharded parameters]; flats: one tensor for each flat parameter of the
-    layout, on the model's device, filled by `attach`; units: by name; tiles: leaves of autograd, by index of the
-    layout's slice; home: the device to train on; device: where they are now, the CPU if the model is parked;
-    peak_bytes: the most all had at home, with what is kept for units to come.
+    Args:
+        layout: of all of them.
+        params: the model's parameters, in that order.
+        device: the device to train on.
+        copier: copies between that device and RAM.
+        streamed: the flat parameters whose memory comes and goes.
+        limit: how many bytes these may take on that device.
+
+    Attributes:
+        layout: of all of them.
+        trained: how many of them are trained; these are the first ones.
+        params: the model's parameters.
+        locals: the tensors whose memory the flat parameters are, see [Note: sharded parameters].
+        index: the number of each parameter.
+        flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`.
+        units: the units, by name.
+        tiles: the tiles, leaves of autograd, by the index of the layout's slice.
+        home: the device to train on.
+        device: where the parameters are now, which is the CPU if the model is parked.
+        peak_bytes: the most bytes that all took at home, with what is kept for units to come.
     """
 
     def __init__(
@@ -152,12 +167,16 @@ class FlatParameters:
 
     @property
     def is_parked(self) -> bool:
-        """See [Note: a parked model]."""
+        """Whether the model was moved to the CPU; see [Note: a parked model]."""
         return self.device != self.home
 
     @torch.no_grad()
     def make_dense(self, flat: int) -> list[int]:
-        """Gives parameters with holes (slices) memory of their own. Returns: those that have none."""
+        """Gives parameters with holes (slices) memory of their own.
+
+        Returns:
+            The numbers of the parameters that had no holes.
+        """
         dense = []
         for number in self.layout.flats[flat].params:
             param = self.locals[number]
@@ -171,8 +190,10 @@ class FlatParameters:
     def attach(self, flat: int, *, with_values: bool = True, owned: Container[Tensor] = ()) -> None:
         """Moves the parameters of a flat parameter, whose masters have been made, into one tensor of its dtype.
 
-        Args: with_values: False leaves the values of the parameters undefined; owned: parameters whose memory is
-        malloc's and nobody else's, see `move_values`.
+        Args:
+            flat: the index of the flat parameter.
+            with_values: False leaves the values of the parameters undefined.
+            owned: the parameters whose memory is malloc's and belongs to them alone, see `move_values`.
         """
         info = self.layout.flats[flat]
         is_tiled = self.layout.tile_of(flat) > 0  # too large for the device
@@ -204,14 +225,14 @@ class FlatParameters:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
 
     def flattened(self, number: int, tensor: Tensor) -> Tensor:
-        """The elements of a tensor of a parameter's shape, in the order of its flat parameter: a view if they are.
+        """The elements of a tensor with a parameter's shape, in the order of its flat parameter: a view if they are.
 
-        That order stays, also while the parameter is pointed at memory of other strides (`p.data = x`).
+        That order stays while the parameter is pointed at memory of other strides (`p.data = x`).
         """
         return flattened(_with_strides(tensor, self._strides[number]))
 
     def shaped(self, number: int, values: Tensor) -> Tensor:
-        """The inverse of `flattened`: a view of `values` with the shape of a parameter."""
+        """The inverse of `flattened`: a view of `values`, shape (numel,), with the shape of a parameter."""
         return values.as_strided(self.locals[number].shape, self._strides[number], values.storage_offset())
 
     def _view_for(self, number: int, values: Tensor) -> Tensor:
@@ -242,19 +263,23 @@ class FlatParameters:
     # Guards; see [Note: guarded parameters] in guard.py.
 
     def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
-        """From now on parameters are guarded. Args: class_for: makes their classes; see `Guards.class_for`."""
+        """Guards parameters from now on.
+
+        Args:
+            class_for: makes their classes; see `Guards.class_for`.
+        """
         kinds = [(kind, self.streams(number)) for number, kind in enumerate(self._kinds)]
         self._guards = [class_for(kind, streams=streams) for kind, streams in kinds]
         self._watched = [class_for(kind, streams=streams, runs=True) for kind, streams in kinds]
         self.guard(range(len(self.params)))
 
     def guard(self, numbers: Iterable[int]) -> None:
-        """Makes each use of these parameters be seen: their unit does not run any more."""
+        """Makes each use of these parameters be seen, because their unit does not run any more."""
         for number in numbers:
             self.params[number].__class__ = self._guards[number]  # type: ignore[assignment]
 
     def watch(self, numbers: Iterable[int]) -> None:
-        """Makes only `p.data` of these parameters be seen: their unit runs."""
+        """Makes only `p.data` of these parameters be seen, because their unit runs."""
         for number in numbers:
             self.params[number].__class__ = self._watched[number]  # type: ignore[assignment]
 
@@ -271,7 +296,11 @@ class FlatParameters:
         return self.layout.locations[number][0] in self._streamed
 
     def flat_at(self, tensor: Tensor) -> int | None:
-        """The flat parameter in whose storage a tensor lies, if it is streamed."""
+        """The flat parameter in whose storage a tensor lies, if it is streamed; else None.
+
+        Raises:
+            ReleasedParameterError: if the tensor is a view from before the model was moved.
+        """
         tensor = local_of(tensor)
         with torch_private.DisableTorchFunctionSubclass():
             if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -297,20 +326,18 @@ class FlatParameters:
 
     @torch.no_grad()
     def repoint(self, number: int, value: Tensor) -> None:
-        """`p.data = value`: the parameter lies there until the next step, which copies the values back."""
+        """Does `p.data = value`: the parameter lies there until the next step, which copies the values back."""
         with torch_private.DisableTorchFunctionSubclass():
             _DATA.__set__(self.params[number], value)
         self._data.pop(number, None)
 
     def version_of(self, number: int) -> int:
-        """The version of a parameter, which grows with each write. It is also known while the parameter has no
-        memory."""
+        """The version of a parameter, which grows with each write. It is known without memory, too."""
         with torch_private.DisableTorchFunctionSubclass():
             return self._version_now(number) if self._is_here(number) else self._versions[number]
 
     def _version_now(self, number: int) -> int:
-        """The version of a parameter that has memory now. Must be called with guards off, because it uses the
-        tensor."""
+        """The version of a parameter that has memory now. Called with guards off, because it uses the tensor."""
         version = self.params[number]._version
         return version + self.locals[number]._version if number in self._sharded else version
 
@@ -320,9 +347,10 @@ class FlatParameters:
         return flat not in self._streamed or self._unit_of_flat[flat].is_here
 
     def allocate(self, unit: Unit) -> DeviceEvent:
-        """Gives a unit, which was freed, memory again; its values are undefined.
+        """Gives a unit, which was freed, memory again. Its values are undefined.
 
-        Returns: the event after which it may be written.
+        Returns:
+            The event after which the memory may be written.
         """
         # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(one.index) for one in unit.slices)
@@ -331,7 +359,7 @@ class FlatParameters:
         return ready
 
     def arrange(self) -> None:
-        """Between two steps: units that never have memory at the same time share a buffer from now on."""
+        """Makes units that never have memory at the same time share a buffer from now on. Called between two steps."""
         if not self.is_parked:
             self._unit_memory.arrange()
             self._note_peak()
@@ -345,12 +373,16 @@ class FlatParameters:
         self._set_versions(unit.streamed, [self._versions[number] for number in unit.streamed])
 
     def free(self, unit: Unit) -> DeviceEvent:
-        """Takes the memory of a unit away. Its values are kept in a store. Returns: its last use."""
+        """Takes the memory of a unit away. Its values are kept in a store.
+
+        Returns:
+            The event of its last use.
+        """
         self._hide_versions(unit.streamed)
         return self._unit_memory.take(unit, self._memory_of_unit(unit))
 
     def free_attached(self, flat: int) -> None:
-        """Takes the memory that a flat parameter got from `attach`."""
+        """Takes the memory away that a flat parameter got from `attach`."""
         self._hide_versions(self.layout.flats[flat].params)
         memory = self.flats[flat]
         self._count(flat, -memory.nbytes)
@@ -372,7 +404,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def become_resident(self) -> None:
-        """Gives streamed parameters, all of which are here for good, storages of their own on the device."""
+        """Gives streamed parameters, all of which are on the device for good, storages of their own there."""
         streamed, self._streamed = self._streamed, ()
         self._flat_of_storage.clear()
         for flat, memory in zip(self.layout.flats, self.flats, strict=True):
@@ -387,9 +419,10 @@ class FlatParameters:
 
     @torch.no_grad()
     def move(self, device: torch.device) -> None:
-        """Moves all parameters to the CPU, or home. Streamed ones have to be released.
+        """Moves all parameters to the CPU, or home. Streamed ones have to be released. If it raises, nothing has moved.
 
-        Raises: ConfigError if some are DTensors; what allocations raise; nothing has moved then.
+        Raises:
+            ConfigError: if some are DTensors.
         """
         for number in sorted(self._sharded):
             raise ConfigError(
@@ -402,8 +435,10 @@ class FlatParameters:
         self._unit_memory.free_spare()
 
     def _memory_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Memory for a slice on another device, with its values if it has any, and the tensors that will point into
-        it."""
+        """Memory for a slice on another device, and the tensors that will point into it.
+
+        It has the slice's values if the slice has memory now.
+        """
         if index in self._elsewhere:
             return self._elsewhere[index]
         here = self.memory_of(index)
@@ -447,18 +482,23 @@ class FlatParameters:
             self._note_peak()
 
     def _counts(self, index: int) -> bool:
-        """Whether a slice takes memory of the device. A tiled weight as a whole never does: it is in RAM."""
+        """Whether a slice takes memory of the device. A tiled weight as a whole never does, since it is in RAM."""
         return index >= len(self.flats) or not self.layout.tile_of(index)
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._bytes + self._unit_memory.nbytes)
 
     @torch.no_grad()
-    def take_back(self, numbers: Iterable[int] | None = None) -> None:
-        """Moves parameters (None: all) that were pointed elsewhere (`p.data = x`) back into their flat parameter. The
-        values of `x` are copied there, and count as written by the user.
+    def return_repointed(self, numbers: Iterable[int] | None = None) -> None:
+        """Moves parameters that were pointed elsewhere (`p.data = x`) back into their flat parameter.
 
-        Raises: ConfigError if one has another shape, dtype or device now: it was moved or cast.
+        The values of `x` are copied there, and count as written by the user.
+
+        Args:
+            numbers: the parameters to look at; None: all.
+
+        Raises:
+            ConfigError: if one has another shape, dtype or device now, since it was moved or cast.
         """
         with torch_private.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
@@ -485,18 +525,28 @@ class FlatParameters:
                 self._data.pop(number, None)
 
     def remember(self, model: nn.Module) -> None:
-        """Notes which parameters `model` has now, for `require_unchanged`."""
+        """Records which parameters `model` has now, for `require_unchanged`."""
         self._known = set(model.parameters())
 
     def _is_swapped(self, number: int) -> bool:
-        """Whether `torch.utils.swap_tensors` replaced the tensor of a parameter. Graphs made before refer to the old
-        one."""
+        """Whether `torch.utils.swap_tensors` replaced the tensor of a parameter.
+
+        Graphs from before refer to the old tensor.
+        """
         with torch_private.DisableTorchFunctionSubclass():
             return self.params[number]._cdata != self._tensors[number]
 
     def require_unchanged(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises: ConfigError if a parameter was replaced, added or unfrozen since the model was taken, so that a
-        gradient would never be used. Args: groups: the optimizer's param_groups."""
+        """Requires that the model has the parameters that it had when it was taken.
+
+        Args:
+            model: the model.
+            groups: the optimizer's param_groups.
+
+        Raises:
+            ConfigError: if a parameter was replaced, added or unfrozen since then, so that a gradient would never be
+                used.
+        """
         for number, spec in enumerate(self.layout.specs):
             if self._is_swapped(number):
                 raise ConfigError(
@@ -526,17 +576,17 @@ class FlatParameters:
                     "unfrozen"
                 )
 
-    def written_here(self, numbers: Iterable[int]) -> None:
-        """Tells autograd that this library wrote new values to these parameters."""
+    def bump_versions(self, numbers: Iterable[int]) -> None:
+        """Increases the versions of parameters to which this library wrote new values, so that autograd knows."""
         for number in numbers:
             if self._is_here(number):
                 torch.autograd.graph.increment_version(self.params[number])
             else:
                 self._versions[number] += 1  # the parameter gets it when its memory is back
-        self.note_writes(numbers)
+        self.forget_writes(numbers)
 
-    def note_writes(self, numbers: Iterable[int]) -> None:
-        """From now on `written_outside` looks for writes to these parameters after this call."""
+    def forget_writes(self, numbers: Iterable[int]) -> None:
+        """Forgets what others wrote to these parameters until now: `find_outside_writes` finds later writes only."""
         for number in numbers:
             for _, leaf in self.tiles_of(number):
                 torch.autograd.graph.increment_version(leaf)
@@ -547,8 +597,12 @@ class FlatParameters:
                 with torch_private.DisableTorchFunctionSubclass():
                     self._versions[number] = self._version_now(number)
 
-    def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
-        """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
+    def find_outside_writes(self, numbers: Iterable[int] | None = None) -> list[int]:
+        """Finds the parameters to which others wrote (`load_state_dict`, `p.copy_`), among those that have memory now.
+
+        Args:
+            numbers: the parameters to look at; None: all.
+        """
         numbers = range(len(self.params)) if numbers is None else numbers
         with torch_private.DisableTorchFunctionSubclass():
             here = [number for number in numbers if self._is_here(number)]
@@ -561,7 +615,7 @@ class FlatParameters:
         return alias._version != version
 
     def flat_of(self, number: int) -> int:
-        """The flat parameter that a parameter lies in."""
+        """The index of the flat parameter that a parameter lies in."""
         return self.layout.locations[number][0]
 
     def unit_of(self, number: int) -> Unit:

@@ -32,10 +32,12 @@ _watches: tuple[weakref.ref[Watch], ...] = ()
 
 
 class Watch:
-    """See the top of this file. Watches from its making on, until `settle`.
+    """Watches the steps of all optimizers, from construction to `settle`; see the top of this file.
 
-    Args: groups: our optimizer's param groups; has_gradient: whether a tensor is one of its parameters, with a gradient
-    that no step of ours has used.
+    Args:
+        model: the held model.
+        groups: our optimizer's param groups.
+        has_gradient: whether a tensor is one of its parameters, with a gradient that no step of ours has used.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class Watch:
         _change(add=self)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, ours or another."""
+        """Called when an optimizer, ours or another one, has stepped."""
         groups = optimizer.param_groups
-        if self._other or self._is_settled or any(group is own for group in groups for own in self._groups):
+        if self._other or self._is_settled or any(group is ours for group in groups for ours in self._groups):
             return  # ours, or a wrapper of it
         if any(self._has_gradient(param) for group in groups for param in group["params"]):
             self._other = type(optimizer).__name__
@@ -70,7 +72,7 @@ class Watch:
             )
 
     def settle(self) -> None:
-        """Looks at nothing any more. May be called again."""
+        """Ends the watch. May be called again."""
         if not self._is_settled:
             self._is_settled = True
             _change(drop=self)

@@ -77,7 +77,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(param: Tensor, number: int, name: str, answers: Answers) -> StandIn:
-        """One of the shape, dtype and device of `param`."""
+        """A stand-in with the shape, dtype and device of `param`."""
         made: StandIn = Tensor._make_wrapper_subclass(
             StandIn, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
@@ -139,7 +139,7 @@ def is_stand_in(grad: Tensor | None) -> bool:
 
 
 class _Norms:
-    """The norms of gradients, by order and number, as long as these do not change."""
+    """The norms of gradients that are known, by order of the norm and number of the parameter."""
 
     def __init__(self) -> None:
         self._values: dict[float, dict[int, float]] = {}
@@ -156,8 +156,11 @@ class _Norms:
         self._values.setdefault(order, {})[number] = norm
 
     def tensor(self, order: float, number: int, device: torch.device) -> Tensor:
-        """A norm that is known, of shape () in fp32, the caller's own. All that are known go to a device at once: a
-        copy of its own for each of them would make the host wait as often."""
+        """A norm that is known, as a new fp32 tensor of shape ().
+
+        All norms that are known go to a device in one copy. If each had a copy of its own, the host would wait as
+        often.
+        """
         if device.type == "cpu":
             return torch.tensor(self._values[order][number], dtype=torch.float32, device=device)
         there = self._tensors.setdefault((order, device), {})
@@ -218,7 +221,7 @@ class Answers:
 
     @entry
     def accumulation_begins(self, number: int) -> None:
-        """Autograd is about to accumulate a gradient into `leaf.grad`."""
+        """Called when autograd is about to accumulate a gradient into a leaf of parameter `number`."""
         if self._is_frozen(number):
             return  # since the forward, and autograd accumulates nothing
         self._units.backward_runs()
@@ -235,14 +238,14 @@ class Answers:
             # With a stand-in there the gradient is added; without, the user dropped what was there.
             if self._is_own(param.grad, number):
                 param.grad = None
-                self._write_back(number)
+                self._store_copy(number)
             else:
                 self._gradients.clear(number)
             self._copies.pop(number, None)
             self._zeroed.discard(number)
 
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
-        """Autograd has accumulated a gradient of a leaf; see `hand_over`."""
+        """Called when autograd has accumulated a gradient of a leaf; see `hand_over`."""
         if not self._is_frozen(number):
             self.hand_over(number, leaf, start)
         elif leaf is not self._params[number]:
@@ -254,7 +257,13 @@ class Answers:
 
     @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
-        """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
+        """Takes the gradient of a leaf to the gradient buffer.
+
+        Args:
+            number: the parameter's number.
+            leaf: the parameter, or a tile of it.
+            start: the element of the parameter at which the leaf begins.
+        """
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
             grad = leaf.grad
@@ -288,15 +297,18 @@ class Answers:
         return self.is_live(number) and self.is_marked(number)
 
     def take_changes(self, numbers: Collection[int] | None = None) -> None:
-        """Takes over what the user did: gradients assigned to `p.grad`, zeros, and writes to views of values.
+        """Takes over what the user did to `p.grad`: gradients assigned to it, zeros, and writes to views of its values.
 
-        Args: numbers: the parameters to look at; None: all.
-        Raises: ConfigError if the model is parked, and cannot go on.
+        Args:
+            numbers: the parameters to look at; None: all.
+
+        Raises:
+            ConfigError: if the model is parked, and cannot go on.
         """
         self._require_home()
         numbers = range(len(self._params)) if numbers is None else numbers
         for number in [number for number in self._copies if number in numbers]:
-            self._write_back(number)
+            self._store_copy(number)
         for number in sorted(number for number in self._zeroed if number in numbers):
             self._zeroed.discard(number)
             if self.is_marked(number):
@@ -323,7 +335,11 @@ class Answers:
                 self.hand_over(number, param)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
-        """The next gradients begin anew. Args: used: the parameters whose gradients a step has used."""
+        """Makes the next gradients begin anew.
+
+        Args:
+            used: the parameters whose gradients a step has used.
+        """
         self._used = {number: self._gradients.factor_of(number) for number in used}
         self._copies.clear()
         self._zeroed.clear()
@@ -331,7 +347,7 @@ class Answers:
         self._factor = None
 
     def become_zeros(self, params: Sequence[Tensor]) -> None:
-        """Gives these parameters, which have no gradient, one of zeros."""
+        """Gives these parameters, which have no gradient, a gradient of zeros."""
         for param in params:
             number = self._parameters.number_of(param)
             if number is not None and number >= len(self._params):
@@ -342,7 +358,7 @@ class Answers:
                 self.zero(number)
 
     def move(self) -> None:
-        """The parameters are on another device now, and so will be the stand-ins."""
+        """Makes new stand-ins, when the parameters are on another device."""
         marked = list(filter(self.is_marked, range(len(self._names))))
         self._copies.clear()
         self._stand_ins = self._new_stand_ins()
@@ -351,7 +367,7 @@ class Answers:
                 self._parameters.params[number].grad = self._stand_ins[number]
 
     def remove(self) -> None:
-        """Takes the stand-ins away; those that somebody still has answer no more."""
+        """Takes the stand-ins away. Those that somebody still has give no answers any more."""
         self._is_removed = True
         self.begin_anew()
         with torch_private.DisableTorchFunctionSubclass():
@@ -362,11 +378,11 @@ class Answers:
     # What stand-ins call.
 
     def is_live(self, number: int) -> bool:
-        """Whether there is a gradient that no step has used."""
+        """Whether a parameter has a gradient that no step has used."""
         return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
 
     def is_readable(self, number: int) -> bool:
-        """Whether the values of a gradient can be read: a step may have used it."""
+        """Whether the values of a gradient can be read. A step may have used it, if it has left it in its memory."""
         return self.is_live(number) or (number in self._used and self._gradients.outlives_step(number))
 
     def is_live_of(self, param: Tensor) -> bool:
@@ -375,7 +391,7 @@ class Answers:
         return number is not None and number < len(self._params) and self.is_live(number)
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""
+        """Answers `func(*args, **kwargs)`, where some of the arguments are stand-ins."""
         with self.entries.lock:
             self.entries.wait_for_turn("a gradient was used")
             result = self._answer(func, args, kwargs)
@@ -402,8 +418,8 @@ class Answers:
         self._require_home()
         if func is torch_private.amp_unscale and len(args) == 3:
             return self._unscale(*args)
-        if func in _NORMS and (found := self._norm(func, args, kwargs)) is not None:
-            return found
+        if func in _NORMS and (norm := self._norm(func, args, kwargs)) is not None:
+            return norm
         if getattr(func, "__name__", "") in ("zero_", "_foreach_zero_") and self._zero(args[0]):
             return args[0] if isinstance(args[0], StandIn) else None
         if self._multiply(func, args, kwargs):
@@ -415,7 +431,7 @@ class Answers:
         self._require_home()
         self._require_values(number)
         if number in self._copies:
-            self._write_back(number)
+            self._store_copy(number)
             return self._copies[number][0].clone()
         param, values = self._params[number], self._current(number)
         with torch_private.DisableTorchFunctionSubclass():
@@ -423,7 +439,7 @@ class Answers:
             return whole_like(param, local)
 
     def _current(self, number: int) -> Tensor:
-        """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
+        """A copy of the gradient as the step would use it: 1-D, in the dtype in which it waits."""
         if number in self._zeroed:
             self.take_changes()
         self._gradients.finalize([number])
@@ -432,14 +448,19 @@ class Answers:
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call leaves a stand-in on its device, or moves it to the one that the model is on. A tiled weight,
-        which is in RAM, counts as on the model's."""
+        """Whether a call leaves a stand-in on its device, or moves it to the one that the model is on.
+
+        A tiled weight is in RAM, and counts as being on the model's device.
+        """
         if not isinstance(args[0], StandIn):
             return False
         return is_no_move(func, args, kwargs) or moved_to(func, args, kwargs) == self._parameters.device
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Computes with copies of the values. A change of a copy, now or later through a view, is written back."""
+        """Calls `func` with copies of the values.
+
+        If it changes a copy, or somebody does so later through a view, the gradient changes, too.
+        """
         numbers = list(dict.fromkeys(one.number for one in instances_in((args, kwargs), StandIn)))
         values = {n: self._copies[n][0] if n in self._copies else self.values_of(n) for n in numbers}
         versions = {n: one._version for n, one in values.items()}
@@ -454,14 +475,14 @@ class Answers:
         for number, one in values.items():
             is_kept = number in self._copies or number in viewed
             self._copies.setdefault(number, (one, versions[number]))
-            self._write_back(number)
+            self._store_copy(number)
             if not is_kept:
                 del self._copies[number]
-        own = [n for n, one in values.items() if one is result]
-        return self._stand_ins[own[0]] if own else result
+        returned = [n for n, one in values.items() if one is result]
+        return self._stand_ins[returned[0]] if returned else result
 
-    def _write_back(self, number: int) -> None:
-        """Puts what was written to a copy of the values where the gradient is."""
+    def _store_copy(self, number: int) -> None:
+        """Puts what was written to the copy of a gradient's values where the gradient is."""
         copy, version = self._copies.get(number, (None, 0))
         if copy is None or copy._version == version or not self.is_live(number):
             return
@@ -502,12 +523,12 @@ class Answers:
     # Norms and factors.
 
     def _norm(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A norm, or a list of norms; None if this call has to be computed from values."""
+        """Answers a call for a norm or a list of norms; None if it has to be computed from values."""
         given: dict[str, Any] = dict(zip(("input", "ord"), args, strict=False))
-        others = {key: value for key, value in kwargs.items() if key not in ("ord", "p", "input", "self", "x")}
+        options = {key: value for key, value in kwargs.items() if key not in ("ord", "p", "input", "self", "x")}
         ones = given.get("input", next((kwargs[key] for key in ("input", "x", "self") if key in kwargs), None))
         order = given.get("ord", kwargs.get("ord", kwargs.get("p", _NORMS[func])))
-        if len(args) > 2 or any(value not in (None, False) for value in others.values()):
+        if len(args) > 2 or any(value not in (None, False) for value in options.values()):
             return None
         is_list = isinstance(ones, list | tuple)
         stand_ins: list[Any] = list(ones) if is_list else [ones]  # type: ignore[arg-type]
@@ -523,8 +544,11 @@ class Answers:
         return made if is_list else made[0]
 
     def _learn_norms(self, numbers: Sequence[int], order: float) -> None:
-        """Makes sure that `_norms` has those of these gradients. Outside of a backward it gets all, as whoever asks for
-        one is likely to ask for the next: what they cost is a call of the device."""
+        """Makes sure that `_norms` has the norms of these gradients.
+
+        Outside of a backward it gets the norms of all gradients, since whoever asks for one is likely to ask for the
+        next, and each time the host would wait for the device.
+        """
         for number in numbers:
             if not self.is_live(number) and number not in self._used:
                 self._require_values(number)
@@ -544,19 +568,22 @@ class Answers:
             self._norms.learn(order, number, norm * abs(factor))
 
     def _with_live(self, numbers: Sequence[int]) -> list[int]:
-        """These, and all that are live."""
+        """These parameters, and all others whose gradients are live."""
         return list(dict.fromkeys([*numbers, *filter(self.is_live, range(len(self._names)))]))
 
     def _forget_norm(self, number: int) -> None:
-        """A gradient changes. Over several ranks all norms are forgotten: on each rank it may be another gradient, and
-        all ranks have to ask for the same."""
+        """Forgets the norm of a gradient, which changes.
+
+        Over several ranks all norms are forgotten. The gradient that changes may be another one on each rank, and all
+        ranks have to ask for the same norms.
+        """
         if self._ranks == 1:
             self._norms.forget(number)
         else:
             self._norms.clear()
 
     def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Records an in-place product with numbers; False if the call is none."""
+        """Records an in-place product with numbers; False if the call is no such product."""
         if kwargs or len(args) != 2:
             return False
         if func in _FOREACH_FACTORS:
@@ -573,7 +600,7 @@ class Answers:
         for one in ones:
             if not self.is_live(one.number):
                 raise self._used_up(one.number)
-            self._write_back(one.number)
+            self._store_copy(one.number)
             if one.number in self._copies:
                 return False  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(self._value_of, factors), strict=True):
@@ -583,8 +610,10 @@ class Answers:
         return True
 
     def _value_of(self, factor: Any) -> float:
-        """Of a number, or of a tensor that has one, which is read once for all gradients that it multiplies: the host
-        waits for its device."""
+        """The value of a factor, a number or a tensor that has one.
+
+        A tensor is read once for all gradients that it multiplies, since the host waits for its device.
+        """
         if not isinstance(factor, Tensor) or factor.is_inference():
             return float(factor)
         if self._factor is None or self._factor[0] is not factor or self._factor[1] != factor._version:
@@ -592,7 +621,7 @@ class Answers:
         return self._factor[2]
 
     def zero(self, number: int) -> None:
-        """A gradient becomes zeros, to which the next ones are added. The step uses them, unlike None."""
+        """Makes a gradient zeros, to which the next ones are added. Unlike None, the step uses them."""
         if self._gradients.has(number):
             self._gradients.clear(number)
         self._copies.pop(number, None)
@@ -611,10 +640,18 @@ class Answers:
         return True
 
     def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all. It asks once
-        for each device; tiled weights are on the CPU beside a model on another one, and that call changes nothing.
+        """Answers a GradScaler.
 
-        Raises: ConfigError if one of a trained parameter is not among them.
+        There is one loss scale, so it has to unscale all gradients at once. It asks once for each device. Tiled weights
+        are on the CPU beside a model on another device; the call for them changes nothing.
+
+        Args:
+            grads: the gradients that the GradScaler unscales.
+            found_inf: 0-dim, fp32; written.
+            inverse: 0-dim, fp32: 1 / loss scale.
+
+        Raises:
+            ConfigError: if the gradient of a trained parameter is not among them.
         """
         met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
         is_beside = False
@@ -644,8 +681,12 @@ class Answers:
         return grad is self._stand_ins[number]
 
     def _arriving(self) -> None:
-        """A gradient arrives. Raises: ClosedError in a forked child, which has no memory for gradients;
-        AccumulationError after unscaling or clipping, whose factor was computed from the gradients before."""
+        """Called when a gradient arrives.
+
+        Raises:
+            ClosedError: in a forked child, which has no memory for gradients.
+            AccumulationError: after unscaling or clipping, whose factor was computed from the gradients before.
+        """
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
         if self._gradients.scale != UNIT_SCALE or self._gradients.factors:

@@ -99,8 +99,9 @@ _PLAIN_HERE = dict.fromkeys(("watched", "opened"), torch_private.disabled_torch_
 class _GuardsRef:
     """What the guarded classes of one optimizer refer to. It outlives the optimizer.
 
-    Attributes: guards: returns the guards of the optimizer, None once that is gone; is_elsewhere: whether values may be
-    in a store, and no longer in the parameter.
+    Attributes:
+        guards: returns the guards of the optimizer; None once that is gone.
+        is_elsewhere: whether values may be in a store, and no longer in the parameter.
     """
 
     def __init__(self, guards: Guards, *, is_elsewhere: bool) -> None:
@@ -109,7 +110,7 @@ class _GuardsRef:
 
 
 class _Held:
-    """Base of the classes that stand in for a tensor's own, `_kind`."""
+    """Base of the classes that tensors get in place of their own class, `_kind`."""
 
     __slots__ = ()
     _kind: type[Tensor]
@@ -117,7 +118,7 @@ class _Held:
 
     @classmethod
     def guard(cls, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """What torch calls for an operation with a tensor that is guarded in this thread."""
+        """Called by torch for an operation with a tensor that is guarded in this thread."""
         return call_eagerly(cls._used, func, args, kwargs or {})
 
     @classmethod
@@ -133,7 +134,7 @@ class _Held:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether this thread uses the tensor as one that nobody guards."""
+        """Whether the tensor is plain for this thread, as one that is not guarded."""
         return self.__torch_function__ is torch_private.disabled_torch_function  # type: ignore[attr-defined]
 
     def __repr__(self, **options: Any) -> str:
@@ -164,7 +165,7 @@ class _Held:
         return self._plainly(lambda tensor: (_cloned(tensor) if is_streamed else tensor).__reduce_ex__(protocol))
 
     def _plainly(self, use: Callable[[Any], Any]) -> Any:
-        """`use(self)`, with this tensor plain and of current values."""
+        """Calls `use(self)`, while this tensor is plain and has its current values."""
         guards = self._guards_ref.guards()
         if guards is not None:
             return guards.plainly(self, use)
@@ -190,12 +191,12 @@ class _Held:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether an optimizer of this library holds it."""
+    """Whether an optimizer of this library holds a tensor."""
     return isinstance(tensor, _Held) and tensor._guards_ref.guards() is not None
 
 
 def is_released(tensor: Tensor) -> bool:
-    """Whether it is a streamed parameter that was not fetched when its optimizer was closed."""
+    """Whether a tensor is a streamed parameter that was not fetched when its optimizer was closed."""
     return isinstance(tensor, _Held) and tensor._guards_ref.guards() is None and tensor._guards_ref.is_elsewhere
 
 
@@ -206,14 +207,13 @@ class _Guarded(_Held):
 
 
 class _Opened(_Held):
-    """Base of the classes of tensors that are used now: the thread that uses them sees nothing."""
+    """Base of the classes of tensors that are used now. They are plain for the thread that uses them."""
 
     __slots__ = ()
 
 
 class _Watched(_Held):
-    """Base of the classes of parameters whose unit runs: in the threads that run it `p.data` is seen, operations are
-    not."""
+    """Base of the classes of parameters whose unit runs. In the threads that run it, only `p.data` is seen."""
 
     __slots__ = ()
 
@@ -244,8 +244,10 @@ _ASKED: dict[type[_Held], str] = {_Guarded: "guarded", _Opened: "opened", _Watch
 
 
 class _Plain:
-    """Context manager: inside it guarded tensors are plain in this thread. Their guards come back even if a signal
-    interrupts the body."""
+    """A context in which guarded tensors are plain in this thread.
+
+    They are guarded again even if a signal interrupts the body.
+    """
 
     def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
         self._guards = guards
@@ -314,10 +316,13 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 class Guards:
-    """See [Note: guarded parameters].
+    """Makes each use of a held parameter see its current value; see [Note: guarded parameters].
 
-    Args: units: a use of a parameter applies a pending update of its unit, or fetches it; moves: called when a module
-    is moved to a device; returns whether that moves the held model, which is there then.
+    Args:
+        parameters: the held parameters.
+        units: applies the pending update of a unit, or fetches it, when a parameter is used.
+        moves: called when a module is moved to a device; returns whether that moves the held model, which is there
+            then.
     """
 
     def __init__(
@@ -339,21 +344,27 @@ class Guards:
         self._aliases: Mapping[Tensor, int] = {}
 
     def guard_aliases(self, aliases: Mapping[Tensor, int]) -> None:
-        """Makes each use of views of parameters be seen, as one of their parameter. Args: aliases: plain views, and the
-        numbers of their parameters."""
+        """Makes each use of a view of a parameter count as a use of the parameter.
+
+        Args:
+            aliases: plain views, and the numbers of their parameters.
+        """
         self._aliases = aliases
         for tensor, number in aliases.items():
             tensor.__class__ = self.class_for(Tensor, streams=self._parameters.streams(number))
 
     def class_for(self, kind: type[Tensor], *, streams: bool, runs: bool = False) -> type[Tensor]:
-        """The guarded class of tensors that are `kind` otherwise.
+        """The guarded class of tensors whose own class is `kind`.
 
-        Args: streams: that of streamed parameters; runs: of parameters whose unit runs.
+        Args:
+            kind: their own class.
+            streams: whether it is for streamed parameters.
+            runs: whether it is for parameters whose unit runs.
         """
         return self._class(_Watched if runs else _Guarded, kind, streams)
 
     def opened(self, guarded: type[Any]) -> type[Tensor]:
-        """The class of tensors of a guarded class while they are used."""
+        """The class that tensors of a guarded class have while they are used."""
         return self._class(_Opened, guarded._kind, guarded._guards_ref is self._streamed_ref)
 
     def _class(self, base: type[_Held], kind: type[Tensor], streams: bool) -> type[Tensor]:
@@ -379,7 +390,7 @@ class Guards:
         return self._classes[key]
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func(*args, **kwargs)`, where some of the arguments are guarded."""
+        """Calls `func(*args, **kwargs)`, where some of the arguments are guarded."""
         if func in _RUNS_BACKWARD:
             return self._dispatch(func, args, kwargs)
         with self.entries.lock:
@@ -388,14 +399,18 @@ class Guards:
         return result
 
     def plainly(self, tensor: Any, use: Callable[[Tensor], Any]) -> Any:
-        """`use(tensor)`, with a guarded tensor plain and of current values."""
+        """Calls `use(tensor)`, while a guarded tensor is plain and has its current values."""
         with self.entries.lock, self._units.used(self._units_of([tensor])), _Plain(self, [tensor]):
             result = use(tensor)
         self.entries.pause()
         return result
 
     def stop(self, *, are_here: bool) -> None:
-        """The optimizer is closing. Args: are_here: all values are in the model for good."""
+        """Stops guarding, because the optimizer is closing.
+
+        Args:
+            are_here: whether all values are in the model for good.
+        """
         for ref in (self._resident_ref, self._streamed_ref):
             ref.guards = lambda: None
         self._streamed_ref.is_elsewhere = not are_here
@@ -446,8 +461,10 @@ class Guards:
         return self._run(func, args, kwargs)
 
     def _gradients(self, outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[Tensor | None, ...]:
-        """`torch.autograd.grad`, with which autograd gets a guarded parameter as the gradient edge of its leaf, or of
-        each of its leaves if it has tiles, too."""
+        """Runs `torch.autograd.grad`, which cannot take guarded parameters.
+
+        Autograd gets the gradient edge of the leaf of each one instead, and of its tiles if it has any.
+        """
         allows, fills = options.pop("allow_unused", None), options.pop("materialize_grads", False)
         if fills and allows is False:
             raise ValueError("materialize_grads=True with allow_unused=False")  # as torch has it
@@ -476,8 +493,10 @@ class Guards:
         return tuple(grads)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a parameter is already on the device that a call moves it to. If the call moves the whole held model,
-        that is moved first."""
+        """Whether a parameter is already on the device that a call moves it to.
+
+        If the call moves the whole held model, that is moved first.
+        """
         if is_no_move(func, args, kwargs):
             return True
         device, moves = moved_to(func, args, kwargs), self._moves()
@@ -497,8 +516,14 @@ class Guards:
         return result
 
     def _is_saved(self, used: Sequence[Any]) -> bool:
-        """Whether an operation is one of a function or a checkpoint that may save these tensors for a node which nobody
-        sees. Raises: ReleasedParameterError if a checkpoint has saved one that had no current value then."""
+        """Whether an operation is part of a function or a checkpoint that may save these tensors for an unseen node.
+
+        Args:
+            used: the tensors that it uses.
+
+        Raises:
+            ReleasedParameterError: if a checkpoint has saved one that had no current value then.
+        """
         has_node = torch.is_grad_enabled()
         if torch_private.saved_tensors_hooks(False) is None if has_node else self._streamed is None:
             return False  # there is no checkpoint; a function saves after its last operation
@@ -527,8 +552,7 @@ class Guards:
             )
 
     def _piece_by_piece(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs an operation on lists of tensors one unit after the other: the device may lack room
-        for all of them."""
+        """Runs an operation on lists of tensors, one unit after the other: the device may lack room for all of them."""
         lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
         length = len(lists[0]) if lists else 0
         if not length or any(len(one) != length for one in lists):
@@ -544,16 +568,20 @@ class Guards:
         return results or None
 
     def class_now(self, tensor: Any, guarded: type[Any]) -> type[Tensor]:
-        """The class that a tensor gets back after a use, before which its class was `guarded`. It is another one if the
-        use began or ended a forward of its unit."""
+        """The class that a tensor gets after a use, if its class was `guarded` before.
+
+        It is another one if the use began or ended a forward of its unit.
+        """
         number = self._parameters.number_of(tensor)
         runs = number is not None and self._units.running.watches(self._unit_of[number], number)
         streams = guarded._guards_ref is self._streamed_ref
         return self.class_for(guarded._kind, streams=streams, runs=True) if runs else guarded
 
     def _units_of(self, used: Iterable[Any]) -> list[Unit]:
-        """The units that have to be fetched for a use of these tensors. A resident tensor needs no fetch: its pending
-        update is applied here."""
+        """The units that have to be fetched for a use of these tensors.
+
+        A resident tensor needs no fetch: its pending update is applied here.
+        """
         found: dict[Unit, None] = {}
         for tensor in used:
             if (place := self._place_of(tensor)) is not None:
@@ -565,7 +593,7 @@ class Guards:
         return list(found)
 
     def _place_of(self, tensor: Any) -> tuple[Unit, bool] | None:
-        """The unit of a tensor, and whether it is streamed; None of one that is not ours any more."""
+        """The unit of a tensor, and whether it is streamed; None if the tensor is not ours any more."""
         number = self._parameters.number_of(tensor)
         number = self._aliases.get(tensor) if number is None else number
         if number is not None:
@@ -610,7 +638,12 @@ class Guards:
 
     @entry
     def data_of(self, tensor: Any, *, runs: bool = False) -> Tensor:
-        """`p.data`: a tensor of the same memory, writes to which are noticed. Args: runs: whether its unit runs."""
+        """Answers `p.data`: a tensor of the same memory. Writes to it are noticed.
+
+        Args:
+            tensor: the parameter.
+            runs: whether its unit runs.
+        """
         number = self._parameters.number_of(tensor)
         if number is None:
             alias: Tensor = self._run(Tensor.detach, (tensor,), {})
@@ -625,7 +658,7 @@ class Guards:
 
     @entry
     def point_to(self, tensor: Any, value: Tensor) -> None:
-        """`p.data = value`."""
+        """Answers `p.data = value`."""
         number = self._parameters.number_of(tensor)
         if number is None:
             self._run(_DATA.__set__, (tensor, value), {})
@@ -661,7 +694,7 @@ class Guards:
             return int(tensor._version)
 
     def _detached(self, tensor: Any) -> Tensor:
-        """For nn.Parameter(p), which wants the same class, and sets `_is_param` of the result."""
+        """Answers `detach()` for nn.Parameter(p), which wants the same class, and sets `_is_param` of the result."""
         streams = tensor._guards_ref is self._streamed_ref
         made: Tensor = self.plainly(tensor, lambda one: one.detach().clone() if streams else one.detach())
         made.__class__ = type(tensor)
@@ -669,8 +702,11 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `guard`,
-    `call_eagerly`, what a compiler adds to it, `_used`, `call` and `_dispatch`."""
+    """Whether the call comes from nn.Parameter(p).
+
+    The frames in between are those of `__torch_function__`, `guard`, `call_eagerly`, what a compiler adds to it,
+    `_used`, `call` and `_dispatch`.
+    """
     frame = sys._getframe(1)
     for _ in range(10):
         if frame.f_code is _PARAMETER_NEW:

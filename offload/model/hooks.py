@@ -36,7 +36,8 @@ from offload.model.units import ROOT, NotToWrap, blocks_of, encloses, fp32_modul
 class _Casts:
     """A hook that casts what enters a module, or leaves it. A copy of the module takes it along.
 
-    Attribute: has_cast: whether anything had another dtype; not known of code that torch has compiled.
+    Attributes:
+        has_cast: whether anything had another dtype. It is not known in code that torch has compiled.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -65,7 +66,7 @@ class _CastsInputs(_Casts):
 
 
 class _CastsOwnInputs(_CastsInputs, LeftBehind):
-    """That of a model in fp32. A copy has no need of it: it takes what the model took before it was held."""
+    """The hook of a model in fp32. A copy does without it, since it takes what the model took before it was held."""
 
 
 class _CastsOutputs(_Casts):
@@ -83,8 +84,12 @@ def is_hooked(model: nn.Module) -> bool:
 
 
 def require_free(model: nn.Module) -> None:
-    """Raises: ConfigError if there is nothing to train in `model`, if another optimizer holds it or a part of it, and
-    if it has parts that cannot be hooked."""
+    """Requires that a model can be taken.
+
+    Raises:
+        ConfigError: if there is nothing to train in it, if another optimizer holds it or a part of it, or if a part of
+            it cannot be hooked.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"the first argument is of type {type(model).__name__} and is not an nn.Module: give "
@@ -122,9 +127,16 @@ def require_free(model: nn.Module) -> None:
 
 
 class Hooks:
-    """Hooks of one optimizer on its model; `remove` takes all of them away.
+    """The hooks of one optimizer on its model; `remove` takes all of them away.
 
-    Args: unit_of: the unit of every parameter of the model.
+    Args:
+        model: the model.
+        choice: how it computes.
+        parameters: those that are held.
+        unit_of: the unit of every parameter of the model.
+        units: is told of forwards and backwards.
+        access: is told of saving and loading.
+        answers: takes gradients.
     """
 
     def __init__(
@@ -217,7 +229,7 @@ class Hooks:
         unit_of: Mapping[Tensor, Unit],
         access: Access,
     ) -> None:
-        """Makes the modules of a unit run with its current values."""
+        """Makes the modules of a unit run with the unit's current values."""
         units = self._units
         # `F.linear` fetches a tiled weight, tile by tile.
         tiled = {spec.unit for spec in parameters.layout.specs if spec.tile}
@@ -248,7 +260,13 @@ class Hooks:
         self._handles.append(numbered_alike(module, casts))
 
     def _hook_gradient(self, number: int, leaf: nn.Parameter, start: int = 0) -> None:
-        """Args: leaf: the parameter, or its tile whose first element is `start`."""
+        """Makes a leaf hand over its gradient when autograd has accumulated it.
+
+        Args:
+            number: the parameter's number.
+            leaf: the parameter, or a tile of it.
+            start: the element of the parameter at which the leaf begins.
+        """
         # Autograd holds these functions where the garbage collector cannot look. They must not keep an optimizer alive
         # that nobody refers to, with its memory and files.
         answers = weakref.ref(self._answers)
@@ -261,10 +279,10 @@ class Hooks:
         self._handles.append(leaf.register_post_accumulate_grad_hook(accumulation_ended))
 
     def hook_nodes(self) -> None:
-        """Hooks the nodes that accumulate gradients: a parameter that moves to another device gets a new one.
+        """Hooks the nodes that accumulate gradients. A parameter that moves to another device gets a new node.
 
-        The nodes, not the tensors: `torch.autograd.grad` calls hooks of a tensor as well, and would take the stand-in
-        away without a gradient to come. A node lives as long as somebody holds it.
+        It hooks nodes, not tensors. `torch.autograd.grad` calls hooks of a tensor as well, which would take the
+        stand-in away without a gradient to come. A node lives as long as somebody refers to it.
         """
         answers = weakref.ref(self._answers)
 

@@ -32,7 +32,12 @@ BLOCK = 1 << 20
 class MasterWeights:
     """The states of a model's parameters, by parameter number.
 
-    Args: streamed: the store of the parameters, if they are on the device only around their use.
+    Args:
+        run: what the parts of a run share.
+        choice: what was decided for the states.
+        parameters: the model's.
+        stores: of states and parameters.
+        streamed: the store of the parameters, if they are on the device only around their use.
     """
 
     def __init__(
@@ -47,18 +52,20 @@ class MasterWeights:
         self._streamed = streamed
         self._before: dict[int, Tensor] = {}
         # Streamed parameters that were written to, whose masters follow before the next step.
-        self._owed: set[int] = set()
+        self._stored_writes: set[int] = set()
 
     @property
-    def can_wait(self) -> bool:
-        """Whether masters may take over writes as late as at the next step. A value that was replaced and then restored
-        keeps its master then, as it does where parameters are resident. A split master needs the value from before the
-        write, so it takes writes over at once."""
+    def takes_writes_late(self) -> bool:
+        """Whether masters may take over what others write as late as at the next step.
+
+        A value that was replaced and then restored keeps its master then, as it does where parameters are resident. A
+        split master needs the value from before the write, so it takes writes over at once.
+        """
         return self._streamed is not None and not self._split_master
 
-    def owe(self, numbers: Iterable[int]) -> None:
-        """Notes that the store of streamed parameters has new values of these, for the next `take_outside_writes`."""
-        self._owed.update(numbers)
+    def note_stored_writes(self, numbers: Iterable[int]) -> None:
+        """Records that the store of streamed parameters has new values of these, for the next `take_outside_writes`."""
+        self._stored_writes.update(numbers)
 
     @torch.no_grad()
     def make_flat(self, flat: int) -> None:
@@ -72,15 +79,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
-        """Gives the model's parameters, wherever they are, the values of a commit: with split masters the parameters
-        that it holds, else the rounded masters."""
+        """Gives the model's parameters, wherever they are, the values of a commit.
+
+        With split masters these are the parameters that the commit holds, else the rounded masters.
+
+        Args:
+            step: the step of the commit.
+        """
         if self._split_master:
             self._fetch_parameters(step)
         else:
             self._round_masters(step)
-        self._parameters.written_here(range(len(self._layout.specs)))
+        self._parameters.bump_versions(range(len(self._layout.specs)))
         self._before.clear()
-        self._owed.clear()
+        self._stored_writes.clear()
 
     def _round_masters(self, step: int) -> None:
         for chunk in self._layout.chunks:
@@ -95,9 +107,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def store_parameters(self, steps: Mapping[int, int]) -> None:
-        """Copies resident parameters of some chunks into the store that they are committed from.
+        """Copies the resident parameters of some chunks into the store from which they are committed.
 
-        Args: steps: the steps that made them, by chunk.
+        Args:
+            steps: the chunks, each with the step that made its parameters.
         """
         if self._params is None or self._streamed is not None:
             return
@@ -130,9 +143,13 @@ class MasterWeights:
     ) -> None:
         """Copies states and parameters from a commit in another layout, each element once, in any order.
 
-        Args: sources: for each committed slot, which of its elements go where (by target), and its whole fp32 states;
-        numels: how many elements each chunk gets; the others were not committed, and stay.
         A chunk stays in RAM until it is complete, unless its buffer is needed for others.
+
+        Args:
+            sources: for each committed slot, which of its elements go where (sorted by target), and its whole fp32
+                states.
+            numels: how many elements each chunk gets; the others were not committed, and stay.
+            step: the step of the commit.
         """
         missing = dict(numels)
         for ranges, states in sources:
@@ -147,12 +164,12 @@ class MasterWeights:
                     for used in held:
                         used.dirty, used.is_unfinished = True, missing[target] > 0
         assert not any(missing.values())
-        self._parameters.written_here(range(len(self._layout.specs)))
+        self._parameters.bump_versions(range(len(self._layout.specs)))
         self._before.clear()
-        self._owed.clear()
+        self._stored_writes.clear()
 
     def _own_copies(self, leases: ExitStack, chunk: int, step: int) -> Lease | None:
-        """The streamed parameters of a chunk; None where they are on the device."""
+        """Leases the streamed parameters of a chunk; None if they are on the device."""
         if self._streamed is None:
             return None
         return leases.enter_context(self._streamed.lease(chunk, step=step))
@@ -162,22 +179,22 @@ class MasterWeights:
         chunk = self._layout.chunks[copied.target]
         flat = self._parameters.flats[chunk.flat]
         into = slice(copied.target_start, copied.target_start + copied.numel)
-        found = {
+        elements = {
             kind: values[copied.source_start : copied.source_start + copied.numel] for kind, values in states.items()
         }
         for kind, state in lease.states().items():
             if state.dtype is torch.float32:
-                state[into].copy_(found[kind])
+                state[into].copy_(elements[kind])
         if lease.master.dtype is torch.int16:
-            whole, low, exp_avg_sq = found["master"], lease.master[into], lease.exp_avg_sq[into]
+            whole, low, exp_avg_sq = elements["master"], lease.master[into], lease.exp_avg_sq[into]
             for start in range(0, copied.numel, BLOCK):
                 at = slice(start, min(start + BLOCK, copied.numel))
                 copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
                 self._kernels.call(SPLIT, whole[at], low[at], exp_avg_sq[at], copy)
         if copies is not None:
-            copies.arrays[0].view(flat.dtype)[into].copy_(found["master"])
+            copies.arrays[0].view(flat.dtype)[into].copy_(elements["master"])
         else:
-            flat[chunk.start + into.start : chunk.start + into.stop].copy_(found["master"])
+            flat[chunk.start + into.start : chunk.start + into.stop].copy_(elements["master"])
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
@@ -186,8 +203,8 @@ class MasterWeights:
             return
         known = (n for n in map(self._parameters.number_of, params) if n is not None)
         numbers = [n for n in known if n < len(self._layout.specs) and n not in self._before]
-        self._parameters.take_back(numbers)
-        written = self._parameters.written_outside(numbers)  # the upper halves of their masters are gone
+        self._parameters.return_repointed(numbers)
+        written = self._parameters.find_outside_writes(numbers)  # the upper halves of their masters are gone
         for number in numbers:
             param = self._parameters.locals[number]
             if param.dtype is torch.bfloat16 and number not in written:
@@ -198,14 +215,19 @@ class MasterWeights:
         """Makes masters follow what others wrote to parameters (`load_state_dict`, `p.copy_`).
 
         An element that still equals its rounded master keeps its master.
-        Args: numbers: the parameters to look at; None: all.
-        Raises: StaleParameterError with a split master, if the value before the write is not known.
+
+        Args:
+            step: the last step.
+            numbers: the parameters to look at; None: all.
+
+        Raises:
+            StaleParameterError: with a split master, if the value before the write is not known.
         """
         numbers = range(len(self._layout.specs)) if numbers is None else frozenset(numbers)
-        if self.can_wait:
-            changed = {number for number in self._owed if number in numbers}
+        if self.takes_writes_late:
+            changed = {number for number in self._stored_writes if number in numbers}
         else:
-            changed = set(self._parameters.written_outside(numbers))
+            changed = set(self._parameters.find_outside_writes(numbers))
         if changed:
             self._require_known(changed)
             for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
@@ -215,9 +237,9 @@ class MasterWeights:
                     with self._copies_of(index) as copies:
                         for block in _blocks(pieces):
                             self._take(lease, block, copies)
-            if not self.can_wait:
-                self._parameters.note_writes(changed)
-        self._owed -= changed
+            if not self.takes_writes_late:
+                self._parameters.forget_writes(changed)
+        self._stored_writes -= changed
         for number in [number for number in self._before if number in numbers]:
             del self._before[number]
 
@@ -234,13 +256,13 @@ class MasterWeights:
     def copy_to(self, number: int, into: Tensor) -> None:
         """Copies the master of parameter `number` to `into`, shape (numel,), on any device, in the order of its memory.
 
-        A model that was just taken gets its values back so, in the dtype that they had.
+        This gives a model that was just taken its values back, in the dtype that they had.
         """
         for block, (master, _, _) in self._wholes(number, step=0):
             into[block.param_offset : block.param_offset + block.numel].copy_(master)
 
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
-        """The states of a parameter block by block, while their chunk is leased; see `_whole`."""
+        """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""
         for chunk, piece in self._layout.pieces_of(number):
             with self._store.lease(chunk.index, step=step) as lease, self._copies_of(chunk.index) as copies:
                 for block in _blocks([piece]):
@@ -260,7 +282,7 @@ class MasterWeights:
 
     @contextmanager
     def _copies_of(self, chunk: int) -> Iterator[Tensor | None]:
-        """The parameters of a chunk in the store of streamed ones; None if they are resident."""
+        """A context with the parameters of a chunk in the store of streamed ones; None if they are resident."""
         if self._streamed is None:
             yield None
             return
@@ -268,12 +290,12 @@ class MasterWeights:
             yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
 
     def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:
-        if copies is not None and self.can_wait:
+        if copies is not None and self.takes_writes_late:
             new = _in_chunk(copies, block)
         else:
             new = self._of_model(block).to(lease.master.device)
         old = self._before.get(block.param)
-        if copies is not None and not self.can_wait:
+        if copies is not None and not self.takes_writes_late:
             old = _in_chunk(copies, block)
         elif old is not None:
             old = old[block.param_offset : block.param_offset + block.numel].to(new.device)
@@ -282,7 +304,13 @@ class MasterWeights:
         self._put(lease, block, torch.where(kept, master, new.float()))
 
     def _whole(self, lease: Lease, block: Piece, copy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """master, exp_avg, exp_avg_sq of a block, fp32: views, or joined with `copy`, its bf16 parameters."""
+        """The master, exp_avg and exp_avg_sq of a block in fp32: views, or joined from split masters.
+
+        Args:
+            lease: of the chunk's states.
+            block: the block.
+            copy: its bf16 parameters, for a split master.
+        """
         master, exp_avg, exp_avg_sq = (_in_chunk(state, block) for state in lease.states().values())
         if master.dtype is not torch.int16:
             return master, exp_avg, exp_avg_sq
@@ -302,14 +330,14 @@ class MasterWeights:
         self._kernels.call(SPLIT, values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
-        """The elements of a piece in the model: a view, 1-D."""
+        """A view of the elements of a piece in the model, 1-D."""
         with torch_private.DisableTorchFunctionSubclass():
             param = flattened(self._parameters.locals[piece.param])
             return param[piece.param_offset : piece.param_offset + piece.numel]
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """`pieces` cut into pieces of at most BLOCK elements."""
+    """The pieces, cut into pieces of at most BLOCK elements."""
     for piece in pieces:
         for start in range(0, piece.numel, BLOCK):
             numel = min(BLOCK, piece.numel - start)

@@ -30,11 +30,21 @@ class Source(ABC):
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
-        """Raises: ConfigError if a value is missing. Called before anything is allocated."""
+        """Checks, before anything is allocated, that there is a value for each parameter and buffer.
+
+        Raises:
+            ConfigError: if one is missing.
+        """
 
     @abstractmethod
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
-        """Writes values into `fresh`, the module's own tensors by name. Args: prefix: of their names in the model."""
+        """Writes values into the tensors of a module.
+
+        Args:
+            prefix: what comes before the tensors' names in the model.
+            module: the module.
+            fresh: its own tensors that have no values yet, by name.
+        """
 
 
 MOST_INDEX_BYTES = 64 * MIB
@@ -56,7 +66,7 @@ class ResetParameters(Source):
 
 
 class FromFunction(Source):
-    """`function(name, tensor)` fills the tensor in place; called once for each name, in the model's order."""
+    """Fills tensors by `function(name, tensor)`, called once for each name, in the model's order."""
 
     def __init__(self, function: Callable[[str, Tensor], None]) -> None:
         self._function = function
@@ -70,13 +80,15 @@ class FromFunction(Source):
 
 
 class FromSafetensors(Source):
-    """A directory as transformers writes it, one file, or the index of several. Reads one tensor at a time.
+    """The values in a directory as transformers writes it, in one file, or in the files of an index.
 
-    Buffers that are not saved, such as tables of angles, are made by the model's own initialisation: by
-    `_init_weights(module)` of the innermost module around that has it, as transformers' models do, or by the module's
-    `reset_parameters()`.
+    One tensor is read at a time. Buffers that are not saved, such as tables of angles, are made by the model's own
+    initialisation: by `_init_weights(module)` of the innermost module around that has it, as transformers' models do,
+    or by the module's `reset_parameters()`.
 
-    Args: init_missing: whether parameters and saved buffers that the files have no value for are made in that way, too.
+    Args:
+        path: the directory, a file, or an index.
+        init_missing: whether parameters and saved buffers that the files have no value for are made in that way, too.
     """
 
     def __init__(self, path: Path, *, init_missing: bool = False) -> None:
@@ -100,7 +112,14 @@ class FromSafetensors(Source):
         self._require_files(path)
 
     def _require_files(self, index: Path) -> None:
-        """Whether each file is there and has the tensors that are said to be in it. Raises: ConfigError."""
+        """Requires that each file is there and has the tensors that are said to be in it.
+
+        Args:
+            index: the file that says it.
+
+        Raises:
+            ConfigError: if a file cannot be read, or lacks a tensor.
+        """
         names_in: dict[Path, list[str]] = {}
         for name, file in self.files.items():
             names_in.setdefault(file, []).append(name)
@@ -117,11 +136,19 @@ class FromSafetensors(Source):
         return name in self.files
 
     def read(self, name: str) -> Tensor:
-        """The value of a parameter or buffer of the model. Raises: ConfigError if the files have none."""
+        """The value of a parameter or buffer of the model.
+
+        Raises:
+            ConfigError: if the files have none.
+        """
         return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, by its name in the files. Raises: ConfigError."""
+        """Reads a tensor, by its name in the files.
+
+        Raises:
+            ConfigError: if it cannot be read.
+        """
         try:
             values: Tensor = self._file(self.files[name]).get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -129,7 +156,7 @@ class FromSafetensors(Source):
         return values
 
     def _file(self, path: Path) -> Any:
-        """A file, which stays open until another one is asked for."""
+        """Opens a file, which stays open until another one is asked for."""
         if self._open is None or self._open[0] != path:
             check_file(path)
             self._open = path, safe_open(path, "pt")
@@ -144,9 +171,9 @@ class FromSafetensors(Source):
             for name, tensor in meta_tensors(module).items():
                 full = _join(prefix) + name
                 # A tied parameter is in the files under one of its names, or several.
-                found = list(filter(self.has, dict.fromkeys((full, *names.get(tensor, ())))))
-                self._names[full] = found
-                if not found:
+                known = list(filter(self.has, dict.fromkeys((full, *names.get(tensor, ())))))
+                self._names[full] = known
+                if not known:
                     self._initialisers[_join(prefix)] = self._initialiser(model, prefix, module, full)
                     if name not in module._non_persistent_buffers_set:
                         missing.setdefault(tensor, full)
@@ -177,22 +204,31 @@ class FromSafetensors(Source):
         if missing := {prefix + name: tensor for name, tensor in fresh.items() if not self._names[prefix + name]}:
             self._initialise(prefix, module, missing)
         for name, tensor in fresh.items():
-            for number, found in enumerate(self._names[prefix + name]):
-                values = self.read(found)
+            for number, key in enumerate(self._names[prefix + name]):
+                values = self.read(key)
                 if values.shape != tensor.shape:
                     shapes = f"{tuple(tensor.shape)} in the model and {tuple(values.shape)} in {self._path}"
-                    raise ConfigError(f"{found} has shape {shapes}")
+                    raise ConfigError(f"{key} has shape {shapes}")
                 if number == 0:
                     tensor.copy_(values)
                 elif not torch.equal(values.to(tensor.dtype), tensor):
                     raise ConfigError(
-                        f"{prefix}{name} and {found} are one parameter of the model, and {self._path} has different "
+                        f"{prefix}{name} and {key} are one parameter of the model, and {self._path} has different "
                         "values for them: build a model that does not tie them"
                     )
 
     def _initialise(self, prefix: str, module: nn.Module, missing: Mapping[str, Tensor]) -> None:
-        """Runs a module's initialisation. Raises: ConfigError if it leaves some of `missing` undefined."""
-        found: list[dict[str, Tensor]] = []
+        """Runs a module's initialisation.
+
+        Args:
+            prefix: what comes before the names of its tensors in the model.
+            module: the module.
+            missing: the tensors that it has to fill, by name.
+
+        Raises:
+            ConfigError: if it leaves some of these undefined.
+        """
+        results: list[dict[str, Tensor]] = []
         bits = {name: flattened(tensor.detach()).view(torch.uint8) for name, tensor in missing.items()}
         random = torch.get_rng_state()
         for byte in (0, 255):  # what is not written keeps them
@@ -200,9 +236,9 @@ class FromSafetensors(Source):
             for memory in bits.values():
                 memory.fill_(byte)
             self._initialisers[prefix]()
-            found.append({name: memory.clone() for name, memory in bits.items()})
+            results.append({name: memory.clone() for name, memory in bits.items()})
         for name in missing:
-            if not torch.equal(found[0][name], found[1][name]):
+            if not torch.equal(results[0][name], results[1][name]):
                 raise ConfigError(
                     f"{name} is in no file, and the initialisation of {type(module).__name__} leaves it undefined: "
                     'build that module under torch.device("cpu"), or give init a function'
@@ -210,7 +246,12 @@ class FromSafetensors(Source):
 
 
 def _weight_map(index: Path) -> dict[str, Path]:
-    """The file of each tensor. Raises: OSError, ValueError."""
+    """Reads the file of each tensor from an index.
+
+    Raises:
+        OSError: the operating system refused.
+        ValueError: if the index is not what transformers writes.
+    """
     weights = read_json(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise ValueError('its "weight_map" is no object of file names')
@@ -219,7 +260,11 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 
 def source_of(init: Any, *, init_missing: bool = False) -> Source:
-    """Raises: ConfigError."""
+    """The source that the options `init` and `init_missing` name.
+
+    Raises:
+        ConfigError: if they name none.
+    """
     if isinstance(init, str | os.PathLike):
         return FromSafetensors(Path(init), init_missing=init_missing)
     if init_missing:
@@ -237,15 +282,16 @@ def source_of(init: Any, *, init_missing: bool = False) -> Source:
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether any of the model is on the meta device."""
+    """Whether any parameter or buffer of the model is on the meta device."""
     return any(meta_tensors(module) for module in model.modules())
 
 
 @torch.no_grad()
 def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, Collection[Tensor]]]:
-    """Gives one module after the other memory on the CPU and values; parameters keep their identity.
+    """Gives one module after the other memory on the CPU and values. Parameters keep their identity.
 
-    Yields: the module, and those of its parameters whose memory is malloc's and nobody else's.
+    Yields:
+        The module, and those of its parameters whose memory is malloc's and belongs to them alone.
     """
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
@@ -268,17 +314,24 @@ def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, C
 
 
 def _is_owned(param: nn.Parameter, made: UntypedStorage) -> bool:
-    """Whether a parameter still has the memory that was made for it, alone."""
+    """Whether a parameter still has the memory that was made for it, and nothing else has."""
     is_same = param.untyped_storage()._cdata == made._cdata
     uses: int = torch_private.storage_uses(made._cdata)
     return is_same and uses == 2  # by the parameter and by `made`
 
 
 def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
-    """Gives a parameter other memory, which may be on the meta device. It stays the object that it was, with its class
-    and attributes.
+    """Gives a parameter other memory, which may be on the meta device. It stays the object that it was.
 
-    Raises: ConfigError naming a parameter that a graph or a view of it refers to: these would keep what it was.
+    Its class and attributes stay, too.
+
+    Args:
+        param: the parameter.
+        memory: a tensor with the memory.
+        name: the parameter's name, for the error.
+
+    Raises:
+        ConfigError: if a graph or a view refers to the parameter, which would keep what it was.
     """
     if torch_private.uses(param) > 1:
         raise ConfigError(
@@ -290,8 +343,8 @@ def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The module's own tensors on the meta device, by name."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return {name: tensor for name, tensor in own if tensor.is_meta}
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return {name: tensor for name, tensor in tensors if tensor.is_meta}
 
 
 def _join(prefix: str) -> str:

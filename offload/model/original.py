@@ -45,9 +45,19 @@ _DATA: Any = Tensor.data  # as torch has it, without guards
 class _Param:
     """A parameter before it was taken.
 
-    Attributes: data: its memory, while that is kept; is_changed: whether it may have other memory now; is_to_keep:
-    whether its memory is kept to the end, wherever it goes; master: the number under which the masters have its values,
-    once nothing else has them.
+    Attributes:
+        name: its name in the model.
+        param: the parameter.
+        kind: its class.
+        version: its version.
+        hooks: its hooks for accumulated gradients.
+        dtype: its dtype.
+        device: its device.
+        strides: its strides.
+        data: its memory, while that is kept.
+        is_changed: whether it may have other memory now.
+        is_to_keep: whether its memory is kept to the end, wherever it goes.
+        master: the number under which the masters have its values, once nothing else has them.
     """
 
     name: str
@@ -65,7 +75,7 @@ class _Param:
 
 
 class _Module:
-    """The attributes of a module, and the tables of buffers and hooks among them."""
+    """The attributes of a module before the model was taken, and what its tables of buffers and hooks held."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -122,10 +132,18 @@ def _hooks_of(param: Any) -> dict[Any, Any] | None:
 
 
 class Original:
-    """See [Note: a model that is given back]. It is the last that a failed construction undoes, before stores close.
+    """What a model was, to which a construction that fails sets it back; see [Note: a model that is given back].
 
-    Args: aliases: views of parameters, which follow them.
-    Attributes: kept: what is needed to give the model back; once it is None, the model is taken for good.
+    It is undone after everything else but the stores.
+
+    Args:
+        model: the model.
+        parameters: those that will be held.
+        masters: has the values of some of them.
+        aliases: views of parameters, which follow them.
+
+    Attributes:
+        kept: what is needed to give the model back; None once the model is taken for good.
     """
 
     def __init__(
@@ -142,7 +160,7 @@ class Original:
         return () if self.kept is None else self.kept.aliases
 
     def changes(self, param: nn.Parameter) -> None:
-        """A parameter is about to get other memory, or values. What it has now is kept."""
+        """Keeps what a parameter has now, before it gets other memory or values."""
         before = self._before(param)
         if not before.is_changed and before.device.type != "meta":
             with torch_private.DisableTorchFunctionSubclass():
@@ -154,13 +172,17 @@ class Original:
         return self._before(param).device.type == "meta"
 
     def keep(self, param: nn.Parameter) -> None:
-        """The memory of a parameter has to be kept: nothing else has its values."""
+        """Keeps the memory of a parameter to the end, because nothing else has its values."""
         self.changes(param)
         self._before(param).is_to_keep = True
 
     def give_up(self, param: nn.Parameter, *, master: int | None) -> None:
-        """The memory of a parameter, which has other memory now, goes. Args: master: its number, if masters have its
-        values."""
+        """Drops the memory of a parameter, which has other memory now.
+
+        Args:
+            param: the parameter.
+            master: its number, if masters have its values.
+        """
         before = self._before(param)
         if not before.is_to_keep:
             before.master = master
@@ -188,11 +210,11 @@ class Original:
             module.go_back()
         self.kept = None
         if lost:
-            others = f" and {len(lost) - 1} others have" if lost[1:] else " has"
-            error.add_note(f"{lost[0]}{others} lost the values and become NaN: build the model again")
+            more = f" and {len(lost) - 1} others have" if lost[1:] else " has"
+            error.add_note(f"{lost[0]}{more} lost the values and become NaN: build the model again")
 
     def _in_order(self, params: Mapping[Tensor, _Param]) -> Iterator[_Param]:
-        """All parameters. Before the next flat parameter begins, the memory of the last one goes."""
+        """All parameters. The memory of each flat parameter is dropped before the next one begins."""
         held = self._parameters
         for flat in held.layout.flats:
             yield from (params[held.params[number]] for number in flat.params)
@@ -221,7 +243,7 @@ class Original:
         return True
 
     def _data_of(self, before: _Param) -> tuple[Tensor, bool]:
-        """Memory as a parameter had it, and whether it has its values."""
+        """Memory as a parameter had it, and whether the parameter's values are in it."""
         if before.data is not None:
             return before.data, True
         shape = local_of(before.param).shape

@@ -33,21 +33,25 @@ CHECKSUM_BYTES = 8
 
 
 def partition_bytes(nbytes: int, ranks: int) -> int:
-    """What each of `ranks` keeps of `nbytes` that all of them have."""
+    """How many bytes each of `ranks` keeps of `nbytes` that all of them have."""
     return round_up(-(-nbytes // ranks), ALIGN_BYTES)
 
 
 class Partition:
-    """This rank's part of `nbytes` that all ranks have.
+    """This rank's part of `nbytes` bytes that all ranks have.
 
-    Attributes: previous: the partition that was put before this one in the same forward; coming: the all-gather of all
-    parts, None until it is launched.
+    Attributes:
+        part: the part, uint8, or what the store returned for it.
+        nbytes: of the whole.
+        checksum: of the whole, 0-dim, int64.
+        previous: the partition that was put before this one in the same forward.
+        coming: the all-gather of all parts; None until it is launched.
     """
 
-    __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "own", "previous")
+    __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "part", "previous")
 
-    def __init__(self, own: Tensor | Stored, nbytes: int, checksum: Tensor, previous: Partition | None) -> None:
-        self.own = own
+    def __init__(self, part: Tensor | Stored, nbytes: int, checksum: Tensor, previous: Partition | None) -> None:
+        self.part = part
         self.nbytes = nbytes
         self.checksum = checksum
         self.previous = previous
@@ -55,10 +59,16 @@ class Partition:
 
 
 class Partitions:
-    """See [Note: partitioned checkpoints]. Every tensor-parallel rank calls `put` and `get` alike.
+    """Divides what checkpoints keep among tensor-parallel ranks; see [Note: partitioned checkpoints].
 
-    Args: comm: the data-parallel ranks; store: where parts wait; None: on the device that they are made on.
-    Attribute: peak_bytes: the most that all parts took together.
+    Every tensor-parallel rank calls `put` and `get` in the same order.
+
+    Args:
+        comm: the data-parallel ranks.
+        store: where parts wait; None: on the device that they are made on.
+
+    Attributes:
+        peak_bytes: the most bytes that all parts took together.
     """
 
     def __init__(self, comm: Communicator, store: ActivationStore | None) -> None:
@@ -76,14 +86,22 @@ class Partitions:
         self.peak_bytes = 0
 
     def pass_begins(self) -> None:
-        """A forward of the whole model begins, or ends."""
+        """Called when a forward of the whole model begins or ends."""
         self._newest = self._unit = None
 
     def put(self, data: Tensor, unit: str | None) -> Partition | None:
-        """Keeps this rank's part of `data`, uint8 of shape (nbytes,) on its device.
+        """Keeps this rank's part of `data`.
 
-        Args: unit: that runs. Returns: None if the ranks have different values, so that each has to keep its own.
-        Raises: as `ActivationStore.put`; RankError.
+        Args:
+            data: uint8, shape (nbytes,), on its device.
+            unit: the unit whose forward runs.
+
+        Returns:
+            The partition; None if the ranks have different values, so that each has to keep its own.
+
+        Raises:
+            OffloadError: as `ActivationStore.put` does.
+            RankError: another rank failed, or cannot be reached.
         """
         with self._lock:
             self._count = self._count + 1 if unit == self._unit else 0
@@ -94,11 +112,11 @@ class Partitions:
             if not self._alike[key]:
                 return None
             length = partition_bytes(len(data), self._ranks.size)
-            own = data[self._ranks.rank * length :][:length]
-            if len(own) < length:
-                own = torch.nn.functional.pad(own, (0, length - len(own)))
+            part = data[self._ranks.rank * length :][:length]
+            if len(part) < length:
+                part = torch.nn.functional.pad(part, (0, length - len(part)))
             store = self._store
-            kept = own.clone() if store is None or store.device != data.device else store.put(own)
+            kept = part.clone() if store is None or store.device != data.device else store.put(part)
             partition = Partition(kept, len(data), _checksum(data), self._newest)
             self._newest = partition
             self._partitions.add(partition)
@@ -107,7 +125,12 @@ class Partitions:
             return partition
 
     def get(self, partition: Partition) -> Tensor:
-        """What was put, uint8 on the device. It can be asked for again. Raises: as `ActivationStore.get`; RankError."""
+        """Gathers what was put: uint8, shape (nbytes,), on the device. It can be asked for again.
+
+        Raises:
+            OffloadError: as `ActivationStore.get` does.
+            RankError: another rank failed, or cannot be reached.
+        """
         with self._lock:
             work, _, gathered = partition.coming or self._gather(partition)
             partition.coming = None
@@ -123,8 +146,12 @@ class Partitions:
             return rows[:, :-CHECKSUM_BYTES].reshape(-1)[: partition.nbytes]
 
     def step_begins(self) -> None:
-        """Before gradients are used. Raises: StaleActivationError on all ranks if checkpoints were not alike on some;
-        RankError."""
+        """Compares the checksums of what was gathered, before gradients are used.
+
+        Raises:
+            StaleActivationError: on all ranks, if some put other values than others.
+            RankError: another rank failed, or cannot be reached.
+        """
         with self._lock:
             while self._under_way:
                 self._under_way.popleft().wait()
@@ -138,8 +165,8 @@ class Partitions:
             )
 
     def _gather(self, partition: Partition) -> tuple[Work, Tensor, Tensor]:
-        own = partition.own if isinstance(partition.own, Tensor) else self._of_store(partition.own)
-        sent = torch.cat((own, partition.checksum.view(1).view(torch.uint8)))
+        part = partition.part if isinstance(partition.part, Tensor) else self._of_store(partition.part)
+        sent = torch.cat((part, partition.checksum.view(1).view(torch.uint8)))
         gathered = torch.empty(self._ranks.size * len(sent), dtype=torch.uint8, device=sent.device)
         return self._ranks.all_gather_into_tensor(sent, gathered), sent, gathered
 
@@ -148,13 +175,12 @@ class Partitions:
         return self._store.get(stored)
 
     def _is_alike(self, data: Tensor) -> bool:
-        own = xxhash.xxh3_64_intdigest(data.cpu().numpy().data) >> 1
-        rows = self._ranks.all_gather(torch.tensor([len(data), own], dtype=torch.int64, device="cpu"))
+        digest = xxhash.xxh3_64_intdigest(data.cpu().numpy().data) >> 1
+        rows = self._ranks.all_gather(torch.tensor([len(data), digest], dtype=torch.int64, device="cpu"))
         return bool((rows == rows[0]).all())
 
 
 def _checksum(data: Tensor) -> Tensor:
-    """A checksum of bytes: 0-dim, int64, on their device. It is there against ranks that differ, not against
-    forgery."""
+    """A checksum of bytes, 0-dim, int64, on their device. It finds ranks that differ, not forgery."""
     words = data.view(torch.int32) if len(data) % 4 == 0 and data.storage_offset() % 4 == 0 else data
     return words.sum(dtype=torch.int64)

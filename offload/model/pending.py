@@ -20,11 +20,18 @@ from offload.run import Owner, Run
 
 
 class PendingUpdates:
-    """Args: transfers: of streamed units; None where all parameters are resident.
+    """The updates that are not in the model yet.
 
     Over several ranks an update takes collectives, which all ranks have to call in one order: that of the layout, the
-    root unit's first. Where parameters are resident `step()` launches all of them (`launch`), and whoever uses a unit
-    waits for its own. Where they are streamed, all updates before that of the unit in use are applied with it.
+    root unit's first. Where parameters are resident, `step()` launches all of them (`launch`), and who uses a unit
+    waits for that unit's. Where they are streamed, all updates before that of the unit in use are applied with it.
+
+    Args:
+        run: what the parts of a run share.
+        step: makes the new values.
+        parameters: the model's.
+        transfers: of streamed units; None if all parameters are resident.
+        owner: the optimizer.
     """
 
     def __init__(
@@ -41,9 +48,13 @@ class PendingUpdates:
         self._applied: list[int] = []
 
     def begin(self, active: Sequence[int]) -> Sequence[int]:
-        """Before a step is queued. Args: active: the parameters that it changes.
+        """Called before a step is queued.
 
-        Returns: all flat parameters in the order in which the last updates were applied, which is that of a forward.
+        Args:
+            active: the parameters that it changes.
+
+        Returns:
+            All flat parameters in the order in which the last updates were applied, which is that of a forward.
         """
         self._active = {flat.index: [] for flat in self._layout.flats}
         for number in active:
@@ -60,7 +71,7 @@ class PendingUpdates:
         return any(flat.index in self._step.pending for flat in unit.flats)
 
     def launch(self) -> None:
-        """Makes all new values of this rank and sends them to the others; use waits for theirs."""
+        """Makes all new values of this rank and sends them to the other ranks. Who uses a unit waits for theirs."""
         self._owner.require_usable()
         with self._timeline.span("apply_s"), hidden():
             try:
@@ -71,23 +82,34 @@ class PendingUpdates:
                 raise
 
     def apply(self, unit: Unit) -> None:
-        """Applies what is pending of a unit. Raises: what went wrong with the step; StaleParameterError."""
+        """Applies the pending update of a unit. Raises what went wrong with the step, too.
+
+        Raises:
+            StaleParameterError: if others wrote to a parameter after the step, which the update would undo.
+        """
         if self._step.pending:
             self._apply(self._up_to(unit))
 
     def apply_all(self) -> None:
-        """Applies what is left."""
+        """Applies all updates that are pending."""
         if self._step.pending:
             self._apply(list(self._step.pending))
 
     def before_gradients(self) -> None:
-        """Over several ranks, gradients of any rank go to memory that the last gradients occupy until their step is
-        applied."""
+        """Applies all updates before a gradient comes, over several ranks.
+
+        Gradients go to memory that the last ones occupy until their step is applied. Over several ranks, those of any
+        rank do.
+        """
         if self._layout.ranks > 1:
             self.apply_all()
 
     def require_applied(self, number: int) -> None:
-        """Raises: StaleParameterError if a gradient of parameter `number` was made from its old value."""
+        """Requires that a gradient of parameter `number`, which comes now, was made from its current value.
+
+        Raises:
+            StaleParameterError: if it was made from the value before the last step.
+        """
         flat = self._parameters.flat_of(number)
         if flat in self._step.pending and number in self._active[flat]:
             name = self._layout.specs[number].name
@@ -123,13 +145,13 @@ class PendingUpdates:
 
     def _finish(self, flat: int) -> None:
         self._step.apply(flat)
-        self._parameters.written_here(self._active[flat])
+        self._parameters.bump_versions(self._active[flat])
         if self._transfers is not None:
             self._transfers.flat_updated(flat)
         self._applied.append(flat)
 
     def _require_unwritten(self, numbers: Sequence[int]) -> None:
-        for number in self._parameters.written_outside(numbers):
+        for number in self._parameters.find_outside_writes(numbers):
             name = self._layout.specs[number].name
             raise StaleParameterError(
                 f"{name} was written to after step(), through a view of it that was taken before, and its new value, "

@@ -22,20 +22,24 @@ class _NotScriptedError(ConfigError, AttributeError):
 
 
 class LeftBehind:
-    """What a held module has, and a copy of it has not. Attribute: instead: what it stands in for; None: nothing."""
+    """Base of what a held module has, and a copy of it does not have.
+
+    Attributes:
+        instead: what it stands in for; None: nothing.
+    """
 
     instead: Any = None
 
 
 def left(value: Any) -> Any:
-    """What a copy has of a value: None where it was left behind, and stood in for nothing."""
+    """What a copy has in place of `value`; None if that is left behind and stands in for nothing."""
     while isinstance(value, LeftBehind):
         value = value.instead
     return value
 
 
 def refuse_script(fault: str = "the module is held, and TorchScript cannot compile what was hooked into it") -> str:
-    """For a property that TorchScript asks for."""
+    """Raises the error for a property that TorchScript asks for."""
     raise _NotScriptedError(
         f"{fault}: script a copy, torch.jit.script(copy.deepcopy(module)), of a model that trains in fp32 "
         "(compute_dtype=torch.float32), or script the model after optimizer.close()"
@@ -43,7 +47,7 @@ def refuse_script(fault: str = "the module is held, and TorchScript cannot compi
 
 
 class PlainState(LeftBehind):
-    """Stands in for a module's `__getstate__`, from its making on, if it `serves` the module."""
+    """Stands in for a module's `__getstate__` from its construction on. Only for a module that it `serves`."""
 
     NAME = "__getstate__"
 
@@ -54,19 +58,19 @@ class PlainState(LeftBehind):
 
     def __call__(self) -> Any:
         module = self._module()
-        own: Callable[[], Any] = self.instead or type(module).__getstate__.__get__(module)
-        state = own()
+        getstate: Callable[[], Any] = self.instead or type(module).__getstate__.__get__(module)
+        state = getstate()
         return _plain(state) if isinstance(state, dict) else state
 
     @staticmethod
     def serves(module: nn.Module) -> bool:
-        """Whether copies of a module are made of its state."""
+        """Whether copies of a module are made from its state."""
         kind = type(module)
         is_usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
         return is_usual and not hasattr(kind, "__deepcopy__")
 
     def remove(self) -> None:
-        """Gives the module its own one back."""
+        """Gives the module its own `__getstate__` back."""
         module = self._module()
         if module is not None and vars(module).get(self.NAME) is self:
             if self.instead is None:

@@ -18,7 +18,7 @@ from offload.model.unit import Unit
 
 
 def _guard(func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """What torch calls for an operation with a tensor that is not plain in this thread; see guard.py."""
+    """Called by torch for an operation with a tensor that is not plain in this thread; see guard.py."""
     for kind in types:
         if (guard := getattr(kind, "guard", None)) is not None:
             return guard(func, types, args, kwargs)
@@ -38,9 +38,16 @@ class _NotPlain:
 class Here(threading.local):
     """What is true of one thread.
 
-    Attributes: entered: how often it has entered each unit whose forward it runs; owner: whose pass that is; guarded,
-    watched, opened: the `__torch_function__` of classes of these names, see [Note: guarded parameters] in guard.py.
-    Torch asks for it with each operation, so where it is that of plain tensors it is looked up without any Python code.
+    `guarded`, `watched` and `opened` are the `__torch_function__` of classes of these names, see [Note: guarded
+    parameters] in guard.py. Torch looks it up with each operation. So where it is that of plain tensors, no Python code
+    runs.
+
+    Attributes:
+        entered: how often the thread has entered each unit whose forward it runs.
+        owner: the thread whose pass that is.
+        guarded: see above.
+        watched: see above.
+        opened: see above.
     """
 
     owner: threading.Thread
@@ -53,11 +60,15 @@ class Here(threading.local):
 
 
 class RunningUnits:
-    """Which units' forwards run now. Their parameters are plain in the threads that run them; all others are guarded
-    (guard.py).
+    """Which units' forwards run now.
 
-    A unit runs from the entry of the first of its modules until the last one is left. A forward that was interrupted
-    never says that it ended: its unit counts as running until `reset`.
+    Their parameters are plain in the threads that run them; all others are guarded (guard.py). A unit runs from the
+    entry of the first of its modules until the last one is left. A forward that was interrupted never says that it
+    ended: its unit counts as running until `reset`.
+
+    Args:
+        parameters: the model's.
+        entries: the threads in the run.
     """
 
     def __init__(self, parameters: FlatParameters, entries: Entries) -> None:
@@ -69,7 +80,7 @@ class RunningUnits:
     @entry
     @uninterrupted
     def enter(self, unit: Unit) -> None:
-        """A module of `unit`, whose values are current, begins its forward in this thread."""
+        """Called when a module of `unit`, whose values are current, begins its forward in this thread."""
         here = self.here
         if not here.entered:
             here.watched = torch_private.disabled_torch_function
@@ -83,7 +94,10 @@ class RunningUnits:
     @entry
     @uninterrupted
     def leave(self, unit: Unit) -> None:
-        """A module of `unit` ends its forward. Nothing happens if this thread did not begin it, or has forgotten it."""
+        """Called when a module of `unit` ends its forward.
+
+        It does nothing if this thread did not begin the forward, or has forgotten it.
+        """
         entered = self.here.entered
         if unit not in entered:
             return
@@ -112,18 +126,18 @@ class RunningUnits:
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Those that run, in the order in which they were entered."""
+        """The units that run, in the order in which they were entered."""
         return tuple(self._units)
 
     @property
     def units_here(self) -> Sequence[Unit]:
-        """Those that this thread runs, likewise."""
+        """The units that this thread runs, in the order in which they were entered."""
         return tuple(self.here.entered)
 
     @entry
     @uninterrupted
     def reset(self) -> None:
-        """Nothing runs: a forward that raised, or was interrupted, never ended."""
+        """Counts no unit as running, since a forward that raised, or was interrupted, never ended."""
         for unit in self._units:
             self._parameters.guard(unit.watched)
             unit.depth = 0

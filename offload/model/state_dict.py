@@ -32,14 +32,14 @@ Target = nn.Module | Tensor | Iterable[Tensor]
 
 
 class _Made(threading.local):
-    """Of the state_dict that a thread is making: the parameters that were copied, their copies, and at which step."""
+    """The state_dict that a thread is making: the parameters that were copied, their copies, and the steps of these."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
 
 
 def _is_outermost() -> bool:
-    """Whether the hook that calls this is one of the module whose state_dict somebody has asked for."""
+    """Whether the hook that calls this belongs to the module whose state_dict the user has asked for."""
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:
@@ -51,8 +51,13 @@ def _is_outermost() -> bool:
 class Access:
     """Gives others than forwards access to parameters.
 
-    Args: unit_of: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
-    take."""
+    Args:
+        parameters: those that are held.
+        unit_of: the unit of every parameter of the model.
+        units: fetches them.
+        budget_bytes: how much RAM the copies in a state_dict may take.
+        owner: the optimizer.
+    """
 
     def __init__(
         self,
@@ -72,16 +77,20 @@ class Access:
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
     def gathered(self, target: Target, *, writable: bool) -> AbstractContextManager[None]:
-        """See OffloadZero.gathered."""
+        """A context for `OffloadZero.gathered`."""
         params = list(dict.fromkeys(self._params_of(target)))
         units = list(dict.fromkeys(self._unit_of[param] for param in params))
         return self._units.gathered(units, [self._parameters.index[param] for param in params], writable=writable)
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Hooks for saving and loading a module's own parameters, if they are streamed: pairs of the method that
-        registers a hook, and the hook.
+        """Hooks for saving and loading a module's own parameters, if they are streamed.
 
-        Args: ends: nothing of the module's units is saved or loaded after it, so that they can be released.
+        Args:
+            module: the module.
+            ends: whether nothing of the module's units is saved or loaded after it, so that they can be released.
+
+        Yields:
+            The method of the module that registers a hook, and the hook.
         """
         if not isinstance(self._units, StreamedUnits):
             return
@@ -123,7 +132,12 @@ class Access:
 
     @entry
     def _copy(self, params: Mapping[str, nn.Parameter], state_dict: dict[str, Any]) -> None:
-        """Puts copies into a state_dict. Args: params: by key."""
+        """Puts copies of parameters into a state_dict.
+
+        Args:
+            params: by their keys there.
+            state_dict: written.
+        """
         units = list(dict.fromkeys(self._unit_of[param] for param in params.values()))
         # Where this thread trains they are here already.
         with self._units.used(units if self.entries.is_beside() else ()):
@@ -142,8 +156,16 @@ class Access:
         self._made.copies = []
 
     def _copy_of(self, param: Tensor, value: Tensor, state_dict: Mapping[str, Any]) -> Tensor:
-        """A copy in RAM: the parameter's own memory is taken away soon, and the device may have no room for the whole
-        model. The names of a tied parameter share one copy, as they share a tensor in any state_dict."""
+        """A copy of a parameter in RAM.
+
+        The parameter's own memory is taken away soon, and the device may have no room for the whole model. The names of
+        a tied parameter share one copy, as they share a tensor in any state_dict.
+
+        Args:
+            param: the parameter.
+            value: what the state_dict has of it.
+            state_dict: what was made so far.
+        """
         number = self._parameters.index[param]  # type: ignore[index]
         known = self._copies.get(number, lambda: None)()
         if known is not None and any(other is known for other in state_dict.values()):

@@ -46,10 +46,15 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class States(MutableMapping[Any, Mapping[str, Tensor]]):
-    """`optimizer.state`, of the parameters that were stepped; see [Note: states as torch names them].
+    """The value of `optimizer.state`; see [Note: states as torch names them].
 
-    Args: groups: the optimizer's param groups; steps: how often a parameter was stepped, 0 for any other key; read: the
-    states of a parameter. Both are methods of the optimizer, which a state that somebody keeps does not keep alive.
+    It has the states of the parameters that were stepped. `steps` and `read` are methods of the optimizer, which a
+    state that somebody keeps does not keep alive.
+
+    Args:
+        groups: the optimizer's param groups.
+        steps: gives how often a parameter was stepped, 0 for any other key.
+        read: reads the states of a parameter.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], steps: Count, read: Read) -> None:
@@ -112,7 +117,7 @@ class States(MutableMapping[Any, Mapping[str, Tensor]]):
 
 
 class ParamStates(dict[str, Tensor]):
-    """The states of one parameter, by kind. What is in it may be written back."""
+    """The states of one parameter, by kind. Only what is in it may be written to it."""
 
     def __setitem__(self, kind: str, value: Any) -> None:
         if kind not in self or not _is_same(self[kind], value):
@@ -159,7 +164,12 @@ class StateTensor(Tensor):
         return made
 
     def values(self) -> Tensor:
-        """A copy. Raises: as `state_of`; ClosedError if the optimizer is gone."""
+        """A copy of the state, read from its tier.
+
+        Raises:
+            OffloadError: as `state_of` does.
+            ClosedError: if the optimizer is gone.
+        """
         param, kind, steps, read = self.source
         if kind == "step":
             return torch.tensor(float(_alive(steps)(param)), dtype=torch.float32, device="cpu")
@@ -196,14 +206,18 @@ class CopyView(Tensor):
 
 
 def _alive(method: weakref.WeakMethod[Any]) -> Any:
-    found = method()
-    if found is None:
+    alive = method()
+    if alive is None:
         raise ClosedError("these states went with their optimizer: keep it as long as you use them, or make copies")
-    return found
+    return alive
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`func` of copies in place of states. Raises: ConfigError if it changes one of them."""
+    """Calls `func` with copies in place of states.
+
+    Raises:
+        ConfigError: if it changes one of them.
+    """
     if getattr(func, "__name__", "") == "__set__":
         _refuse()
     # By id: a state, which lives as long as this call, its copy, the copy's version and its storage.

@@ -29,15 +29,17 @@ from offload.model.unit import Unit
 
 
 def has_hooks(weight: nn.Parameter) -> bool:
-    """Whether somebody has hooks on a tiled weight, beside the one that takes its gradient. They would not see the
-    gradients of its tiles."""
+    """Whether somebody has hooks on a tiled weight, which would not see the gradients of its tiles.
+
+    The hook that takes its gradient does not count.
+    """
     with torch_private.DisableTorchFunctionSubclass():
         hooks: Any = weight._post_accumulate_grad_hooks
         return bool(weight._backward_hooks) or len(hooks or ()) > 1
 
 
 class Tiling:
-    """Multiplies with tiled weights."""
+    """Runs linear layers whose weights are tiled; see the top of this file."""
 
     def __init__(self, layout: Layout, parameters: FlatParameters, units: StreamedUnits) -> None:
         self._units = units
@@ -50,7 +52,7 @@ class Tiling:
             self._tiles.setdefault(weight, []).append((parameters.units[layout.slices[index].unit], leaf))
 
     def runs(self, weight: Any) -> bool:
-        """Whether `F.linear` with `weight` runs in tiles: it has some, and no hooks that want its whole gradient."""
+        """Whether `F.linear` with `weight` runs in tiles: it has tiles, and no hooks that need its whole gradient."""
         return isinstance(weight, nn.Parameter) and weight in self._tiles and not has_hooks(weight)
 
     def leaves_of(self, weight: Any) -> list[nn.Parameter]:
@@ -59,7 +61,7 @@ class Tiling:
         return [leaf for _, leaf in tiles]
 
     def linear(self, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-        """`F.linear` with a tiled weight."""
+        """Runs `F.linear` with a tiled weight."""
         self._units.apply(self._unit_of[weight])
         tiles = self._tiles[weight]
         biases: Sequence[Tensor | None] = [None] * len(tiles)
@@ -87,15 +89,17 @@ class Tiling:
 
 
 def _may_have_tangents(tensor: Tensor) -> bool:
-    """Whether derivatives may be taken forwards."""
+    """Whether forward-mode derivatives may be taken of a tensor."""
     is_dual = torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
     return is_dual or torch_private.functorch_level() is not None
 
 
 class _Anchor(torch.autograd.Function):
-    """The output of the first tile of a layer. Its graph leads to the weight, too, which gets no gradient from here. So
-    a backward that asks for the weight, and would not get to its tiles, is seen; and so are hooks, which would get
-    nothing."""
+    """The output of the first tile of a layer, whose graph leads to the weight, too.
+
+    The weight gets no gradient from here. But a backward that asks for the weight, and would not get to its tiles, is
+    seen this way, and so are hooks, which would get nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weight: nn.Parameter, tile: nn.Parameter, name: str) -> Tensor:
@@ -129,8 +133,10 @@ def _is_asked_for(leaf: nn.Parameter) -> bool:
 
 
 class _Widen(torch.autograd.Function):
-    """An fp32 tensor of the shape of `x`. Its gradient is the gradient of `x`. It takes memory only if `has_memory`:
-    torch gives a tangent the strides of its tensor."""
+    """An fp32 tensor of the shape of `x`, whose gradient is the gradient of `x`.
+
+    It takes memory only if `has_memory`: torch gives a tangent the strides of its tensor.
+    """
 
     generate_vmap_rule = True
 
@@ -157,7 +163,8 @@ class _Widen(torch.autograd.Function):
 class _Carry(torch.autograd.Function):
     """`x` for one tile, and the carry for the next one.
 
-    Backward adds the tile's gradient of `x` to the carry's. Forward derivatives of `x` are those of the carry."""
+    Backward adds the tile's gradient of `x` to the carry's. Forward derivatives of `x` are those of the carry.
+    """
 
     generate_vmap_rule = True
 

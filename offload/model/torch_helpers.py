@@ -1,5 +1,7 @@
-"""What the files of this folder need to know about torch: which functions read no values, which code only asks for a
-`__torch_function__`, how to stay out of the sight of modes, and hooks that a copy of the model does not take along.
+"""What the files of this folder need to know about torch.
+
+That is which functions read no values, which code only asks for a `__torch_function__`, how to hide from modes, and
+hooks that a copy of the model does not take along.
 
 [Note: out of sight]
 A dispatch mode (FLOP counters, fake tensors), a torch function mode (a default device), a transform of torch.func, a
@@ -51,8 +53,9 @@ _METHODS = """
 def torch_functions(attributes: str = "", methods: str = "") -> set[Any]:
     """Functions of torch as `__torch_function__` gets them, without those that this version of torch lacks.
 
-    Args: attributes: names of tensor attributes that are read, separated by spaces; methods: names of methods,
-    likewise.
+    Args:
+        attributes: names of tensor attributes that are read, separated by spaces.
+        methods: names of methods, separated by spaces.
     """
     reads = {getattr(Tensor, name).__get__ for name in attributes.split() if hasattr(Tensor, name)}
     return reads | {getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name)}
@@ -72,7 +75,7 @@ MOVES = frozenset(torch_functions(methods="to cpu cuda float half bfloat16 doubl
 
 
 def moved_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """The device to which `func`, one of MOVES, moves args[0]; None if it makes something else of it, or a copy.
+    """The device to which `func`, one of MOVES, moves args[0]; None if it copies or changes it otherwise.
 
     Torch copies from "cpu" to "cpu:0", which is the same device.
     """
@@ -99,19 +102,24 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 
 def module_on_the_move() -> nn.Module | None:
-    """The module whose `to()`, `cpu()` or the like calls this function, the outermost one; None if there is none."""
-    found: nn.Module | None = None
+    """The outermost module whose `to()`, `cpu()` or the like calls this function; None if there is none."""
+    outermost: nn.Module | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is torch_private.apply_to_module.__code__:
-            found = frame.f_locals["self"]
+            outermost = frame.f_locals["self"]
         frame = frame.f_back
-    return found
+    return outermost
 
 
 def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[tuple[FrameType, list[Any]]]:
-    """The calls around this function, of forwards of an `autograd.Function` and of `torch.utils.checkpoint`, that were
-    given one of `tensors` and may save it for a backward; and what each was given. The innermost one first."""
+    """The calls around this function that may save one of `tensors` for a backward, the innermost one first.
+
+    These are forwards of an `autograd.Function` and calls of `torch.utils.checkpoint` that were given one of them.
+
+    Yields:
+        The call's frame, and the arguments that it was given.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -123,7 +131,7 @@ def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[tuple[FrameType, list
 
 
 def _given(frame: FrameType) -> list[Any]:
-    """The arguments of a function that runs, unless it has given their names to other values."""
+    """The arguments of a function that runs, except those whose names it has given to other values."""
     code, values = frame.f_code, frame.f_locals
     count = code.co_argcount + code.co_kwonlyargcount
     given = [values[name] for name in code.co_varnames[:count] if name in values]
@@ -165,7 +173,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def instances_in(tree: Any, kind: type[Kind]) -> Iterator[Kind]:
-    """The instances of a class in nested lists, tuples and dicts: in the arguments of a torch function."""
+    """The instances of a class in nested lists, tuples and dicts, such as the arguments of a torch function."""
     left = [tree]
     while left:
         node = left.pop()
@@ -214,7 +222,7 @@ lines in which they ask that."""
 
 
 def only_asks(frame: FrameType) -> bool:
-    """Whether the code of a frame is asking for a `__torch_function__`, and not calling an operation."""
+    """Whether the code of a frame asks for a `__torch_function__`, and does not call an operation."""
     code = frame.f_code
     for asking, lines in _ASKING:  # a code is slow to hash
         if code is asking:
@@ -226,8 +234,10 @@ def only_asks(frame: FrameType) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a mode, transform or trace is active that would see this library's operations. Takes less than a
-    microsecond."""
+    """Whether a mode, transform or trace is active that would see this library's operations.
+
+    This takes less than a microsecond.
+    """
     return bool(
         torch_private.torch_function_modes()
         or torch_private.dispatch_modes()
@@ -239,7 +249,7 @@ def is_watched() -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Hides what runs inside from modes, transforms and traces that are active outside; see [Note: out of sight]."""
+    """A context that hides what runs inside from modes, transforms and traces outside; see [Note: out of sight]."""
     if not is_watched():
         yield
         return
@@ -261,7 +271,7 @@ def hidden() -> Iterator[None]:
 
 
 def call_hidden(call: Callable[..., Any], *args: Any) -> Any:
-    """`call(*args)`, `hidden`."""
+    """Calls `call(*args)` inside `hidden`."""
     if not is_watched():
         return call(*args)
     with hidden():
@@ -269,7 +279,7 @@ def call_hidden(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
-    """`call(*args)`, outside of compiled code: torch.compile breaks its graph here."""
+    """Calls `call(*args)` outside of compiled code: torch.compile breaks its graph here."""
     return _outside_graphs(call, *args) if torch.compiler.is_compiling() else call(*args)
 
 
@@ -282,12 +292,12 @@ def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread: a forward inside is recomputation."""
+    """Whether autograd runs on this thread. A forward inside is a recomputation."""
     return bool(torch_private.graph_task_id() != -1)
 
 
 def graphs_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that gradients of a tensor, or of derivatives of it, arrive at: each has a node of its own."""
+    """The tensors with nodes of their own at which gradients of a tensor, or of its derivatives, arrive."""
     left: list[Tensor | None] = [tensor]
     while left:
         one = left.pop()
@@ -302,16 +312,20 @@ def graphs_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
-    """Calls a method, `hidden`, if its object lives. A graph may outlive the optimizer, and must not keep it alive:
-    Python's garbage collector cannot look into graphs."""
+    """Calls a method inside `hidden`, if its object is alive.
+
+    A graph may outlive the optimizer, and must not keep it alive: Python's garbage collector cannot look into graphs.
+    """
     if (alive := method()) is not None:
         call_hidden(alive, argument)
 
 
 class Hook(LeftBehind):
-    """A hook of a module. Where the module itself says how it is copied, its copy takes along one that does nothing.
+    """A hook of a module. If the module itself says how it is copied, its copy takes along one that does nothing.
 
-    Args: call: what it does; is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
+    Args:
+        call: what it does.
+        is_inside: whether its module lies in the module of a unit, so that compiled code leaves it out.
     """
 
     def __init__(self, call: Callable[..., None] | None = None, is_inside: bool = False) -> None:
@@ -320,7 +334,7 @@ class Hook(LeftBehind):
 
     @property
     def is_active(self) -> bool:
-        """False in a copy of the model."""
+        """Whether it does anything; False in a copy of the model."""
         return self._call is not None
 
     def __call__(self, *args: Any) -> None:
@@ -374,8 +388,15 @@ def hook_forward(
     *,
     is_inside: bool = False,
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
-    raised. Args: is_inside: see `Hook`."""
+    """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output.
+
+    Args:
+        module: the module.
+        before: takes no arguments.
+        after: takes the output; None if the forward raised.
+        kind: the class of the first hook.
+        is_inside: see `Hook`.
+    """
     begins = kind(lambda *_: before(), is_inside)
     ends = Hook(lambda module, args, output: after(output), is_inside)
     return (

@@ -24,7 +24,7 @@ from offload.profiling import PHASES, UNITS, Event, Timeline
 def recorded(
     timeline: Timeline, file: str | os.PathLike[str], model: nn.Module, layout: Layout, chosen: Chosen
 ) -> Iterator[None]:
-    """Writes what happens inside to `file`; raises as `Timeline.recorded`."""
+    """Records the timeline inside, and writes it to `file`. Raises as `Timeline.recorded` does."""
     chunks = [
         {
             "unit": layout.flats[chunk.flat].unit or "root",

@@ -38,7 +38,15 @@ AHEAD_UNITS = 8
 
 @dataclass(eq=False)
 class _Upload:
-    """A copy to the device, and the lease of its source. is_awaited: by the kernels of the unit."""
+    """A copy to the device, and the lease of its source.
+
+    Attributes:
+        unit: the unit.
+        chunk: the chunk's index.
+        copy: the copy.
+        lease: gives the lease back when it is closed.
+        is_awaited: whether the kernels of the unit wait for it.
+    """
 
     unit: Unit
     chunk: int
@@ -48,10 +56,12 @@ class _Upload:
 
 
 class StreamedStores:
-    """The stores of streamed parameters, as one: chunks are numbered as in `Layout.param_chunks`.
+    """The stores of streamed parameters, as one. Chunks are numbered as in `Layout.param_chunks`.
 
-    Args: trained: None where trained parameters are resident; frozen: None without frozen ones; first: the number of
-    its first chunk.
+    Args:
+        trained: the store of trained parameters; None: they are resident.
+        frozen: the store of frozen parameters; None: there are none.
+        first: the number of its first chunk.
     """
 
     def __init__(self, trained: Store | None, frozen: Store | None, first: int) -> None:
@@ -77,7 +87,12 @@ class StreamedStores:
             store.repeat()
 
     def when_wanted(self, give_back: Callable[[int], None]) -> None:
-        """`give_back` is called with a chunk that somebody wants to lease, and cannot yet."""
+        """Registers what gives leases back.
+
+        Args:
+            give_back: called, from any thread, when a lease cannot be had, with the chunk whose lease or buffer is
+                waited for.
+        """
 
         def of(first: int) -> Callable[[int], None]:
             return lambda chunk: give_back(first + chunk)
@@ -91,13 +106,16 @@ class StreamedStores:
 
 
 class UnitTransfers:
-    """See the top of this file.
+    """Moves the parameters of streamed units between the store and the device; see the top of this file.
 
     Args:
+        run: what the parts of a run share.
+        parameters: the model's.
         store: the parameters that this rank keeps and streams, by chunk.
-        leases: how many chunks of it may be on their way to the device at once.
+        owner: the optimizer.
+        leases: how many chunks of the store may be on their way to the device at once.
         ahead: how many units are fetched ahead of the one in use.
-        limit: bytes that streamed parameters may take on the device; None: no limit.
+        limit: how many bytes streamed parameters may take on the device; None: any number.
     """
 
     def __init__(
@@ -112,7 +130,7 @@ class UnitTransfers:
         limit: int | None,
     ) -> None:
         self._layout = parameters.layout
-        self._copier = run.memory.link or run.memory.copier
+        self._copier = run.memory.frozen_copier or run.memory.copier
         self._timeline = run.timeline
         self._comm = run.comm
         self._parameters = parameters
@@ -141,7 +159,7 @@ class UnitTransfers:
         return tuple(self._with_memory)
 
     def missing_bytes(self, units: Iterable[Unit]) -> int:
-        """What the limit lacks for `units` beside those that are on the device; at most 0 if they fit."""
+        """How many bytes `units` take beyond the limit, beside those that are on the device; at most 0 if they fit."""
         together = {*units, *self._with_memory}
         return 0 if self.limit is None else sum(unit.nbytes for unit in together) - self.limit
 
@@ -156,14 +174,14 @@ class UnitTransfers:
     # From the store to the device.
 
     def fetch(self, unit: Unit) -> None:
-        """Makes a unit available: what is queued from now on can use it."""
+        """Makes a unit available: what is queued on the device from now on can use it."""
         if unit.is_missing:
             self.prefetch(unit)
         if unit.presence is Presence.FETCHING:
             self._finish(unit)
 
     def prefetch(self, unit: Unit) -> None:
-        """Starts to fetch a released unit, or what an update did not bring. Raises what is wrong with the run."""
+        """Starts to fetch a released unit, or what an update did not bring of it. Raises if the run cannot go on."""
         self._owner.require_usable()
         for one in unit.slices:
             if not one.is_tile:
@@ -186,7 +204,7 @@ class UnitTransfers:
             raise
 
     def release(self, unit: Unit) -> None:
-        """Takes the memory of a unit that is available or on its way, after what is queued."""
+        """Takes the memory away from a unit that is available or on its way, after what is queued on the device."""
         if unit.presence is Presence.RELEASED or not unit.slices:
             return
         self._wait_on_device(unit)  # if that fails, another rank may still write here: the memory stays
@@ -196,7 +214,7 @@ class UnitTransfers:
             self._released.popleft()
 
     def drain(self) -> None:
-        """Gives back all leases: waits until what was copied to the device is there."""
+        """Gives back all leases, after the copies to the device that they are for."""
         self._wait_for_gathers()
         with self._lock:
             while self._uploads:
@@ -210,7 +228,11 @@ class UnitTransfers:
 
     @uninterrupted
     def _allocate(self, unit: Unit, *, for_update: bool = False) -> DeviceEvent:
-        """Returns: the event after which its memory may be written."""
+        """Gives a unit memory on the device.
+
+        Returns:
+            The event after which it may be written.
+        """
         if for_update:
             unit.expect_update()
         else:
@@ -237,7 +259,7 @@ class UnitTransfers:
             self._finish_upload(upload)
 
     def _oldest_of(self, count: int) -> _Upload | None:
-        """The oldest upload, if there are `count` or more."""
+        """The oldest upload, if there are `count` or more; else None."""
         with self._lock:
             return self._uploads[0] if len(self._uploads) >= count else None
 
@@ -251,14 +273,16 @@ class UnitTransfers:
         after: DeviceEvent | None,
         lease: ExitStack,
     ) -> None:
-        """Queues the copy of a leased chunk, and notes it at once: an interrupt must not lose it."""
+        """Queues the copy of a leased chunk, and records it at once, so that an interrupt does not lose it."""
         copy = self._copier.to_device(source, on_device, after)
         with self._lock:
             self._uploads.append(_Upload(unit, chunk.index, copy, lease.pop_all()))
 
     def _give_back(self, chunk: int) -> None:
-        """Somebody wants to lease a chunk: waits for the copy that holds its lease, or, if none does, for the oldest
-        copy, which frees a buffer."""
+        """Gives back the lease of a chunk that somebody waits for, after its copy.
+
+        If no copy holds that lease, the oldest copy is waited for, which frees a buffer.
+        """
         with self._lock:
             beside = [one for one in self._uploads if self._store.are_together(one.chunk, chunk)]
             own = [one for one in beside if one.chunk == chunk]
@@ -267,8 +291,11 @@ class UnitTransfers:
 
     @uninterrupted
     def _launch_all_gathers(self, unit: Unit, slices: Iterable[FlatSlice], last_use: DeviceEvent) -> None:
-        """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory. Each
-        all-gather is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
+        """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory.
+
+        Each all-gather is recorded as soon as it is under way, since the memory that it writes to must stay until it
+        has ended.
+        """
         if self._layout.shard_group_size > 1:
             with self._copier.after_uploads():
                 last_use.wait_on_device()  # a rank may have nothing of its own to copy there
@@ -298,7 +325,7 @@ class UnitTransfers:
         unit.arrive()
 
     def _wait_on_device(self, unit: Unit) -> None:
-        """What is queued from now on sees the values of a unit that were on their way."""
+        """Makes what is queued on the device from now on see the values of a unit that were on their way."""
         with self._lock:
             for upload in self._uploads:
                 if upload.unit is unit and not upload.is_awaited:
@@ -310,8 +337,11 @@ class UnitTransfers:
         unit.gathers = []
 
     def _finish_upload(self, upload: _Upload) -> None:
-        """Waits for a copy, and gives its lease back. It is forgotten only then: an interrupted caller has to wait for
-        it again. What has ended needs no wait on the device."""
+        """Waits for a copy, and gives its lease back.
+
+        The copy is forgotten only then, so a caller that was interrupted can wait for it again. A copy that has ended
+        needs no wait on the device.
+        """
         with self._lock:
             if upload in self._uploads:
                 self._wait_for(upload.copy, "wait for gather")
@@ -339,8 +369,10 @@ class UnitTransfers:
     # Updates.
 
     def can_begin_update(self, unit: Unit) -> bool:
-        """Whether the new values of a unit can go to the device as they are made: it is released, and copies to the
-        device need no buffers."""
+        """Whether the new values of a unit can go to the device as they are made.
+
+        They can if the unit is released, and copies to the device need no buffers.
+        """
         if not self._copier.direct or unit.presence is not Presence.RELEASED:
             return False
         if all(self._layout.flats[one.flat].is_frozen for one in unit.slices):
@@ -348,11 +380,16 @@ class UnitTransfers:
         return not any(self._layout.tile_of(one.flat) for one in unit.slices)
 
     def begin_update(self, unit: Unit) -> None:
-        """Allocates a unit whose pending update is about to be applied."""
+        """Gives memory to a unit whose pending update is about to be applied."""
         self._allocate(unit, for_update=True)
 
     def chunk_updated(self, chunk: Chunk, values: Tensor) -> None:
-        """New `values` of a chunk were made, and are leased in RAM. Args: values: shape (chunk.numel,)."""
+        """Copies new values of a chunk, which are leased in RAM, to the device, if its unit is being updated.
+
+        Args:
+            chunk: the chunk.
+            values: shape (chunk.numel,), in the compute dtype.
+        """
         not_updated = self._unit_of(chunk.flat).not_updated
         if chunk.index in not_updated:
             self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()
@@ -360,7 +397,7 @@ class UnitTransfers:
             not_updated.discard(chunk.index)
 
     def flat_updated(self, flat: int) -> None:
-        """All new values of a flat parameter are in the store: what is on the device are the old ones."""
+        """Called when all new values of a flat parameter are in the store, to replace old ones on the device."""
         unit = self._unit_of(flat)
         if unit.presence is Presence.UPDATING:
             return  # the new ones were copied as they were made
@@ -382,10 +419,10 @@ class UnitTransfers:
 
     def store_and_free(self, flat: int) -> None:
         """Moves a flat parameter that was just attached into the store."""
-        self.write_back(flat)
+        self.store_flat(flat)
         self._parameters.free_attached(flat)
 
-    def write_back(self, flat: int) -> None:
+    def store_flat(self, flat: int) -> None:
         """Copies the values of a flat parameter, which is available, to the store, and to its tiles on the device."""
         tiles = self._available_tiles(flat)
         for chunk in self._unit_of(flat).chunks[flat]:
@@ -396,9 +433,11 @@ class UnitTransfers:
         for tile in tiles:
             self._refresh(tile, tile.slices[0])
 
-    def find_writes(self, numbers: Iterable[int]) -> None:
-        """Compares these parameters, all available, with the store, and notes which were written to. For writes that
-        leave no other trace, such as NumPy's."""
+    def find_silent_writes(self, numbers: Iterable[int]) -> None:
+        """Compares parameters, all available, with the store, and increases the version of those that differ.
+
+        It is for writes that leave no other trace, such as NumPy's.
+        """
         for number in filter(self._parameters.streams, numbers):
             self._available_tiles(self._parameters.flat_of(number))
             chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
@@ -419,7 +458,7 @@ class UnitTransfers:
         return True
 
     def _available_tiles(self, flat: int) -> list[Unit]:
-        """The tiles of a flat parameter that are available, also those that were being fetched until now."""
+        """The tiles of a flat parameter that are available. Those that are being fetched become available first."""
         tiles = self._tiles_of.get(flat, [])
         for tile in tiles:
             if tile.presence is Presence.FETCHING:
@@ -429,13 +468,13 @@ class UnitTransfers:
     # The end.
 
     def abandon(self) -> None:
-        """Releases everything, whether it arrived or failed."""
+        """Releases all units, whether what was under way arrived or failed."""
         self.close()
         for unit in self.with_memory:
             self._free(unit)
 
     def close(self) -> None:
-        """Waits for everything under way, whether it arrives or fails: the memory is about to go."""
+        """Waits for all that is under way, whether it arrives or fails, because the memory is about to be freed."""
         for work in chain(self._awaited_gathers, *(unit.gathers for unit in self.units)):
             with suppress(OffloadError):
                 work.wait()

@@ -157,8 +157,10 @@ class Unit:
         self.not_updated = set()
 
     def _become(self, presence: Presence) -> None:
-        """Raises:
-        StateError: if there is no such transition.
+        """Makes a transition.
+
+        Raises:
+            StateError: if there is none to that state.
         """
         if presence not in _TRANSITIONS[self.presence] or not self.slices:
             raise StateError(f"{self.title} is {self.presence.value} and cannot become {presence.value}")
@@ -166,14 +168,14 @@ class Unit:
 
 
 class Units(dict[str, Unit]):
-    """The units of a held model, by name. The unit of any other name has no parameters."""
+    """The units of a held model, by name. The unit of any other name has no parameters.
+
+    Args:
+        layout: of all held parameters.
+        streamed: the flat parameters whose memory comes and goes.
+    """
 
     def __init__(self, layout: Layout, streamed: Container[int] = ()) -> None:
-        """
-        Args:
-            layout: of all held parameters.
-            streamed: the flat parameters whose memory comes and goes.
-        """
         super().__init__()
         of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
         for chunk in layout.param_chunks:

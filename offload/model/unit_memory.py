@@ -43,8 +43,13 @@ _REFUSED = "this parameter is not on the device now: use it inside `with optimiz
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory on the device. Attributes: memory: uint8, 1-D; last_use: the event after which it may be written;
-    is_shared: whether it is kept for other units when a unit gives it back."""
+    """Memory on the device.
+
+    Attributes:
+        memory: uint8, 1-D.
+        last_use: the event after which it may be written.
+        is_shared: whether it is kept for other units when a unit gives it back.
+    """
 
     memory: Tensor
     last_use: DeviceEvent
@@ -57,8 +62,13 @@ class _Buffer:
 
 @dataclass(eq=False)
 class _Group:
-    """Units that never have memory at the same time. Attributes: nbytes: what the largest of them takes; buffer: the
-    buffer that they share already, None if they share none."""
+    """Units that never have memory at the same time.
+
+    Attributes:
+        units: their names.
+        nbytes: how many bytes the largest of them takes.
+        buffer: the buffer that they share already; None: they share none.
+    """
 
     units: set[Unit] = field(default_factory=set)
     nbytes: int = 0
@@ -68,8 +78,10 @@ class _Group:
 class UnitMemory:
     """Gives memory to streamed units, and takes it away; see [Note: unit memory].
 
-    Args: device: that units train on; copier: of that device; limit: bytes that all buffers together may take, unless
-    what is in use at once takes more.
+    Args:
+        device: the device that units train on.
+        copier: copies between that device and RAM.
+        limit: how many bytes all buffers together may take, unless what is in use at once takes more.
     """
 
     def __init__(self, device: torch.device, copier: Copier, limit: int) -> None:
@@ -85,14 +97,19 @@ class UnitMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers that units share, lent or spare."""
+        """The bytes of all buffers that units share, lent or spare."""
         return sum(buffer.nbytes for buffer in chain(self._spare, self._lent.values()) if buffer.is_shared)
 
     def give(self, unit: Unit, tensors: Sequence[Tensor], *, shares: bool = True) -> DeviceEvent:
-        """Gives the tensors of a unit, which have no memory, as much as they need; their values are undefined.
+        """Gives the tensors of a unit, which have no memory, as much as they need. Their values are undefined.
 
-        Args: shares: False gives memory of its own, that no other unit gets.
-        Returns: the event after which the memory may be written.
+        Args:
+            unit: the unit.
+            tensors: its tensors.
+            shares: False gives the unit memory that no other unit gets.
+
+        Returns:
+            The event after which the memory may be written.
         """
         starts, end = starts_of(tensor.nbytes for tensor in tensors)
         buffer = self._buffer_for(unit, end) if shares else self._allocate(end, tensors[0].device, is_shared=False)
@@ -110,7 +127,11 @@ class UnitMemory:
         return buffer.last_use
 
     def take(self, unit: Unit, tensors: Sequence[Tensor]) -> DeviceEvent:
-        """Takes the memory of a unit's tensors away, if they have any. Returns: its last use."""
+        """Takes the memory of a unit's tensors away, if they have any.
+
+        Returns:
+            The event of its last use.
+        """
         last_use = self._copier.mark()
         buffer = self._lent.get(unit)
         if buffer is not None:
@@ -124,8 +145,10 @@ class UnitMemory:
         return last_use
 
     def arrange(self) -> None:
-        """Gives each unit a buffer that it shares with units that never have memory at the same time, by what was in
-        use together so far. Between two steps."""
+        """Gives each unit a buffer that it shares with units that never have memory at the same time.
+
+        Which these are is known from what was in use together so far. Called between two steps.
+        """
         if self._is_arranged or self._lent:
             return
         groups = [_Group({unit}, nbytes) for unit, nbytes in self._sizes.items()]
@@ -174,14 +197,16 @@ class UnitMemory:
         return _Buffer(memory, self._copier.mark(), is_shared)
 
     def _trim(self, limit: int) -> None:
-        """Gives spare buffers back to the system until all buffers take at most `limit` bytes: first those that belong
-        to no unit, then those that have been spare for longest."""
+        """Gives spare buffers back to the system until all buffers take at most `limit` bytes.
+
+        Buffers that belong to no unit go first, then those that have been spare for longest.
+        """
         own = set(self._own.values())
         while self._spare and self.nbytes > limit:
             self._spare.remove(next((one for one in self._spare if one not in own), self._spare[0]))
 
     def _note(self, unit: Unit, nbytes: int) -> None:
-        """Notes which units have memory while this one gets some, unless together they take more than was planned."""
+        """Records which units have memory while this one gets some, unless together they take more than was planned."""
         others = [other for other, buffer in self._lent.items() if buffer.is_shared]
         self._sizes[unit] = nbytes
         if nbytes + sum(self._sizes[other] for other in others) <= self._limit:
@@ -190,8 +215,10 @@ class UnitMemory:
                 self._beside.setdefault(other, set()).add(unit)
 
     def _divide(self, order: Iterable[Unit]) -> list[_Group]:
-        """Each unit joins a group without a member beside it: the smallest that is large enough, or else the one that
-        grows least."""
+        """Divides the units into groups, none of which has two units that have memory at the same time.
+
+        Each unit joins the smallest group that is large enough, or else the one that grows least.
+        """
         groups: list[_Group] = []
         for unit in order:
             nbytes, beside = self._sizes[unit], self._beside.get(unit, set())
@@ -206,7 +233,7 @@ class UnitMemory:
 
 
 def strip(tensor: Tensor) -> None:
-    """Takes the memory of a tensor away. On the CPU its storage points to NaNs afterwards, for who gets at them."""
+    """Takes the memory of a tensor away. On the CPU its storage points to NaNs afterwards."""
     storage = tensor.untyped_storage()
     if nbytes := storage.nbytes():
         memory = poison(nbytes) if tensor.is_cpu else UntypedStorage(0, device=tensor.device)

@@ -36,13 +36,17 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def units_of(model: nn.Module, chosen: Chosen = None) -> dict[Tensor, str]:
-    """The unit of each parameter, by name: "blocks.3", or "" for the root unit.
+    """The name of the unit of each parameter: "blocks.3", or "" for the root unit.
 
     A parameter belongs to its innermost unit. One that several units share, such as a tied head's, belongs to the root.
 
-    Args: chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential in which two
-    or more elements have parameters.
-    Raises: ConfigError naming what is not in the model.
+    Args:
+        model: the model.
+        chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential in which two or
+            more elements have parameters.
+
+    Raises:
+        ConfigError: if something in `chosen`, which it names, is not in the model.
     """
     names = {name for name, _ in blocks_of(model, chosen)}
     units: dict[nn.Module, set[str]] = {}
@@ -57,16 +61,16 @@ def units_of(model: nn.Module, chosen: Chosen = None) -> dict[Tensor, str]:
     for module in model.modules():
         for param in module.parameters(recurse=False):
             holders.setdefault(param, set()).update(units[module])
-    return {param: found.pop() if len(found) == 1 else ROOT for param, found in holders.items()}
+    return {param: owners.pop() if len(owners) == 1 else ROOT for param, owners in holders.items()}
 
 
 def blocks_of(model: nn.Module, chosen: Chosen = None) -> list[tuple[str, nn.Module]]:
-    """The module of each unit but the root, by name; see units_of."""
+    """The name and the module of each unit but the root; see `units_of`."""
     return list(_blocks(model, ROOT)) if chosen is None else _chosen(model, chosen)
 
 
 def encloses(outer: str, unit: str) -> bool:
-    """Whether unit `unit` is `outer` or lies in it, by their names. All units lie in the root."""
+    """Whether the unit `unit` is `outer` or lies in it, by their names. All units lie in the root."""
     return outer in (ROOT, unit) or unit.startswith(f"{outer}.")
 
 
@@ -89,24 +93,26 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
 
 
 def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
-    """The length of a row of each of `params` that can be tiled, by number. A parameter can be tiled if it is the
-    weight of one nn.Linear and is used by nothing else."""
+    """The length of a row of each of `params` that can be tiled, by its number.
+
+    A parameter can be tiled if it is the weight of one nn.Linear and is used by nothing else.
+    """
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
                 holders.setdefault(param, []).append((module, name))
-    found = {}
+    rows = {}
     for number, param in enumerate(params):
-        (module, name), *others = holders[param]
-        is_own = type(module) is nn.Linear and name == "weight" and not others and not is_dtensor(param)
+        (module, name), *more = holders[param]
+        is_own = type(module) is nn.Linear and name == "weight" and not more and not is_dtensor(param)
         if is_own and param.is_contiguous():
-            found[number] = param.shape[1]
-    return found
+            rows[number] = param.shape[1]
+    return rows
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward. A list of modules has none: its owner calls the elements."""
+    """Whether a module has a forward. A list of modules has none, since its owner calls the elements."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -126,18 +132,23 @@ def _join(name: str, key: str) -> str:
 
 
 def fp32_modules(model: nn.Module, keep_fp32: KeepFp32) -> list[nn.Module]:
-    """The outermost modules that stay fp32: those that `keep_fp32` names, by instance or type, and those with running
-    statistics. Raises: ConfigError if `keep_fp32` names a module that is not in the model."""
+    """The outermost modules that stay in fp32.
+
+    These are the modules that `keep_fp32` names, by instance or type, and those with running statistics.
+
+    Raises:
+        ConfigError: if `keep_fp32` names a module that is not in the model.
+    """
     types = tuple(one for one in keep_fp32 if isinstance(one, type))
     chosen = {one for one in keep_fp32 if isinstance(one, nn.Module)}
-    found = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
+    kept = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
     for one in keep_fp32:
-        if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in found):
+        if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in kept):
             raise ConfigError(
                 f"keep_fp32 names {one!r}, which is not in the model: give modules of this model, or classes of them"
             )
-    below = {inner for module in found for inner in module.modules() if inner is not module}
-    return [module for module in found if module not in below]
+    below = {inner for module in kept for inner in module.modules() if inner is not module}
+    return [module for module in kept if module not in below]
 
 
 def has_statistics(module: nn.Module) -> bool:
@@ -150,10 +161,12 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def compute_dtypes(model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
-    """The dtype of each floating parameter's compute copy. A frozen one beside quantised weights keeps its own: it is a
-    scale or a zero point of theirs.
+    """The dtype of each floating parameter's compute copy.
 
-    Raises: ConfigError if a module that stays in fp32 shares a parameter with one that is not.
+    A frozen parameter beside quantised weights keeps its own dtype, because it is a scale or a zero point of theirs.
+
+    Raises:
+        ConfigError: if a module that stays in fp32 shares a parameter with one that does not.
     """
     in_fp32 = {inner for module in fp32_modules(model, keep_fp32) for inner in module.modules()}
     dtypes: dict[Tensor, torch.dtype] = {param: param.dtype for param in _of_quantised(model)}
@@ -182,8 +195,16 @@ def specs_of(
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
     """The model's parameters that the optimizer's `groups` train, in the model's order.
 
-    Args: chosen: the units, see units_of; planned: the model may be on the meta device, without memory.
-    Raises: ConfigError naming the parameter that cannot be trained, and why.
+    Args:
+        model: the model.
+        groups: the optimizer's param_groups.
+        keep_fp32: the modules that stay in fp32.
+        dtype: the compute dtype.
+        chosen: the units, see `units_of`.
+        planned: whether the model may be on the meta device, without memory.
+
+    Raises:
+        ConfigError: if a parameter, which it names, cannot be trained.
     """
     _refuse_wrapped(model)
     names = {param: name for name, param in model.named_parameters()}
@@ -213,21 +234,25 @@ def specs_of(
 def frozen_of(
     model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype, *, chosen: Chosen = None
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
-    """The model's parameters that need no gradient, in the model's order. Args: chosen: as of `specs_of`."""
+    """The model's parameters that need no gradient, in the model's order. For the arguments see `specs_of`."""
     units, dtypes = units_of(model, chosen), compute_dtypes(model, keep_fp32, dtype)
-    found = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     specs = [
         ParamSpec(
             name, local_of(p).numel(), units[p], dtype_of(p, dtypes[p]), 0, is_frozen=True, shard_dim=shard_dim_of(p)
         )
-        for name, p in found
+        for name, p in frozen
     ]
-    return specs, [param for _, param in found]
+    return specs, [param for _, param in frozen]
 
 
 def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Raises: ConfigError naming the first parameter that cannot stream, because it is more than its elements: it is
-    quantised, sparse, or a wrapper around other tensors."""
+    """Requires that parameters can stream, of which only the elements would.
+
+    Raises:
+        ConfigError: naming the first one that is more than its elements: quantised, sparse, or a wrapper around other
+            tensors.
+    """
     for spec, param in zip(specs, params, strict=True):
         quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
         if quantised or torch_private.is_wrapper_subclass(local_of(param)) or param.layout is not torch.strided:
@@ -244,7 +269,14 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
 
 
 def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
-    """Raises: ConfigError naming the first parameter that cannot get other memory. Args: moved: names of parameters."""
+    """Requires that parameters can get other memory.
+
+    Args:
+        moved: the parameters, and their names.
+
+    Raises:
+        ConfigError: naming the first one that cannot.
+    """
     for param, name in moved.items():
         local = local_of(param)
         if local.is_quantized or local.is_mkldnn:
@@ -260,7 +292,11 @@ def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
 
 
 def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Raises: ConfigError naming the first DTensor that would leave the device of its mesh."""
+    """Requires that DTensors stay on the device of their mesh.
+
+    Raises:
+        ConfigError: naming the first one that would leave it.
+    """
     for spec, param in zip(specs, params, strict=True):
         if is_dtensor(param) and param.device != device:
             raise ConfigError(
@@ -275,7 +311,9 @@ class NotToWrap(LeftBehind):
     DistributedDataParallel reads it first of all, for the names of parameters to ignore. A copy of the model may be
     wrapped, so a copy of this is an empty tuple.
 
-    Args: instead: what the model had there; None: nothing."""
+    Args:
+        instead: what the model had there; None: nothing.
+    """
 
     NAME = "_ddp_params_and_buffers_to_ignore"
 
@@ -300,7 +338,11 @@ def _wrapped_by_ddp() -> ConfigError:
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """Raises: ConfigError if a held model runs inside DistributedDataParallel, or was given to FSDP."""
+    """Requires that a held model was not wrapped by a framework that shares out its gradients or parameters.
+
+    Raises:
+        ConfigError: if it runs inside DistributedDataParallel, or was given to FSDP.
+    """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and wrapper.require_backward_grad_sync and _holds(wrapper, model):
         raise _wrapped_by_ddp()
@@ -342,8 +384,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
 def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Parameter]) -> None:
     """Refuses two Parameters over one memory (`b.weight.data = a.weight.data`): moving one would separate them."""
     those = set(moved)
-    own = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
-    plain = (p for p in own if not torch_private.is_wrapper_subclass(p))
+    strided = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
+    plain = (p for p in strided if not torch_private.is_wrapper_subclass(p))
     spans = sorted((p.data_ptr(), extent_of(p) * p.element_size(), names[p], p in those) for p in plain)
     for (start, size, name, moves), (following, _, other, also) in pairwise(spans):
         if following < start + size and (moves or also):
@@ -352,8 +394,8 @@ def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Param
 
 def _device_types() -> tuple[str, ...]:
     """The types of device on which a model can be trained."""
-    found = accelerator()
-    return ("cpu",) if found is None else ("cpu", found.type)
+    device = accelerator()
+    return ("cpu",) if device is None else ("cpu", device.type)
 
 
 def _refuse_untrainable(
@@ -386,7 +428,7 @@ def _refuse_untrainable(
 
 
 def _unusual(param: nn.Parameter, *, is_trained: bool) -> str | None:
-    """What a parameter is that cannot be in a model that is trained; None if it can."""
+    """What a parameter is that cannot be in a model to train; None if it can."""
     if param.is_nested or param.layout is torch.jagged:
         return "a nested tensor"
     if is_trained and param.layout is not torch.strided:
@@ -417,9 +459,9 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _of_quantised(model: nn.Module) -> Iterator[nn.Parameter]:
     """The frozen parameters of modules that own a quantised one."""
     for module in model.modules():
-        own = [param for param in module.parameters(recurse=False) if not param.requires_grad]
-        if any(map(_is_quantised, own)):
-            yield from own
+        frozen = [param for param in module.parameters(recurse=False) if not param.requires_grad]
+        if any(map(_is_quantised, frozen)):
+            yield from frozen
 
 
 def _is_quantised(param: Tensor) -> bool:
@@ -428,14 +470,18 @@ def _is_quantised(param: Tensor) -> bool:
 
 
 def dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter which is not trained has on the device: `dtype`, its compute dtype. Quantised weights
-    keep their own."""
+    """The dtype that a parameter which is not trained has on the device.
+
+    It is `dtype`, the compute dtype, but quantised weights keep their own.
+    """
     return param.dtype if _is_quantised(param) else dtype
 
 
 def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
-    """Bytes that a parameter of `numel` elements takes on the device in its compute dtype; of a wrapper around other
-    tensors (a quantised weight), what these take."""
+    """How many bytes a parameter of `numel` elements takes on the device in its compute dtype.
+
+    A wrapper around other tensors (a quantised weight) takes what these take.
+    """
     if not torch_private.is_wrapper_subclass(local_of(param)):
         return numel * dtype.itemsize
     names, _ = local_of(param).__tensor_flatten__()  # type: ignore[attr-defined]
@@ -443,32 +489,39 @@ def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
     return sum(resident_bytes_of(tensor, tensor.numel(), tensor.dtype) for tensor in inner)
 
 
-def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
-    """Bytes that buffers, and parameters that are not among `others`, take on the device."""
-    left = set(model.parameters()) - set(others)
+def untrained_bytes(model: nn.Module, counted: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """How many bytes buffers, and parameters that are not among `counted`, take on the device."""
+    left = set(model.parameters()) - set(counted)
     frozen = sum(resident_bytes_of(p, local_of(p).numel(), dtype_of(p, dtypes[p])) for p in left)
     return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 
-def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
-    """The device to train on: the model's own. A model on the CPU or the meta device goes where the user asks.
+def device_for(given: torch.device | str | None, model_device: torch.device) -> torch.device:
+    """The device to train on.
 
-    Raises: ConfigError if nothing is trained there, or the model is on another accelerator.
+    It is the model's own. A model on the CPU or the meta device goes where the user asks.
+
+    Args:
+        given: what the user asks for.
+        model_device: the device that the model is on.
+
+    Raises:
+        ConfigError: if nothing is trained there, or the model is on another accelerator.
     """
     try:
-        wanted = own if given is None else torch.empty(0, device=given).device
+        wanted = model_device if given is None else torch.empty(0, device=given).device
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"device={given!r} is no device of this machine ({reason}): leave it out, or give {own}"
+            f"device={given!r} is no device of this machine ({reason}): leave it out, or give {model_device}"
         ) from error
-    if wanted.type == own.type == "meta":
+    if wanted.type == model_device.type == "meta":
         return torch.device("cpu")
-    if wanted.type == own.type == "cpu":  # "cpu:0" is "cpu"
-        return own
-    if wanted != own and (own.type not in ("cpu", "meta") or wanted.type not in _device_types()):
+    if wanted.type == model_device.type == "cpu":  # "cpu:0" is "cpu"
+        return model_device
+    if wanted != model_device and (model_device.type not in ("cpu", "meta") or wanted.type not in _device_types()):
         raise ConfigError(
-            f"device={given} but the model is on {own}: leave device out to train it there, or move it to the CPU, "
-            f"from where it can go to {' or '.join(_device_types())}"
+            f"device={given} but the model is on {model_device}: leave device out to train it there, or move it to the "
+            f"CPU, from where it can go to {' or '.join(_device_types())}"
         )
     return wanted

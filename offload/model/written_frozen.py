@@ -34,7 +34,7 @@ def digest_of(param: Tensor) -> str:
 
 
 def was_frozen(state: object) -> Container[str]:
-    """The names of the parameters that streamed, frozen, in the run that committed `state`; None: it has none."""
+    """The names of the parameters that were frozen and streamed in the run that committed `state`."""
     return state["digests"] if isinstance(state, dict) else ()
 
 
@@ -42,7 +42,10 @@ def was_frozen(state: object) -> Container[str]:
 def write(model: nn.Module, state: object, keep: Callable[[nn.Parameter], None]) -> None:
     """Gives a model that is not held yet the values that were committed, in memory of their own.
 
-    Args: keep: is called with each parameter before.
+    Args:
+        model: the model.
+        state: what the commit has.
+        keep: called with each parameter before its memory is replaced.
     """
     params = dict(model.named_parameters())
     for name, values in state["values"].items() if isinstance(state, dict) else ():
@@ -53,15 +56,20 @@ def write(model: nn.Module, state: object, keep: Callable[[nn.Parameter], None])
 
 
 def require_same(digests: Mapping[str, str], state: object) -> None:
-    """Raises: ResumeError if frozen parameters are not what they were in the run that committed `state`.
+    """Requires that frozen parameters are what they were in the run that committed `state`.
 
-    Args: digests: of frozen parameters, by name.
+    Args:
+        digests: of frozen parameters, by name.
+        state: what the commit has.
+
+    Raises:
+        ResumeError: if they are not.
     """
     if isinstance(state, Mapping):
         known = (digests.keys() & state["digests"].keys()) - state["values"].keys()
-        if others := sorted(name for name in known if digests[name] != state["digests"][name]):
+        if changed := sorted(name for name in known if digests[name] != state["digests"][name]):
             raise ResumeError(
-                f"{others[0]} is frozen, and has other values than in the run that was committed ({len(others)} such "
+                f"{changed[0]} is frozen, and has other values than in the run that was committed ({len(changed)} such "
                 "parameters): build the model with the weights that the run began with"
             )
 
@@ -69,8 +77,13 @@ def require_same(digests: Mapping[str, str], state: object) -> None:
 class WrittenFrozen:
     """The frozen parameters that somebody wrote to, as an object with a state that commits carry (`Attached`).
 
-    Args: specs: of all parameters that are held; digests: of the frozen ones before anybody wrote to them, by name;
-    budget_bytes: RAM that copies may take.
+    Args:
+        model: the model.
+        specs: of all parameters that are held.
+        digests: of the frozen ones before anybody wrote to them, by name.
+        units: fetches parameters.
+        access: lets their values be written.
+        budget_bytes: how much RAM copies may take.
     """
 
     def __init__(
@@ -92,9 +105,10 @@ class WrittenFrozen:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the values of those that were written to, by name, and the digests of all.
+        """Copies of the values of the parameters that were written to, by name, and the digests of all.
 
-        Raises: BudgetError if the copies take too much RAM.
+        Raises:
+            BudgetError: if the copies take too much RAM.
         """
         names = sorted(self._loaded | self._written())
         needed = sum(local_of(self._named[name]).nbytes for name in names)
@@ -117,15 +131,17 @@ class WrittenFrozen:
     def _written(self) -> set[str]:
         if self._units is None:
             return set()
-        self._units.write_back()
+        self._units.store_outside_writes()
         return {self._specs[number].name for number in self._units.written_frozen}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Writes values of a commit.
+        """Writes the values of a commit to parameters.
 
-        Raises: ResumeError if other frozen parameters are not what they were in the run that committed, or were first
-        written to since then; ConfigError if one is not in the model.
+        Raises:
+            ResumeError: if other frozen parameters are not what they were in the run that committed, or were first
+                written to since then.
+            ConfigError: if one is not in the model.
         """
         require_same(self._digests, state)
         values, digests = state["values"], state["digests"]

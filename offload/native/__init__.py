@@ -85,9 +85,11 @@ class Task(NamedTuple):
     """A kernel with all that it needs, for `Kernels.run`.
 
     Attributes:
-        low: it runs on the positions low .. high.
-        cut: threads share them at multiples of so many.
-        written: the tensors that it writes to.
+        work: runs the kernel on a range of positions.
+        low: the first position.
+        high: the one after the last.
+        cut: threads share the positions at multiples of this number.
+        written: the tensors that the kernel writes to.
     """
 
     work: Work
@@ -100,8 +102,8 @@ class Task(NamedTuple):
 class Kernels:
     """One variant of the kernels, and its threads. Calls may come from several threads at once.
 
-    `table` has a row for each kernel, with its contract. Zero elements are fine. Tensors written to get their version
-    counter bumped.
+    `table` has a row for each kernel, with its contract. Tensors may be empty. The version counter of tensors that are
+    written to is increased.
 
     Attributes:
         threads: how many share a call, the caller among them.
@@ -116,7 +118,7 @@ class Kernels:
 
     @property
     def variant(self) -> str:
-        """Which ones run now: one of VARIANTS, or as `load_on` says."""
+        """The variant that runs now: one of VARIANTS, or what `load_on` names."""
         return self._backend.variant
 
     def call(
@@ -125,8 +127,9 @@ class Kernels:
         """Runs a kernel.
 
         Args:
-            tensors: as its row has them.
-            first: the position of their first element, for kernels whose blocks are of positions.
+            kernel: its row in `table`.
+            *tensors: as the row has them.
+            first: the position of their first element, for kernels that work on blocks of positions.
             scalars: of the row's type.
 
         Raises:
@@ -143,12 +146,19 @@ class Kernels:
     def bind(
         self, kernel: Kernel, *tensors: Tensor | None, first: int = 0
     ) -> Callable[[ctypes.Structure | None], Task]:
-        """Checks a kernel's tensors now, for `run`, any number of times while they are in their memory.
+        """Checks a kernel's tensors once, so that it can run any number of times while they stay where they are.
 
-        Args: as for `call`.
+        Args:
+            kernel: as for `call`.
+            *tensors: as for `call`.
+            first: as for `call`.
+
+        Returns:
+            A function that takes the scalars and gives the task for `run`. It raises ValueError for scalars of another
+            type.
 
         Raises:
-            ValueError: as for `call`, and what is returned for scalars of another type.
+            ValueError: for a tensor of a wrong dtype, shape or device.
         """
         n = kernel.check(tensors, first, self._device)
         low = first % kernel.cut  # what is before it is the same everywhere
@@ -163,8 +173,10 @@ class Kernels:
         return task
 
     def run(self, tasks: Iterable[Task]) -> None:
-        """Runs all of `tasks`, which share no memory, one beside the other on all threads. They are drawn by the caller
-        while others run."""
+        """Runs all of `tasks`, which share no memory, side by side on all threads.
+
+        The caller's thread draws one task after the other from `tasks`, while others run.
+        """
         self._require_open()
         if self.threads == 1:
             for task in tasks:
@@ -186,15 +198,18 @@ class Kernels:
         return max(1, min(self.threads, (task.high - task.low) // _MIN_SHARE))
 
     def close(self) -> None:
-        """Ends the threads once the calls in progress are done. May be called twice."""
+        """Ends the threads when the calls in progress have ended. May be called twice."""
         self._closed = True
         if self._pool is not None:
             self._pool.stop()
             self._pool = None
 
     def start(self) -> None:
-        """Starts the threads now, and not in the first call that needs them. Raises: BudgetError if the system refuses
-        them."""
+        """Starts the threads now, instead of in the first call that needs them.
+
+        Raises:
+            BudgetError: if the system refuses them.
+        """
         if self.threads > 1:
             self._threads()
 
@@ -211,7 +226,7 @@ class Kernels:
 
 
 def _edges(task: Task, shares: int) -> list[int]:
-    """Where a task begins and ends, and where between that about equal shares part."""
+    """The positions at which a task begins, is cut into about equal shares, and ends."""
     edges = [task.low]
     for i in range(1, shares):
         edge = round((task.low + (task.high - task.low) * i / shares) / task.cut) * task.cut
@@ -227,7 +242,7 @@ def _run_here(task: Task) -> None:
 
 
 def _written(tensors: tuple[Tensor, ...]) -> None:
-    """The kernels write behind torch's back; autograd has to know."""
+    """Increases the tensors' version counters, since autograd does not see what the kernels write."""
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -244,7 +259,7 @@ def available_variants() -> tuple[str, ...]:
 
 @functools.cache
 def _log_choice(variant: str, reason: str | None) -> None:
-    """Once a process and choice, for the cache."""
+    """Logs the variant, once a process for each variant and reason."""
     if variant == "torch" and reason is not None:
         _logger.warning("the CPU kernels run through torch, slower and with the same bits: %s", reason)
     else:
@@ -252,12 +267,14 @@ def _log_choice(variant: str, reason: str | None) -> None:
 
 
 def load(threads: int | None = None, variant: str | None = None) -> Kernels:
-    """The kernels, by default the best variant on all usable CPUs.
+    """Loads the kernels, by default the best variant on all usable CPUs.
 
     Args:
         threads: how many share a call; None: `usable_cpus()`.
         variant: one of `available_variants()`; None: the environment's OFFLOAD_KERNELS, else the best.
-    Raises: ConfigError for a thread count below 1 and for a variant that is unknown or cannot run here.
+
+    Raises:
+        ConfigError: for a thread count below 1 and for a variant that is unknown or cannot run here.
     """
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ConfigError(f"threads={threads!r}: give a number of threads from 1 on, or None for all CPUs")
@@ -276,11 +293,10 @@ def load(threads: int | None = None, variant: str | None = None) -> Kernels:
 
 
 def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels:
-    """Kernels for tensors on the device of `scratch`, which its current stream runs in their order; they split no
-    masters.
+    """Loads kernels for tensors on the device of `scratch`, whose current stream runs them in order.
 
-    Their variant is "device" where they are compiled for it, which is tried once a process and device. It is
-    "device, by torch" where they are torch's operations, also after the driver refused a launch.
+    Their variant is "device" where they are compiled for it, which is tried once a process and device. It is "device,
+    by torch" where they are torch's operations, also after the driver refused a launch. They cannot split masters.
 
     Args:
         scratch: uint8, of `torch_kernels.scratch_bytes(n)` for tensors of about n elements; larger ones take several
@@ -293,7 +309,7 @@ def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels
 
 @functools.cache
 def cpu_model() -> tuple[str, tuple[str, ...]]:
-    """This CPU's name and flags for people, from py-cpuinfo. Takes about a second the first time."""
+    """This CPU's name and flags for people, from py-cpuinfo. The first call takes about a second."""
     import cpuinfo
 
     info = cpuinfo.get_cpu_info()

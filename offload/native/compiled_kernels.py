@@ -21,7 +21,12 @@ from offload.sizes import SUM_BLOCK
 
 
 class _Grid(NamedTuple):
-    """How a kernel is launched, as `device_kernels.h` has it: threads of a block, and positions that a block takes."""
+    """How a kernel is launched, as `device_kernels.h` has it.
+
+    Attributes:
+        threads: of a block.
+        positions: how many a block works on.
+    """
 
     threads: int
     positions: int
@@ -32,7 +37,7 @@ _GRIDS = {ADAM: _Grid(256, 256), SUM_SQUARES: _Grid(1024, SUM_BLOCK)}
 
 
 class DeviceCall(ctypes.Structure):
-    """device_kernels.h: device_call."""
+    """The arguments of a launch: device_kernels.h, struct device_call."""
 
     _fields_ = (
         ("tensors", ctypes.c_void_p * MOST_ARGUMENTS),
@@ -46,11 +51,16 @@ _logger = logging.getLogger("offload")
 
 
 class CompiledKernels(DeviceKernels):
-    """The kernels of `_GRIDS` in one launch each. A launch that is refused, and all after it, are operations of
-    torch.
+    """The kernels of `_GRIDS` in one launch each.
 
-    Args: scratch: as for `DeviceKernels`, which needs it then.
-    Attributes: program: None once a launch was refused.
+    If a launch is refused, it is done by torch's operations, and so are all after it.
+
+    Args:
+        scratch: as for `DeviceKernels`.
+        program: the compiled kernels.
+
+    Attributes:
+        program: None once a launch was refused.
     """
 
     def __init__(self, scratch: Tensor, program: Program) -> None:
@@ -79,7 +89,7 @@ class CompiledKernels(DeviceKernels):
         return bound
 
     def _launch(self, kernel: str, blocks: int, threads: int, arguments: Sequence[Any]) -> bool:
-        """Whether the kernel was launched, or has nothing to do."""
+        """Launches a kernel, if there is anything for it to do; returns False if that was refused, now or before."""
         program = self.program
         if program is None:
             return False
@@ -94,9 +104,11 @@ class CompiledKernels(DeviceKernels):
 
 
 def device_kernels(scratch: Tensor, stream: Callable[[], int] | None) -> DeviceKernels:
-    """Compiled ones, if they can be had and have the bits of torch's operations; else these.
+    """The kernels for a device: compiled ones if they can be had and have the same bits, else torch's operations.
 
-    Args: stream: gives the handle of the current stream of scratch's device; None: nothing is compiled.
+    Args:
+        scratch: as for `DeviceKernels`.
+        stream: gives the handle of the current stream of scratch's device; None: nothing is compiled.
     """
     program = None
     if stream is not None and scratch.device.type in LIBRARIES:
@@ -110,7 +122,7 @@ _programs: dict[torch.device, Program | None] = {}
 
 @uninterrupted  # what a signal's handler raises is no failure of a compiler
 def _program(scratch: Tensor, stream: Callable[[], int]) -> Program | None:
-    """Compiled and tested at the first call for a device."""
+    """The program for a device, compiled and tested at the first call; None if there is none."""
     device = scratch.device
     if device not in _programs:
         try:
@@ -128,7 +140,7 @@ _logged: set[torch.device] = set()
 
 
 def _log_operations(device: torch.device, reason: str) -> None:
-    """Once a process and device."""
+    """Logs that a device's kernels are torch's operations, once a process and device."""
     if device in _logged:
         return
     _logged.add(device)
@@ -146,17 +158,21 @@ _LENGTH = 4099
 
 @torch.no_grad()
 def require_same_bits(scratch: Tensor, program: Program) -> None:
-    """Runs both kernels with all dtypes. Raises: ProgramError if one was refused, or gave other bits than torch's."""
+    """Runs both kernels with all dtypes, and compares their bits with those of torch's operations.
+
+    Raises:
+        ProgramError: if a launch was refused, or the bits differ.
+    """
     compiled, operations, device = CompiledKernels(scratch, program), DeviceKernels(scratch), scratch.device
     both: tuple[DeviceKernels, DeviceKernels] = compiled, operations
     for dtype in FLOATS:
         x = _numbers(SUM_BLOCK + _LENGTH, dtype).to(device)
         finite = x.nan_to_num(1).clamp(-9, 9)  # a sum with NaN, Inf or 1e76 tells nothing of the others
         for values, first in itertools.product((x, finite), (0, 777)):
-            found, wanted = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
-            for kernels, sums in zip(both, (found, wanted), strict=True):
+            results, wanted = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
+            for kernels, sums in zip(both, (results, wanted), strict=True):
                 kernels.bind(SUM_SQUARES, (values, sums), first)(None)(first, first + len(values))
-            _require_same(found, wanted, f"sums of squares of {dtype}")
+            _require_same(results, wanted, f"sums of squares of {dtype}")
         for scalars in _STEPS:
             for out in (None, *FLOATS):
                 runs = []
@@ -165,14 +181,14 @@ def require_same_bits(scratch: Tensor, program: Program) -> None:
                     to = None if out is None else torch.zeros(_LENGTH, dtype=out, device=device)
                     kernels.bind(ADAM, (p, m, v, x[:_LENGTH], to), 0)(scalars)(0, _LENGTH)
                     runs.append((p, m, v) if to is None else (p, m, v, to))
-                for found, wanted in zip(*runs, strict=True):
-                    _require_same(found, wanted, f"steps with gradients of {dtype}")
+                for results, wanted in zip(*runs, strict=True):
+                    _require_same(results, wanted, f"steps with gradients of {dtype}")
     if compiled.program is None:
         raise ProgramError("the driver refused a launch")
 
 
 def _numbers(n: int, dtype: torch.dtype, seed: int = 3) -> Tensor:
-    """Usual ones, and every eighth of any bits: NaN, Inf, denormals. On the CPU."""
+    """Usual numbers, of which every eighth has random bits: NaN, Inf, denormals. They are on the CPU."""
     rng = np.random.default_rng(seed)
     usual = torch.from_numpy(np.abs(rng.standard_normal(n)).astype(np.float32)).to(dtype)
     bits = torch.from_numpy(rng.integers(0, 256, n * dtype.itemsize, dtype=np.uint8)).view(dtype)
@@ -180,13 +196,13 @@ def _numbers(n: int, dtype: torch.dtype, seed: int = 3) -> Tensor:
     return usual
 
 
-def _require_same(found: Tensor, wanted: Tensor, what: str) -> None:
-    if not torch.equal(_bits(found), _bits(wanted)):
+def _require_same(result: Tensor, wanted: Tensor, what: str) -> None:
+    if not torch.equal(_bits(result), _bits(wanted)):
         raise ProgramError(f"{what} have other bits than torch's")
 
 
 def _bits(x: Tensor) -> Tensor:
-    """As integers on the CPU, every NaN made the same."""
+    """The numbers as integers on the CPU, with the same bits for every NaN."""
     values = x.cpu()
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[values.element_size()]
     return values.masked_fill(values.isnan(), torch.nan).view(integers)

@@ -25,7 +25,7 @@ _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINO
 
 
 class ProgramError(Exception):
-    """Kernels cannot be compiled for a device, or were not launched; says why."""
+    """Kernels could not be compiled for a device, or a launch was refused."""
 
 
 class Program(Protocol):
@@ -34,14 +34,23 @@ class Program(Protocol):
     def launch(self, kernel: str, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
         """Queues a kernel on the device's current stream.
 
-        Args: kernel: its name in `device_kernels.h`. blocks, threads: how many blocks, and threads in each.
+        Args:
+            kernel: its name in `device_kernels.h`.
+            blocks: how many blocks.
+            threads: how many threads in each block.
             arguments: objects of ctypes, of the types of the kernel's parameters.
-        Raises: ProgramError if it was not launched.
+
+        Raises:
+            ProgramError: if it was not launched.
         """
 
 
 def _cuda_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """NVRTC and the driver. Raises: ProgramError, OSError."""
+    """Opens NVRTC and the driver.
+
+    Raises:
+        ProgramError: if this torch has no CUDA, or one of them cannot be opened.
+    """
     if torch.version.cuda is None:
         raise ProgramError("this torch is not built for CUDA")
     # torch's own stub is linked to the NVRTC that torch was built with, wherever that is installed.
@@ -62,7 +71,16 @@ LIBRARIES: dict[str, Callable[[], tuple[ctypes.CDLL, ctypes.CDLL]]] = {"cuda": _
 
 
 def compile_source(compiler: ctypes.CDLL, source: str, architecture: str) -> bytes:
-    """Machine code of `source`. Args: architecture: such as "sm_90". Raises: ProgramError with the compiler's log."""
+    """Compiles `source` to machine code.
+
+    Args:
+        compiler: NVRTC.
+        source: C++ for CUDA.
+        architecture: such as "sm_90".
+
+    Raises:
+        ProgramError: with the compiler's log.
+    """
 
     def call(name: str, *arguments: Any) -> None:
         error = getattr(compiler, name)(*arguments)
@@ -97,7 +115,10 @@ class CudaProgram:
     Args:
         device: of a type in LIBRARIES, with an index; torch has used its driver before.
         stream: gives the handle of its current stream.
-    Raises: ProgramError, OSError.
+
+    Raises:
+        ProgramError: if the compiler or the driver cannot be opened, or refuses.
+        OSError: if the kernels' source cannot be read.
     """
 
     def __init__(self, device: torch.device, stream: Callable[[], int]) -> None:

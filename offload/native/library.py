@@ -25,7 +25,11 @@ ABI = 4
 
 
 class Library:
-    """One variant's functions. Raises: AttributeError if one is missing."""
+    """The functions of one variant.
+
+    Raises:
+        AttributeError: if one is missing.
+    """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
@@ -40,8 +44,12 @@ class Library:
         """Binds a kernel to tensors that were checked before.
 
         Args:
+            kernel: the kernel.
+            tensors: as its row has them.
             first: the position of their first element.
-        Returns: what takes the scalars and gives the kernel for ranges of positions.
+
+        Returns:
+            A function that takes the scalars, and gives a function that runs the kernel on a range of positions.
         """
         function = self._functions[kernel.name]
         addresses, numbers = kernel.addresses(tensors, first)
@@ -62,9 +70,11 @@ _PARAMETERS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
 
 
 def library_path() -> Path | None:
-    """Where the C library lies: where OFFLOAD_KERNEL_LIBRARY says, for those who run from a folder and build it
-    elsewhere; in the package (a wheel); or in the environment's `offload` folder (an editable install). None if in
-    none of them."""
+    """The C library's path, or None if it was not built.
+
+    It is what OFFLOAD_KERNEL_LIBRARY says, for those who run from a folder and build the library elsewhere. Else it
+    lies in the package (a wheel), or in the environment's `offload` folder (an editable install).
+    """
     if given := os.environ.get("OFFLOAD_KERNEL_LIBRARY"):
         return Path(given)
     folders = (Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "offload")
@@ -74,16 +84,20 @@ def library_path() -> Path | None:
 
 @functools.cache
 def open_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The C library, or why there is none. Raises: ConfigError if it is that of another version of offload."""
+    """The C library, or why there is none.
+
+    Raises:
+        ConfigError: if it is that of another version of offload.
+    """
     path = library_path()
     if path is None:
         return None, f"{_LIBRARY_NAME} was not built: there was no C compiler when offload was installed"
     try:
         library = ctypes.CDLL(str(path))
-        found = library.offload_abi() if hasattr(library, "offload_abi") else 0
-        if found != ABI:
+        number = library.offload_abi() if hasattr(library, "offload_abi") else 0
+        if number != ABI:
             raise ConfigError(
-                f"{path} was built from another version of offload (its interface has number {found}, this version "
+                f"{path} was built from another version of offload (its interface has number {number}, this version "
                 f"needs {ABI}): install offload again"
             )
         library.offload_prefetch.argtypes = (ctypes.c_int64,)
@@ -99,7 +113,7 @@ def open_library() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def c_variants(library: ctypes.CDLL) -> tuple[str, ...]:
-    found: list[str] = []
-    while (name := library.offload_variant(len(found))) is not None:
-        found.append(name.decode())
-    return tuple(found)
+    names: list[str] = []
+    while (name := library.offload_variant(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)

@@ -36,9 +36,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def return_large_blocks() -> None:
     """Makes malloc of this process map blocks of LARGE_BYTES and more one by one, so that freed ones are given back.
 
-    glibc does so only until the first of them is freed: later ones it cuts from its heap, where what small blocks that
-    live longer leave between them is too short for the next large one. Does nothing where there is no such option, or
-    where the environment has set it.
+    glibc does so only until the first of them is freed. Then it cuts large blocks from its heap; small blocks that live
+    longer leave gaps between them that are too short for the next large one. This does nothing where there is no such
+    option, or where the environment has set it.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return
@@ -51,11 +51,11 @@ def return_large_blocks() -> None:
 
 
 def return_freed() -> None:
-    """Gives the whole pages that malloc of this process keeps free back to the system, wherever in its heap they lie.
+    """Gives whole pages that malloc of this process keeps free back to the system, wherever in its heap they lie.
 
-    For when large blocks were freed that are not asked for again. No option of malloc changes: what training allocates
-    and frees again and again, such as gradients, is still cut from the heap, and its pages are cleared once. Does
-    nothing where there is no such function.
+    It is for when large blocks were freed that will not be asked for again. No option of malloc changes: what training
+    allocates and frees again and again, such as gradients, is still cut from the heap, and its pages are cleared once.
+    This does nothing where there is no such function.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
@@ -64,8 +64,10 @@ def return_freed() -> None:
 
 
 def discard(values: Tensor) -> None:
-    """Gives the whole pages behind a dense CPU tensor back to the system, before the tensor is freed: it reads zeros
-    then, or anything. Its memory has to be malloc's, and nobody else's."""
+    """Gives the whole pages behind a dense CPU tensor back to the system, before the tensor is freed.
+
+    Then it reads zeros, or anything. Its memory has to be malloc's, and must belong to this tensor alone.
+    """
     if not sys.platform.startswith("linux"):
         return
     start = -(-values.data_ptr() // PAGE_BYTES) * PAGE_BYTES
@@ -75,8 +77,10 @@ def discard(values: Tensor) -> None:
 
 
 def advise_huge_pages(memory: Tensor) -> None:
-    """Asks the kernel for huge pages behind a CPU tensor that was just allocated: its first touch is then several times
-    faster. Where there are none, nothing changes."""
+    """Asks the kernel for huge pages behind a CPU tensor that was just allocated.
+
+    Its first touch is then several times faster. Where there are no huge pages, nothing changes.
+    """
     size = memory.numel() * memory.element_size()
     if size < 2 * _HUGE_PAGE or not sys.platform.startswith("linux"):
         return
@@ -86,8 +90,13 @@ def advise_huge_pages(memory: Tensor) -> None:
 
 
 def populate(memory: Tensor) -> bool:
-    """Puts pages behind a page-aligned CPU tensor, without writing to it: what is there stays, what others write
-    meanwhile, too. Returns: whether the kernel could (Linux 5.14)."""
+    """Puts pages behind a page-aligned CPU tensor without writing to it.
+
+    What is in the tensor stays, and so does what others write to it meanwhile.
+
+    Returns:
+        Whether the kernel could do that (from Linux 5.14 on).
+    """
     if not sys.platform.startswith("linux"):
         return False
     size = ctypes.c_size_t(memory.numel() * memory.element_size())
@@ -95,7 +104,7 @@ def populate(memory: Tensor) -> bool:
 
 
 def immortalise(thing: object) -> None:
-    """Keeps an object until the process ends, and beyond the end of Python: nothing is called to destroy it."""
+    """Keeps an object until the process ends, also past the end of Python: its destructor is never called."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -107,8 +116,10 @@ _region: Any = None
 
 
 def poison(nbytes: int) -> UntypedStorage:
-    """A storage of `nbytes` bytes of 0xFF, which takes a few megabytes of memory for all of them together; an empty
-    one where the system cannot do that."""
+    """A storage of `nbytes` bytes of 0xFF. All of them together take a few megabytes of memory.
+
+    It is empty where the system cannot do that.
+    """
     global _region
     if _region is None or ctypes.sizeof(_region) < nbytes:
         made = _map(nbytes)
@@ -121,7 +132,10 @@ def poison(nbytes: int) -> UntypedStorage:
 
 
 def _map(nbytes: int) -> Any:
-    """The same few pages again and again, read-only. They stay until the process ends: tensors may lie there."""
+    """Maps the same few pages again and again, read-only.
+
+    They stay until the process ends, since tensors may lie there.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     size = -(-nbytes // _PIECE) * _PIECE

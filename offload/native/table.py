@@ -45,7 +45,7 @@ class Argument(NamedTuple):
         dtypes: those that it may have.
         is_written: whether the kernel writes to it.
         is_optional: whether None may take its place.
-        block: it has an element for each so many positions.
+        block: how many positions share one of its elements.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Argument(NamedTuple):
 
 
 def touched(first: int, n: int, block: int) -> int:
-    """How many blocks of `block` positions the positions first .. first+n touch."""
+    """How many blocks of `block` positions the range first .. first+n touches."""
     return 0 if n == 0 else (first + n - 1) // block - first // block + 1
 
 
 def sum_blocks(first: int, numel: int) -> int:
-    """How many blocks of SUM_BLOCK positions the positions first .. first+numel touch."""
+    """How many blocks of SUM_BLOCK positions the range first .. first+numel touches."""
     return touched(first, numel, SUM_BLOCK)
 
 
@@ -72,8 +72,8 @@ class Kernel:
     Attributes:
         name: of the C function and of the operations of torch.
         arguments: its tensors. The first has an element for each position.
-        scalars: the type of what a call takes beside the tensors.
-        require: called with the tensors; raises ValueError for what each of them may be, but not together.
+        scalars: the type of the numbers that a call takes beside the tensors.
+        require: called with the tensors; raises ValueError for those that are right each, but not together.
     """
 
     name: str
@@ -86,12 +86,12 @@ class Kernel:
 
     @functools.cached_property
     def cut(self) -> int:
-        """Ranges are cut at multiples of so many positions."""
+        """The number at whose multiples a range of positions may be cut."""
         return math.lcm(LINE, *(argument.block for argument in self.arguments))
 
     @functools.cached_property
     def written(self) -> tuple[int, ...]:
-        """Which of the arguments are written to."""
+        """The indices of the arguments that are written to."""
         return tuple(number for number, argument in enumerate(self.arguments) if argument.is_written)
 
     @functools.cached_property
@@ -105,10 +105,14 @@ class Kernel:
         return struct.Struct(f"{len(self.arguments)}i")
 
     def addresses(self, tensors: Sequence[Tensor | None], first: int) -> tuple[list[int], list[int]]:
-        """Where position 0 of each tensor is, or would be (0: it is not given), and the numbers of the element types.
+        """The addresses and the element types of tensors, as the C functions take them.
 
         Args:
-            first: the position of the tensors' first element.
+            tensors: as the row has them.
+            first: the position of their first element.
+
+        Returns:
+            The address at which position 0 of each tensor is, or would be (0 for None), and the numbers of the types.
         """
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         if first:
@@ -117,7 +121,19 @@ class Kernel:
         return pointers, [NO_TENSOR if x is None else TYPES[x.dtype] for x in tensors]
 
     def check(self, tensors: Sequence[Tensor | None], first: int, device: torch.device) -> int:
-        """How many positions the tensors have. Raises: ValueError for tensors that the kernel cannot take."""
+        """Checks that the kernel can take these tensors.
+
+        Args:
+            tensors: as the row has them.
+            first: the position of their first element.
+            device: where they have to be.
+
+        Returns:
+            How many positions they have.
+
+        Raises:
+            ValueError: for tensors that the kernel cannot take.
+        """
         if len(tensors) != len(self.arguments):
             names = ", ".join(argument.name for argument in self.arguments)
             raise ValueError(f"{self.name} takes {len(self.arguments)} tensors ({names}), not {len(tensors)}")
@@ -188,8 +204,15 @@ class AdamScalars(ctypes.Structure):
 
         Args:
             step: its number, counted from 1.
-            lr: and the other options of torch's Adam. decoupled: AdamW's weight decay.
+            lr: as for torch's Adam.
+            betas: as for torch's Adam.
+            eps: as for torch's Adam.
+            weight_decay: as for torch's Adam.
+            decoupled: whether weight decay is AdamW's.
             scale: multiplies the gradient: the inverse of the loss scale times the clip coefficient.
+
+        Raises:
+            ValueError: if `step` is below 1.
         """
         if step < 1:
             raise ValueError(f"step {step}: steps are counted from 1")

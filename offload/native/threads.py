@@ -20,8 +20,16 @@ Range = tuple[Work, int, int]
 
 
 class Pool:
-    """Persistent threads that take ranges from one queue of calls. They end with this object, not before the
-    calls queued by then are done. Raises: BudgetError if the system refuses them."""
+    """Persistent threads that take ranges from one queue of calls.
+
+    They end with this object, when the calls that are queued by then have ended.
+
+    Args:
+        workers: how many threads.
+
+    Raises:
+        BudgetError: if the system refuses them.
+    """
 
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
@@ -38,8 +46,8 @@ class Pool:
     def run(self, ranges: Iterable[Range]) -> None:
         """Runs each of `ranges` once, here and in the threads. They are drawn here, as threads become free.
 
-        Whatever is raised, here or there, no thread is in a kernel any more, nor will be: the memory is the caller's.
-        Raises: the first exception of any of them, when all have ended.
+        Whatever this raises, no thread uses the memory of a range any more. The first exception of a range is raised
+        when all have ended.
         """
         call = _Call()
         try:
@@ -59,10 +67,14 @@ class Pool:
 
 
 class _Call:
-    """One call of `Pool.run`. left: the ranges that nobody has begun.
+    """One call of `Pool.run`.
 
-    What decides when it is over is counted by the pool's threads alone: an exception that is thrown into the caller
-    between two instructions loses no count.
+    The pool's threads alone count what decides when it is over. So an exception that is thrown into the caller between
+    two instructions loses no count.
+
+    Attributes:
+        left: the ranges that nobody has begun.
+        error: the first exception.
     """
 
     def __init__(self) -> None:
@@ -73,13 +85,13 @@ class _Call:
         self._ended: SimpleQueue[None] = SimpleQueue()
 
     def run_next(self) -> None:
-        """In the caller: runs a range, if one is left."""
+        """Runs a range in the caller's thread, if one is left."""
         one = self._next()
         if one is not None:
             self._run(one)
 
     def take(self) -> None:
-        """In a thread of the pool: runs a range, if one is left."""
+        """Runs a range in a thread of the pool, if one is left."""
         with self._lock:
             self._under_way += 1  # before the range is gone from `left`: `join` looks at both
         try:
@@ -106,7 +118,7 @@ class _Call:
             self.error = self.error or raised
 
     def join(self, calls: SimpleQueue[_Call | None]) -> None:
-        """Waits until all ranges are done. What is raised into the caller meanwhile waits, too."""
+        """Waits until all ranges have ended. What is thrown into the caller meanwhile is kept in `error`."""
         while self.left or self._under_way:
             try:
                 self._ended.get(timeout=LET_IN_S)  # only to wake up: what counts is above
@@ -123,9 +135,14 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
 
 
 def start_threads(threads: list[threading.Thread], calls: SimpleQueue[Any] | None = None) -> None:
-    """Starts all of these threads, or none. Args: calls: what they take calls from, until there is None.
+    """Starts all of these threads, or none.
 
-    Raises: BudgetError if the system refuses one.
+    Args:
+        threads: not started yet.
+        calls: the queue from which they take calls, until None comes.
+
+    Raises:
+        BudgetError: if the system refuses one.
     """
     started: list[threading.Thread] = []
     try:
@@ -147,7 +164,13 @@ def start_threads(threads: list[threading.Thread], calls: SimpleQueue[Any] | Non
 
 
 def end_threads(calls: SimpleQueue[Any], threads: list[threading.Thread], pid: int) -> None:
-    """Ends threads of process `pid` that take calls from a queue until there is None, and waits for them."""
+    """Ends threads that take calls from a queue until None comes, and waits for them.
+
+    Args:
+        calls: the queue.
+        threads: the threads.
+        pid: of the process that started them.
+    """
     if pid != os.getpid():
         return  # a forked child has no such threads
     for _ in threads:
@@ -159,8 +182,10 @@ def end_threads(calls: SimpleQueue[Any], threads: list[threading.Thread], pid: i
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process, and the ranks beside it, may keep busy: those of its affinity mask, no more than
-    its cgroup's quota; at least 1."""
+    """How many CPUs this process, and the ranks beside it, may keep busy; at least 1.
+
+    These are the CPUs of its affinity mask, and no more than the quota of its cgroup.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     count = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     count = min([count, *_cgroup_quotas(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
@@ -168,7 +193,7 @@ def usable_cpus() -> int:
 
 
 def _cgroup_quotas(membership: Path, root: Path) -> list[float]:
-    """CPUs allowed by each cgroup that this process is in, from its own up to the root's, v1 and v2."""
+    """The CPUs that each cgroup of this process allows, from its own up to the root's, v1 and v2."""
     quotas: list[float | None] = []
     try:
         lines = membership.read_text().splitlines()

@@ -44,8 +44,10 @@ class _Scratch(threading.local):
 
 
 class _KeepDenormals:
-    """Sets this thread to keep denormals while a kernel runs. torch has no way to ask, arithmetic has:
-    with them flushed, the smallest double is 0."""
+    """Makes this thread keep denormals while a kernel runs.
+
+    torch has no way to ask for the mode. So arithmetic tells: where denormals are flushed, the smallest double is 0.
+    """
 
     smallest = 5e-324
 
@@ -62,15 +64,15 @@ class _KeepDenormals:
 class _Operations(ABC):
     """Binds kernels to operations of torch.
 
-    A kernel's operations are the method with its name. It gets the scalars, and of each tensor the elements of a piece:
-    positions of one block, or some whole blocks, no more than the temporaries have room for.
+    A kernel's operations are the method with its name. It gets the scalars, and a piece of each tensor. A piece is a
+    part of one block or some whole blocks, and has at most as many positions as the temporaries have room for.
     """
 
     variant: str
 
     @abstractmethod
     def _temporaries(self) -> tuple[Tensor, Tensor]:
-        """Two fp32 tensors, with room for a piece."""
+        """Two fp32 tensors, each with room for a piece."""
 
     @abstractmethod
     def _divisor(self, c: AdamScalars, device: torch.device) -> float | Tensor:
@@ -78,15 +80,19 @@ class _Operations(ABC):
 
     @abstractmethod
     def _rounding(self) -> AbstractContextManager[object]:
-        """The state of this thread in which operations keep denormals."""
+        """A context in which this thread's operations keep denormals."""
 
     @property
     @abstractmethod
     def _room(self) -> int:
-        """Elements of a piece at most; if that is less than a block, a piece is a block."""
+        """The most elements of a piece; if that is less than a block, a piece is a block."""
 
     def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
-        """As `Library.bind`. Raises: ValueError for a kernel without operations."""
+        """Binds a kernel to tensors, as `Library.bind` does.
+
+        Raises:
+            ValueError: for a kernel without operations.
+        """
         operations = getattr(self, kernel.name, None)
         if operations is None:
             raise ValueError(f"torch has no operations for {kernel.name} here: it is one of the C kernels for the CPU")
@@ -131,8 +137,10 @@ class _Operations(ABC):
 
 
 class TorchKernels(_Operations):
-    """The kernels as separate operations on pieces that stay in the cache. Torch runs pieces of this
-    size on the calling thread alone, so the pool splits here too."""
+    """The kernels as separate operations on pieces that stay in the cache.
+
+    Torch runs pieces of this size on the calling thread alone. So `Kernels` splits ranges among its threads here, too.
+    """
 
     variant = "torch"
 
@@ -179,7 +187,7 @@ class TorchKernels(_Operations):
         self._join(_bits(param), _bits(low), _bits(exp_avg_sq), _bits(master_out), _bits(exp_avg_sq_out))
 
     def _split(self, master: _Bits, low: _Bits, exp_avg_sq: _Bits, param: _Bits) -> None:
-        """kernels/split.h: store_split, on bits; `master` is used up."""
+        """store_split of kernels/split.h, on bits. The bits of `master` are used up."""
         n = len(master)
         odd, nan = _bits(self._scratch.a)[:n], self._scratch.mask[:n]
         np.isnan(master.view(np.float32), out=nan)
@@ -196,7 +204,7 @@ class TorchKernels(_Operations):
         exp_avg_sq |= odd
 
     def _join(self, param: _Bits, low: _Bits, exp_avg_sq: _Bits, master: _Bits, exp_avg_sq_out: _Bits) -> None:
-        """kernels/split.h: load_split, on bits."""
+        """load_split of kernels/split.h, on bits."""
         carry, wide = (_bits(x)[: len(param)] for x in (self._scratch.a, self._scratch.b))
         np.copyto(wide, low)
         np.right_shift(exp_avg_sq, 31, out=carry)
@@ -229,8 +237,21 @@ class TorchKernels(_Operations):
 def adam_steps(
     p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamScalars, divisor: float | Tensor, a: Tensor, b: Tensor
 ) -> None:
-    """Adam on any device, each operation rounded once. addcmul_, addcdiv_, lerp_ and alpha= are not used: they may
-    contract to FMA. Args: divisor: c.sqrt_bias_correction2; a, b: fp32 temporaries, at least as long as p."""
+    """Adam on any device, with each operation rounded once.
+
+    addcmul_, addcdiv_, lerp_ and alpha= are not used, since they may contract to FMA. The formula is that of
+    `optim/reference.py`.
+
+    Args:
+        p: the masters, fp32, shape (n,), written to.
+        m: exp_avg, likewise.
+        v: exp_avg_sq, likewise.
+        grad: the gradient, shape (n,), of any float dtype.
+        c: the scalars of the step.
+        divisor: c.sqrt_bias_correction2.
+        a: an fp32 temporary, at least as long as p.
+        b: another one.
+    """
     g, t = a[: p.numel()], b[: p.numel()]
     g.copy_(grad).mul_(c.scale)
     if c.add_decay:
@@ -248,7 +269,7 @@ def adam_steps(
 
 
 def _bits(x: Tensor) -> _Bits:
-    """The same memory as unsigned numbers, which torch has few operations for."""
+    """The same memory as unsigned integers in NumPy; torch has few operations for these."""
     if x.element_size() == 2:
         return x.detach().view(torch.int16).numpy().view(np.uint16)
     return x.detach().numpy().view(np.uint32)
@@ -259,7 +280,11 @@ BLOCK = 64 * SUM_BLOCK
 
 
 def scratch_bytes(largest: int) -> int:
-    """What the kernels hold on the device. Args: largest: elements of the largest tensor they are given."""
+    """How many bytes the kernels hold on the device.
+
+    Args:
+        largest: the number of elements of the largest tensor that they are given.
+    """
     return 8 * _block(largest)
 
 
@@ -268,9 +293,9 @@ def _block(largest: int) -> int:
 
 
 class DeviceKernels(_Operations):
-    """One thread launches; the device does the work, in the order of its current stream.
+    """The kernels as operations of torch on a device, in the order of its current stream.
 
-    Split masters are not for states that no disk moves: there are no operations for them.
+    There are no operations for split masters, which are for states that a disk moves.
 
     Args:
         scratch: uint8, of `scratch_bytes(largest)`, on the device.

@@ -1,5 +1,7 @@
-"""Which bytes of a batch wait between forward and backward, measured on the meta device: nothing is allocated or
-computed."""
+"""How many bytes of a batch wait between forward and backward, measured on the meta device.
+
+Nothing is allocated or computed.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ _ENDLESS = 1 << 60
 class Waiting:
     """How many bytes of a forward wait for its backward.
 
-    Attributes: entering_bytes: what enters units, in whole pages; saved_bytes: all that units save with
-    Tuning(recompute=False), as the operations of the meta device do it (kernels of another device may save less or
-    more); largest_bytes: the largest tensor that enters a unit; output_numel: elements of the largest tensor that the
-    model returns, such as the logits.
+    Attributes:
+        entering_bytes: what enters units, in whole pages.
+        saved_bytes: all that units save with Tuning(recompute=False), as the operations of the meta device do it
+            (kernels of another device may save less or more).
+        largest_bytes: the largest tensor that enters a unit.
+        output_numel: elements of the largest tensor that the model returns, such as the logits.
     """
 
     entering_bytes: int
@@ -42,8 +46,11 @@ class Waiting:
 
 
 class _Attention(torch.autograd.Function):
-    """What a fused kernel of attention keeps for its backward: its arguments, what it returns, and a logarithm for each
-    query and head, in fp32. Dao et al., FlashAttention, arXiv 2205.14135, section 3."""
+    """What a fused kernel of attention keeps for its backward.
+
+    That is its arguments, its result, and a logarithm for each query and head, in fp32. Dao et al., FlashAttention,
+    arXiv 2205.14135, section 3.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -57,8 +64,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Inside it attention is that of a fused kernel: the meta device has none, and would keep the scores of all pairs
-    of tokens."""
+    """A context in which attention keeps what a fused kernel keeps.
+
+    The meta device has no such kernel, and would keep the scores of all pairs of tokens.
+    """
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -72,11 +81,15 @@ class _FusedAttention(TorchFunctionMode):
 def measure(
     model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], object], *, fused: bool = False
 ) -> Waiting:
-    """What `run(model)`, one forward, puts into an activation tier.
+    """Measures what one forward puts into an activation tier.
 
-    Args: model: on the meta device, and not changed; dtype: that it computes with; run: its inputs are on the meta
-    device, too; fused: attention as on a GPU.
-    Raises: what the forward raises where it cannot run there, because it looks at values.
+    The forward may raise, as it does where it looks at values.
+
+    Args:
+        model: on the meta device; it is not changed.
+        dtype: the compute dtype.
+        run: runs one forward of a model, with inputs on the meta device.
+        fused: whether attention is a fused kernel, as on a GPU.
     """
     model = copy.deepcopy(model).to(dtype)
     with _FusedAttention() if fused else nullcontext():

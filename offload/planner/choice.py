@@ -43,8 +43,11 @@ MOST_HALVINGS = 8
 class ModelShape:
     """What a layout needs to know of a model.
 
-    Attributes: specs: of trained parameters, then of frozen ones; params: in the same order; rows: the elements of a
-    row of each parameter that can be tiled; resident_bytes: of all else, which stays on the device.
+    Attributes:
+        specs: of trained parameters, then of frozen ones.
+        params: the parameters, in the same order.
+        rows: the elements of a row of each parameter that can be tiled, by its index.
+        resident_bytes: of buffers and of parameters that always stay on the device.
     """
 
     specs: Sequence[ParamSpec]
@@ -56,20 +59,29 @@ class ModelShape:
     def of(
         cls, model: nn.Module, groups: Sequence[Mapping[str, Any]], options: Options, *, planned: bool = True
     ) -> ModelShape:
-        """Args: groups: the optimizer's param_groups; planned: only shapes count, as of a model on the meta device.
+        """The shape of a model.
 
-        Raises: ConfigError as `OffloadZero` does.
+        Args:
+            model: the model.
+            groups: the optimizer's param_groups.
+            options: what the user said.
+            planned: whether only shapes count, as of a model on the meta device.
+
+        Raises:
+            ConfigError: as `OffloadZero` does.
         """
         keep_fp32, dtype = options.fp32_modules, options.compute_dtype
         specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
-        frozen, others = frozen_of(model, keep_fp32, dtype, chosen=options.units)
-        specs, params = [*specs, *frozen], [*params, *others]
+        frozen, frozen_params = frozen_of(model, keep_fp32, dtype, chosen=options.units)
+        specs, params = [*specs, *frozen], [*params, *frozen_params]
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
     def cut(self, parts: int) -> ModelShape:
-        """What one of `parts` tensor-parallel ranks would have, judged by shapes alone: a part of each matrix in a
-        block, and all of everything else (embeddings, head, norms, biases)."""
+        """The shape of the part that one of `parts` tensor-parallel ranks would have, judged by shapes alone.
+
+        The rank has a part of each matrix in a block, and all of everything else (embeddings, head, norms, biases).
+        """
         of_blocks = [param.dim() > 1 and spec.unit != ROOT for spec, param in zip(self.specs, self.params, strict=True)]
         specs = [
             replace(spec, numel=-(-spec.numel // parts), shard_dim=0) if is_cut else spec
@@ -79,17 +91,17 @@ class ModelShape:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes that the frozen parameters take on the device."""
+        """How many bytes the frozen parameters take on the device."""
         both = zip(self.specs, self.params, strict=True)
         return sum(resident_bytes_of(param, spec.numel, spec.dtype) for spec, param in both if spec.is_frozen)
 
     def situation(self, *, ranks: int = 1, ranks_on_node: int = 1, slices: int = 1) -> Situation:
-        """What options are read for. Args: see `Situation`."""
+        """What the options are read for; see `Situation` for the arguments."""
         trained_bytes = sum(spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_frozen)
         return Situation(trained_bytes, self.frozen_bytes, ranks, ranks_on_node, slices)
 
     def room(self, options: Options, available_bytes: int | None = None, *, ranks_on_node: int = 1) -> Room:
-        """What there is room for. Args: available_bytes, ranks_on_node: see `Room`."""
+        """What there is room for; see `Room` for the arguments."""
         return Room(
             self.resident_bytes,
             available_bytes,
@@ -100,8 +112,14 @@ class ModelShape:
         )
 
     def layout(self, choice: Choice, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
-        """The layout of what is trained, and of frozen parameters if they stream. Args: replicas: how many groups of
-        ranks each keep all trained parameters."""
+        """The layout of what is trained, and of frozen parameters if they stream.
+
+        Args:
+            choice: what was decided.
+            ranks: how many ranks hold a shard each.
+            rank: which one this is.
+            replicas: how many groups of ranks each keep all trained parameters.
+        """
         streams = {False: choice.params.tier > DEVICE, True: choice.params.frozen_tier > DEVICE}
         rows = {number: row for number, row in self.rows.items() if streams[self.specs[number].is_frozen]}
         specs = tiled(self.specs, rows, choice.params.tile_bytes)
@@ -115,21 +133,32 @@ class ModelShape:
 def choose(
     options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool, room: Room
 ) -> tuple[Layout, Placement]:
-    """The fastest choice that fits the budgets: fewest bytes over the disk first, then over the link.
+    """The fastest choice that fits the budgets. It moves the fewest bytes over the disk, then over the link.
 
-    Args: layout_of: lays the model out for a choice; direct: as in `place`.
-    Raises: BudgetError if nothing fits, see `_refusal`; ConfigError.
+    Args:
+        options: what the user said.
+        situation: what the options are read for.
+        layout_of: lays the model out for a choice.
+        direct: whether the model's device is the CPU, so that copies need no buffers.
+        room: what there is room for.
+
+    Returns:
+        The layout and the placement.
+
+    Raises:
+        BudgetError: if nothing fits, see `_refusal`.
+        ConfigError: if the model, or several ranks, cannot have what was asked for.
     """
-    _, layout, found = search(options, situation, layout_of, direct=direct, room=room)
-    if isinstance(found, BudgetError):
-        raise found
-    return layout, found
+    _, layout, placement = search(options, situation, layout_of, direct=direct, room=room)
+    if isinstance(placement, BudgetError):
+        raise placement
+    return layout, placement
 
 
 def search(
     options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool, room: Room
 ) -> tuple[Choice, Layout, Placement | BudgetError]:
-    """As `choose`. If nothing fits, the choice that lacks least, and the error; see `_refusal`."""
+    """As `choose`, but returns the error if nothing fits, with the choice that lacks least; see `_refusal`."""
     refused: list[_Refused] = []
     for tiers in _tiers(options, situation, direct=direct):
         for wish in _shapes(tiers, options, situation, layout_of):
@@ -145,8 +174,11 @@ def search(
 
 
 def _refusal(refused: Sequence[_Refused], *, direct: bool, room: Room) -> _Refused:
-    """Of choices of which none fits: that which lacks least of one budget, if any lacks one only. If all lack
-    both, its error names both. With what the error says to give, it fits."""
+    """Of choices that do not fit, the one whose error helps most.
+
+    If some lack one budget only, it is the one of these that lacks least. If all lack both budgets, its error names
+    both. With what the error says to give, the choice fits.
+    """
     one: list[_Refused] = []
     both: list[tuple[_Refused, BudgetError]] = []
     for choice, layout, error in refused:
@@ -189,8 +221,10 @@ def _tiers(options: Options, situation: Situation, *, direct: bool) -> Iterator[
 def _shapes(
     wish: Wish, options: Options, situation: Situation, layout_of: Callable[[Choice], Layout]
 ) -> Iterator[Wish]:
-    """The same with other numbers of prefetched units and other tiles, from the fastest to what takes least memory on
-    the device."""
+    """The same wish with other numbers of prefetched units, and with other tiles.
+
+    They go from the fastest one to the one that takes least memory on the device.
+    """
     first = decide(options, situation, wish)
     if not first.params.streams:
         yield wish._replace(tile_bytes=0)
@@ -215,9 +249,16 @@ def least_cpu_memory(
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
 
-    Args: replicas: rows of the mesh that is given as process_group; device, options: as OffloadZero's, but for `tier`
-    and `path`.
-    Raises: ConfigError as `OffloadZero` does.
+    Args:
+        model: may be on the meta device: only shapes count.
+        optimizer: whose param_groups are trained; None: all parameters are one group.
+        ranks: data-parallel ranks.
+        replicas: rows of the mesh that is given as process_group.
+        device: as OffloadZero's.
+        **options: as OffloadZero's, but for `tier` and `path`.
+
+    Raises:
+        ConfigError: as `OffloadZero` does.
     """
     for name in options.keys() & {"tier", "path"}:
         raise ConfigError(f'{name}={options[name]!r}: this is the least of tier="nvme" on any path: leave {name} out')

@@ -29,10 +29,11 @@ class Situation:
     """What the options are read for.
 
     Attributes:
-        trained_bytes, frozen_bytes: what the model's parameters take on the device.
-        ranks: that hold a shard each.
-        ranks_on_node: that share this machine.
-        slices: tensor-parallel ranks.
+        trained_bytes: what the trained parameters take on the device.
+        frozen_bytes: what the frozen ones take there.
+        ranks: how many ranks hold a shard each.
+        ranks_on_node: how many ranks share this machine.
+        slices: how many tensor-parallel ranks there are.
     """
 
     trained_bytes: int
@@ -48,15 +49,18 @@ class Situation:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one rank trains the model. All of several have the same tiers, whatever each of them has free."""
+        """Whether one rank trains the model. Several ranks all have the same tiers, whatever each of them has free."""
         return self.ranks * self.slices == 1
 
 
 class Wish(NamedTuple):
-    """What may be left open, and is tried in turn (choice.py).
+    """What the user may leave open, and choice.py tries in turn.
 
-    Attributes: params: where frozen parameters go, and trained ones as far as they follow; grads; prefetch_units;
-    tile_bytes: 0: no tiles.
+    Attributes:
+        params: the tier of frozen parameters; trained ones follow, but on no slower tier than their states.
+        grads: the tier of gradients.
+        prefetch_units: how many units are fetched ahead.
+        tile_bytes: the size of a tile; 0: there are no tiles.
     """
 
     params: Tier
@@ -66,7 +70,7 @@ class Wish(NamedTuple):
 
 
 def wish_of(options: Options) -> Wish:
-    """What was said, or is tried first."""
+    """The wish that the options say, with what is tried first where they say nothing."""
     ahead = options.tuned.prefetch_units
     return Wish(options.params, options.grads, 1 if ahead is None else ahead, options.tile_bytes or 0)
 
@@ -82,9 +86,15 @@ def chooses_grads(options: Options, situation: Situation) -> bool:
 
 
 def decide(options: Options, situation: Situation, wish: Wish | None = None) -> Choice:
-    """All choices. Args: wish: None: as the options say.
+    """Makes all choices.
 
-    Raises: ConfigError for what this model, or several ranks, cannot have.
+    Args:
+        options: what the user said.
+        situation: what they are read for.
+        wish: what is tried; None: `wish_of(options)`.
+
+    Raises:
+        ConfigError: if this model, or several ranks, cannot have what was asked for.
     """
     wish = wish_of(options) if wish is None else wish
     _require_possible(options, situation)
@@ -134,8 +144,16 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
 def _params(
     options: Options, situation: Situation, wish: Wish, trained: Tier | None = None, frozen: Tier | None = None
 ) -> ParamChoice:
-    """Args: trained, frozen: where they are; None: from the wish, but trained ones on no slower tier than their states,
-    and on the device if they are few."""
+    """The choice for parameters.
+
+    Args:
+        options: what the user said.
+        situation: what they are read for.
+        wish: what is tried.
+        trained: the tier of trained parameters. None: that of the wish, but none slower than their states', or the
+            device if they are few.
+        frozen: the tier of frozen parameters; None: that of the wish.
+    """
     has_frozen = situation.frozen_bytes > 0
     if trained is None:
         trained = DEVICE if situation.keeps_trained else min(wish.params, options.states)
@@ -186,10 +204,14 @@ def _require_possible(options: Options, situation: Situation) -> None:
 
 
 def replicas_of(choice: Choice, *, ranks: int, rows: int) -> int:
-    """Groups of ranks of which each keeps all parameters in its tier.
+    """How many groups of ranks each keep all parameters in their tier.
 
-    Args: rows: of the mesh given as process_group. At stage 3 each of these is one; before it each rank that streams
-    parameters keeps all of them.
+    At stage 3 each row of the mesh is one group. Before stage 3 each rank that streams parameters keeps all of them.
+
+    Args:
+        choice: what was decided.
+        ranks: how many ranks there are.
+        rows: of the mesh that is given as process_group.
     """
     if choice.grads.stage == 3:
         return rows

@@ -52,7 +52,7 @@ KINDS = ("grad", *STATE_KINDS, "param", "frozen", "buffers", "activation", SLOTS
 
 @dataclass(frozen=True)
 class Row:
-    """See [Note: rows]."""
+    """Bytes of one kind on one tier; see [Note: rows]."""
 
     kind: str
     tier: Tier
@@ -61,10 +61,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model and what was decided for it, for which nothing is allocated.
+    """A model and what was decided for it. Nothing is allocated.
 
-    Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device;
-    refusal: why neither this choice fits nor another one that may be made.
+    Attributes:
+        layout: of the parameters.
+        choice: what was decided.
+        direct: whether the model's device is the CPU, so that copies need no buffers.
+        room: what there is room for.
+        refusal: the error, if neither this choice nor another one fits.
     """
 
     layout: Layout
@@ -78,7 +82,11 @@ class Planned:
         return Needs(self.layout, self.choice, self.direct)
 
     def place(self) -> Placement:
-        """Raises: BudgetError as `OffloadZero` does."""
+        """The placement of this plan.
+
+        Raises:
+            BudgetError: as `OffloadZero` does.
+        """
         if self.refusal is not None:
             raise self.refusal
         return place(self.layout, self.choice, direct=self.direct, room=self.room)
@@ -87,7 +95,11 @@ class Planned:
         return replace(self, room=replace(self.room, cpu_memory=cpu_memory), refusal=None)
 
     def least(self) -> int:
-        """The least `cpu_memory` that works, in bytes. Raises: BudgetError if none does, for want of another memory."""
+        """The least `cpu_memory` that works, in bytes.
+
+        Raises:
+            BudgetError: if none does, since another memory is too small.
+        """
         try:
             # Asked of the planner itself, so that there is one formula.
             return self.with_memory(0).place().arena_bytes
@@ -99,14 +111,14 @@ class Planned:
     def cpu_memory_for(self, share: float) -> int:
         """The `cpu_memory` that has room for a `share` of the states beside everything else, for tier="nvme".
 
-        Args: share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
+        Args:
+            share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
         """
         everything, states = self._all_in_ram(), self.needs.state_bytes
         return min(everything - states + self._buffer_bytes() + round(share * states), everything)
 
     def largest_share(self, cpu_memory: int) -> float | None:
-        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if it is less than the least
-        that works."""
+        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if the run does not fit."""
         if cpu_memory < self.on(NVME).least():
             return None
         if cpu_memory >= self._all_in_ram():
@@ -118,7 +130,7 @@ class Planned:
         return self.on(CPU).least()
 
     def on(self, tier: Tier) -> Planned:
-        """This plan with the optimizer states on another tier, which is not the device."""
+        """This plan with the optimizer states on another tier, which must not be the device."""
         return replace(self, choice=self.choice.with_states_on(tier), refusal=None)
 
     def _buffer_bytes(self) -> int:
@@ -138,9 +150,16 @@ def plan_of(
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
 
-    Args: ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most;
-    tensor_parallel: ranks that share the matrices of blocks; free_cpu_bytes: free RAM, None: what is free here.
-    Raises: ConfigError as `OffloadZero` does.
+    Args:
+        model: the model.
+        direct: whether its device is the CPU.
+        ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
+        tensor_parallel: ranks that share the matrices of blocks.
+        free_cpu_bytes: free RAM; None: what is free here.
+        **options: of OffloadZero.
+
+    Raises:
+        ConfigError: as `OffloadZero` does.
     """
     given = Options(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
@@ -149,23 +168,32 @@ def plan_of(
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
     replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    choice, layout, found = search(given, situation, layout_of, direct=direct, room=room)
-    return Planned(layout, choice, direct, room, found if isinstance(found, BudgetError) else None)
+    choice, layout, result = search(given, situation, layout_of, direct=direct, room=room)
+    return Planned(layout, choice, direct, room, result if isinstance(result, BudgetError) else None)
 
 
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:
     """What ZeRO-R does to one of several tensor-parallel ranks, in bytes but for `gathered_elements`.
 
-    Args: entering_bytes: what enters one of the blocks.
+    - checkpoint_bytes: what enters all blocks in a micro-batch. Without partitioning each rank keeps all of it.
+    - part_bytes: the part of it that each rank keeps with partitioning (P_a), in whatever tier.
+    - device_bytes: what is gathered on the device at once, which is the inputs of the block that is recomputed and of
+    the next one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme), nothing else of them is on the device.
+    - gathered_elements: what a rank sends in the backward of a micro-batch.
+    - buffer_bytes: the buffers in which gradients travel, whatever the model's size (C_B).
+    - region_bytes: the memory reserved for activations in one piece (M_D).
+
+    Args:
+        planned: the plan.
+        tensor_parallel: how many ranks share the matrices of blocks.
+        blocks: how many blocks the model has.
+        entering_bytes: what enters one of them.
+
     Returns:
-        checkpoint_bytes: what enters all blocks in a micro-batch. Each rank keeps all of it without partitioning.
-        part_bytes: the part of it that each rank keeps with partitioning (P_a), in whatever tier.
-        device_bytes: what is gathered on the device at once: the inputs of the block that is recomputed and of the next
-            one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme) the device has nothing else of them.
-        gathered_elements: elements that a rank sends in the backward of a micro-batch.
-        buffer_bytes: buffers in which gradients travel, whatever the model's size (C_B).
-        region_bytes: memory reserved for activations in one piece (M_D).
-    Raises: BudgetError as `Planned.place`.
+        A number for each of these names.
+
+    Raises:
+        BudgetError: as `Planned.place`.
     """
     partition = partition_bytes(entering_bytes, tensor_parallel)
     return {
@@ -196,25 +224,27 @@ def sent_numel(planned: Planned) -> dict[str, int]:
         last = next((unit for unit in reversed(shards) if unit != ROOT), ROOT)
         kept = sum(shards[unit] for unit in {ROOT, last} if unit in shards)
         gathered = choice.grads.passes * (2 * gathered - kept)
-    others = layout.ranks - 1
-    return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
+    receivers = layout.ranks - 1
+    return {"gradients": receivers * reduction.rounds * sum(shards.values()), "parameters": receivers * gathered}
 
 
 def explain(placement: Placement) -> list[Row]:
-    """Every byte of `placement`, by kind and tier, in the order of `TIERS` and `KINDS`; see [Note: rows]. Rows without
-    bytes are left out."""
+    """Every byte of `placement`, by kind and tier, in the order of `TIERS` and `KINDS`; see [Note: rows].
+
+    Rows without bytes are left out.
+    """
     rows = [
         Row("param", DEVICE, placement.model_bytes - placement.resident_bytes),
         Row("frozen", DEVICE, placement.resident_bytes),
     ]
-    found = Counter[tuple[Tier, str]]()
+    totals = Counter[tuple[Tier, str]]()
     for region in placement.regions:
         for kind, nbytes in region.rows():
-            found[region.tier, kind] += nbytes
-    rows += [Row(kind, tier, found[tier, kind]) for tier in TIERS.values() for kind in KINDS]
+            totals[region.tier, kind] += nbytes
+    rows += [Row(kind, tier, totals[tier, kind]) for tier in TIERS.values() for kind in KINDS]
     return [row for row in rows if row.nbytes]
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:
-    """Bytes of the disk, reads and writes, for each trained parameter in a step."""
+    """How many bytes the disk reads and writes in a step for each trained parameter."""
     return (placement.read_bytes + placement.written_bytes) / layout.trained.numel

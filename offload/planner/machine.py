@@ -15,14 +15,14 @@ _NO_LIMIT = 1 << 60
 
 
 def free_memory() -> int:
-    """Bytes of RAM that this process may still use: the machine's, or less if a control group limits it."""
+    """How many bytes of RAM this process may still use: those of the machine, or less if a control group limits it."""
     free = _available() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = cgroup_room()
     return free if room is None else min(free, room)
 
 
 def cgroup_room() -> int | None:
-    """Bytes left below the limits of this process's control groups (of either version); None: no limit."""
+    """How many bytes are left below the limits of this process's control groups, v1 and v2; None: there is no limit."""
     try:
         lines = [line.split(":", 2) for line in LOCAL.kernel_text(_OWN_GROUPS).splitlines()]
     except OSError:
@@ -37,8 +37,10 @@ def cgroup_room() -> int | None:
 
 
 def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
-    """What is left below the limit of a control group, and of each of its parents up to `root`. Groups without a limit
-    have "max" there, or a huge number; they are left out."""
+    """How many bytes are left below the limit of a control group, and of each of its parents up to `root`.
+
+    Groups without a limit are left out. They have "max" there, or a huge number.
+    """
     folder = root / group.strip().lstrip("/")
     for one in (folder, *folder.parents):
         with contextlib.suppress(OSError, ValueError):
@@ -50,7 +52,7 @@ def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
 
 
 def _available() -> int | None:
-    """RAM that is available on the whole machine, as the kernel estimates it; None if it does not say."""
+    """How many bytes of RAM are available on the whole machine, as the kernel estimates it; None if it does not say."""
     try:
         for line in LOCAL.kernel_text(Path("/proc/meminfo")).splitlines():
             if line.startswith("MemAvailable:"):

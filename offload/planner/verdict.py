@@ -26,10 +26,13 @@ COMMUNICATORS = 2
 
 
 def leaving_bytes(unit_bytes: Iterable[int], *, alone: bool) -> int:
-    """Gradients on their way to RAM: of the unit whose backward runs, and of those before it that still leave.
+    """How many bytes of gradients are on the device at once.
 
-    Args: unit_bytes: of the gradients of each unit; alone: whether one rank trains the model; several have buffers for
-    it that the plan counts.
+    They are of the unit whose backward runs, and of those before it that still leave.
+
+    Args:
+        unit_bytes: of the gradients of each unit.
+        alone: whether one rank trains the model. Several ranks have buffers for gradients, which the plan counts.
     """
     return sum(heapq.nlargest(1 + UNITS_LEAVING if alone else 1, unit_bytes))
 
@@ -38,8 +41,9 @@ def leaving_bytes(unit_bytes: Iterable[int], *, alone: bool) -> int:
 class Computing:
     """What a micro-batch takes on the device beside the plan.
 
-    Attributes: activation_bytes: of activations that wait on the device, or, with an activation tier, what the unit
-    that is recomputed saves; output_bytes: of the logits, their loss and their gradients.
+    Attributes:
+        activation_bytes: activations that wait on the device; with an activation tier, what the recomputed unit saves.
+        output_bytes: the logits, their loss and their gradients.
     """
 
     activation_bytes: int
@@ -47,7 +51,13 @@ class Computing:
 
     @classmethod
     def of(cls, waiting: Waiting, units: int, *, has_tier: bool) -> Computing:
-        """Args: units: of the model; has_tier: whether activations have one."""
+        """Computes it from what was measured.
+
+        Args:
+            waiting: what waits for the backward.
+            units: how many units the model has.
+            has_tier: whether there is an activation tier.
+        """
         kept = waiting.saved_bytes if not has_tier else ceil(waiting.saved_bytes / max(units, 1))
         return cls(kept, LOGIT_BYTES * waiting.output_numel)
 
@@ -58,8 +68,14 @@ class Computing:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes. Attributes: trained, frozen: elements; tokens: of a micro-batch; recomputes: whether
-    forwards run twice."""
+    """What a step computes.
+
+    Attributes:
+        trained: elements of trained parameters.
+        frozen: elements of frozen parameters.
+        tokens: of a micro-batch.
+        recomputes: whether forwards run twice.
+    """
 
     trained: int
     frozen: int
@@ -68,20 +84,29 @@ class Work:
 
     @property
     def forward_flops(self) -> float:
-        """Of one micro-batch: 2 a parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1)."""
+        """FLOP of the forward of one micro-batch.
+
+        That is 2 for each parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1).
+        """
         return 2.0 * self.tokens * (self.trained + self.frozen)
 
     @property
     def flops(self) -> float:
-        """Of one micro-batch: the backward takes twice as much, of frozen parameters once as much."""
+        """FLOP of one micro-batch. The backward takes twice those of the forward, but as many for frozen parameters."""
         backward = 2.0 * self.tokens * (2 * self.trained + self.frozen)
         return (2 if self.recomputes else 1) * self.forward_flops + backward
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. Attributes: compute, disk: of each alone; step: of both together; hiding_tokens: of a
-    micro-batch from which on the disk costs nothing."""
+    """How long a step takes.
+
+    Attributes:
+        compute: seconds, if the disk took no time.
+        disk: seconds, if computing took no time.
+        step: seconds of both together.
+        hiding_tokens: the tokens of a micro-batch from which on the disk costs no time.
+    """
 
     compute: float
     disk: float
@@ -98,9 +123,15 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
 
     Parameters and gradients move beside all of the compute. States move between the last gradient and their unit's next
     forward, so only the first forward of a step hides them.
-    Args: flops: FLOP/s that are achieved, None: unknown, and compute takes no time; disk_bytes_per_s: reads and writes
-    together.
-    Raises: BudgetError.
+
+    Args:
+        planned: the plan.
+        work: what the step computes.
+        flops: FLOP/s that are achieved; None: unknown, and compute takes no time.
+        disk_bytes_per_s: reads and writes together.
+
+    Raises:
+        BudgetError: if the plan does not fit.
     """
     placement, passes = planned.place(), planned.choice.grads.passes
     disk = moved_bytes(placement) / disk_bytes_per_s
@@ -113,5 +144,5 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
 
 
 def moved_bytes(placement: Placement) -> int:
-    """Over the disk in a step, reads and writes together."""
+    """How many bytes the disk reads and writes in a step."""
     return placement.read_bytes + placement.written_bytes

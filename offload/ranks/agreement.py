@@ -25,7 +25,11 @@ BLOCK = 1 << 20
 
 @torch.no_grad()
 def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does. Raises: RankError."""
+    """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
+    """
     if comm.size == 1:
         return
     for tensor in tensors:
@@ -37,10 +41,20 @@ def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
 
 
 def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tensor) -> Tensor:
-    """The elements of a parameter from all ranks; each of them has to call it.
+    """Completes the elements of a parameter from all ranks. Each of them has to call it.
 
-    Args: view: shape (numel,), on the CPU, of which this rank's shard, `layout.param_shard_range(param)`, is sent;
-    overwritten. Raises: RankError.
+    Args:
+        comm: the ranks.
+        layout: the layout.
+        param: the parameter's index.
+        view: shape (numel,), on the CPU. This rank's shard of it, `layout.param_shard_range(param)`, is sent; the rest
+            is overwritten.
+
+    Returns:
+        `view`.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     if comm.size == 1:
         return view
@@ -54,10 +68,18 @@ def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tens
 
 
 def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
-    """What each rank gave, by rank. Raises: RankError.
+    """Gathers an object from each rank.
 
-    Args: value: of plain types, dataclasses, named tuples and paths; kind: the type that it is made into again, plain
-    dicts and lists if there is none.
+    Args:
+        comm: the ranks.
+        value: of plain types, dataclasses, named tuples and paths.
+        kind: the type that each is made into again; Any: plain dicts and lists.
+
+    Returns:
+        What each rank gave, by rank.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     # Paths are what msgspec does not know: they travel as the bytes of their names.
     data = msgspec.msgpack.encode(value, enc_hook=os.fsencode)
@@ -76,18 +98,19 @@ def _never() -> bool:
 
 @contextmanager
 def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] = _never) -> Iterator[None]:
-    """What is done inside succeeds on all ranks, or fails on all: none waits for a rank that has given up.
+    """A context whose work succeeds on all ranks, or fails on all: no rank waits for one that has given up.
 
-    A rank that fails raises its own error. The others hear of it, at a cost of one small collective if there is none.
+    A rank that fails raises its own error. The other ranks learn of it. If no rank fails, this costs one small
+    collective.
 
     Args:
         comm: the ranks, each of which does its part.
-        result: what is the case after a failure, for those that did not fail: ends their message.
-        is_final: called after a failure on this rank: whether it is one after which nothing can go on.
+        result: what is the case after a failure; it ends the message on ranks that did not fail.
+        is_final: called after a failure on this rank: whether nothing can go on after it.
 
     Raises:
-        OtherRankError: another rank failed, and this one did not. It has what that one said, and `is_final`.
-        RankError: a rank does not take part.
+        OtherRankError: if another rank failed, and this one did not. It has that rank's message and `is_final`.
+        RankError: if a rank does not take part.
     """
     try:
         yield
@@ -101,14 +124,18 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
         told: list[tuple[str, bool] | None] = all_gather_object(comm, None)
         failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
         rank, message, _ = failed[0]
-        others = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        raise OtherRankError(f"rank {rank}: {message}{others}{result}", is_final=any(final for *_, final in failed))
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        raise OtherRankError(f"rank {rank}: {message}{more}{result}", is_final=any(final for *_, final in failed))
 
 
 def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
-    """Makes sure that all ranks train the same; the first collective of a run, which also makes `side_group`.
+    """Makes sure that all ranks train the same model in the same way.
 
-    Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
+    This is the first collective of a run, and also makes `side_group`.
+
+    Raises:
+        ConfigError: if their models, or the options that decide what they send, differ.
+        RankError: another rank failed, or cannot be reached.
     """
     grads, waiting = choice.grads, choice.activations
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)

@@ -23,10 +23,15 @@ from offload.layout import ALIGN_NUMEL, Flat, Layout, Piece, pieces_between
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `start + numel` of every rank's shard of `flat`. See [Note: shards and buckets].
+    """Elements `start` to `start + numel` of every rank's shard of a flat parameter. See [Note: shards and buckets].
 
-    Its buffer has ranks * numel elements. Each piece's `chunk_offset` counts from the buffer's start; `holes` are the
-    buffer's ranges [start, stop) of no parameter, which have to be zero.
+    Attributes:
+        index: the bucket's index.
+        flat: the index of the flat parameter.
+        start: the first element of each shard.
+        numel: elements of each shard; the buffer has ranks * numel.
+        pieces: the parts of parameters in it; `chunk_offset` counts from the start of the buffer.
+        holes: the ranges [start, stop) of the buffer that belong to no parameter, and have to be zero.
     """
 
     index: int
@@ -42,11 +47,14 @@ class Bucket:
 
 
 def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
-    """Every shard's elements in buckets, flat by flat.
+    """Cuts every shard's elements into buckets, one flat parameter after the other.
 
-    Args: bucket_numel: most elements of a buffer; but a bucket has ALIGN_NUMEL of every rank, or all a flat has.
+    Args:
+        layout: the layout.
+        bucket_numel: the most elements of a buffer. A bucket still has ALIGN_NUMEL elements of every rank, or all that
+            the flat parameter has.
     """
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
     for flat in layout.flats:
         shard_numel = layout.shard_numel(flat.index)
@@ -55,8 +63,8 @@ def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
             pieces = tuple(_pieces_of(layout, flat, start, numel))
             if pieces:
                 holes = tuple(_holes(pieces, layout.ranks * numel))
-                found.append(Bucket(len(found), flat.index, start, numel, pieces, holes))
-    return tuple(found)
+                buckets.append(Bucket(len(buckets), flat.index, start, numel, pieces, holes))
+    return tuple(buckets)
 
 
 def _pieces_of(layout: Layout, flat: Flat, start: int, numel: int) -> Iterator[Piece]:
@@ -80,10 +88,12 @@ def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
 class Buckets:
     """Which buckets have been sent, while gradients are made.
 
-    Buckets are sent in one fixed order, because only the order tells ranks which of them belong together, and gradients
-    need not come in the same order on all ranks. So a bucket that may be sent waits for those before it.
+    Buckets are sent in one fixed order, because gradients need not come in the same order on all ranks, and only the
+    order of sending tells ranks which buckets belong together. So a bucket that may be sent waits for those before it.
 
-    Args: order: the buckets' indices, each once, alike on all ranks.
+    Args:
+        buckets: all of them.
+        order: the buckets' indices, each once, alike on all ranks.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int]) -> None:
@@ -96,13 +106,17 @@ class Buckets:
         self.reset()
 
     def reset(self) -> None:
-        """Before the first gradient of a round."""
+        """Begins a round, before its first gradient."""
         self._ready: set[int] = set()
         self._left = [len(bucket.params) for bucket in self.buckets]
         self._sent: set[int] = set()
 
     def ready(self, param: int) -> None:
-        """The gradient of `param` is there. Raises: StateError if it was before in this round."""
+        """Tells that the gradient of `param` is there.
+
+        Raises:
+            StateError: if it was there before in this round.
+        """
         if param in self._ready:
             raise StateError(f"the gradient of parameter {param} arrived twice in a step")
         self._ready.add(param)
@@ -110,7 +124,7 @@ class Buckets:
             self._left[bucket.index] -= 1
 
     def is_complete(self, bucket: Bucket) -> bool:
-        """Whether all of its gradients are there."""
+        """Whether all gradients of a bucket are there."""
         return self._left[bucket.index] == 0
 
     def has_sent(self, param: int) -> bool:
@@ -118,7 +132,7 @@ class Buckets:
         return any(bucket.index in self._sent for bucket in self._of_param.get(param, ()))
 
     def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
-        """The buckets to be sent now, in their order, up to the first one that may not leave."""
+        """Takes the buckets to send now, in their order, up to the first one that may not leave."""
         while len(self._sent) < len(self.order):
             bucket = self.buckets[self.order[len(self._sent)]]
             if not may_leave(bucket):

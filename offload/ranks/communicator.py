@@ -33,22 +33,31 @@ _DOUBLES = 40
 class Work(ABC):
     """A collective under way.
 
-    Until `wait` has returned, `out` must not be read or reused, nor what is sent changed or freed. Every work has to be
-    waited for. On a device, work that is queued on the current stream after `wait`, or `wait_on_device`, sees the
-    result.
+    Until `wait` has returned, `out` must not be read or reused, and what is sent must not be changed or freed. Every
+    work has to be waited for. On a device, what is queued on the current stream after `wait`, or `wait_on_device`, sees
+    the result.
     """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `wait` would not block on another rank; never blocks."""
+        """Whether `wait` would return without waiting for another rank. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until the collective has completed. May be called again. Raises: RankError."""
+        """Blocks until the collective has completed. May be called again.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def wait_on_device(self) -> None:
-        """What is queued on the current stream from now on begins after the collective; the host waits only where the
-        tensors are the CPU's. `wait` has to follow, which raises what went wrong. Raises: RankError."""
+        """Makes what is queued on the current stream from now on begin after the collective.
+
+        The host waits only if the tensors are on the CPU. `wait` has to follow; it raises what went wrong.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.wait()
 
 
@@ -59,10 +68,15 @@ class Communicator(ABC):
     stuck or dead, the others raise RankError within the timeout, and every later call raises the same error at once.
     `stats` counts what this rank sends to others, padding included.
 
-    Attributes: rank and size in the group; local_rank and ranks_on_node among all processes of the job on this
-    machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `shard_group.size`, the ranks
-    of a shard group are consecutive, and those at one place in each of these are a replicate group; all of them fail
-    together. So do those of `tensor_parallel` and `everyone`.
+    With replicas, `size` is a multiple of `shard_group.size`. The ranks of a shard group are consecutive, and those at
+    the same place in each shard group are a replicate group. A failure in one of these groups, in `tensor_parallel` or
+    in `everyone` fails all of them.
+
+    Attributes:
+        rank: this rank's number in the group.
+        size: how many ranks the group has.
+        local_rank: this process's number among those of the job on this machine.
+        ranks_on_node: how many of the job's processes share this machine's RAM, cores and drives.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
@@ -88,15 +102,18 @@ class Communicator(ABC):
 
     @property
     def everyone(self) -> Communicator:
-        """All ranks that train one model: these, and those of the other slices, slice by slice."""
+        """All ranks that train one model: these, and those of the other slices, one slice after the other."""
         return self
 
     @property
     def side_group(self) -> Communicator:
-        """The same ranks with a separate order of collectives: for those that ranks do not launch at the same place
-        among others. Failures and counts are shared. The first use is a collective.
+        """The same ranks, with an order of collectives of its own.
 
-        Raises: RankError.
+        It is for collectives that ranks do not launch at the same place among the others. Failures and counts are
+        shared with this group. The first use is a collective.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
         """
         return self
 
@@ -104,32 +121,55 @@ class Communicator(ABC):
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         """Averages over the ranks: `out` gets elements rank * k to (rank + 1) * k of the average of all `full`.
 
-        Args: full: [size * k], contiguous, fp32, bf16 or fp16: the wire dtype. out: [k], fp32 or the wire dtype.
+        Args:
+            full: shape (size * k,), contiguous, fp32, bf16 or fp16: the wire dtype.
+            out: shape (k,), fp32 or the wire dtype.
             scratch: like `full`, lent until `wait` has returned; None: allocated.
-        Raises: ValueError for other shapes or dtypes, RankError.
+
+        Raises:
+            ValueError: for other shapes or dtypes.
+            RankError: another rank failed, or cannot be reached.
         """
 
     @abstractmethod
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
-        """`out` gets the shards of all ranks in rank order.
+        """Gathers the shards of all ranks into `out`, in rank order.
 
-        Args: shard: [k], contiguous. out: [size * k], of the same dtype; `shard` may be its own place in it.
-        Raises: ValueError for other shapes or dtypes, RankError.
+        Args:
+            shard: shape (k,), contiguous.
+            out: shape (size * k,), of the same dtype; `shard` may be its own place in it.
+
+        Raises:
+            ValueError: for other shapes or dtypes.
+            RankError: another rank failed, or cannot be reached.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites `tensor` (contiguous, of one shape and dtype on all ranks) with that of rank `source`.
+        """Overwrites `tensor` with that of rank `source`.
 
-        Raises: ValueError, RankError.
+        Args:
+            tensor: contiguous, of the same shape and dtype on all ranks.
+            source: the rank.
+
+        Raises:
+            ValueError: if `source` is no rank, or `tensor` is not contiguous.
+            RankError: another rank failed, or cannot be reached.
         """
 
     @abstractmethod
     def all_gather(self, values: Tensor) -> Tensor:
         """Gathers a few values from every rank, and waits for them.
 
-        Args: values: [m] on the CPU, with the same m on all ranks. Returns: [size, m] on the CPU, in rank order.
-        Raises: ValueError, RankError.
+        Args:
+            values: shape (m,), on the CPU, with the same m on all ranks.
+
+        Returns:
+            Shape (size, m), on the CPU, in rank order.
+
+        Raises:
+            ValueError: for another shape or device.
+            RankError: another rank failed, or cannot be reached.
         """
 
     @abstractmethod
@@ -138,41 +178,65 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Ends all collectives; may be called again.
+        """Ends all collectives. May be called again.
 
-        Returns: whether no tensor given to one is read or written any more. False if a rank is stuck: then the memory
-        of these tensors must stay mapped.
+        Returns:
+            Whether no tensor that was given to a collective is read or written any more. It is False if a rank is
+            stuck. Then the memory of these tensors must stay mapped.
         """
 
     def check(self) -> None:  # noqa: B027
-        """Raises: RankError if a collective failed before."""
+        """Raises the failure of an earlier collective, if there was one.
+
+        Raises:
+            RankError: if a collective failed before.
+        """
 
     def require_device(self, device: torch.device) -> None:  # noqa: B027
-        """Raises: ConfigError if tensors on `device` cannot travel."""
+        """Requires that tensors on `device` can travel.
+
+        Raises:
+            ConfigError: if they cannot.
+        """
 
     def barrier(self) -> None:
-        """Returns when every rank has called it. Raises: RankError."""
+        """Returns when every rank has called it.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def all_reduce_any(self, flag: bool) -> bool:
-        """Whether `flag` is true on one rank at least. Raises: RankError."""
+        """Whether `flag` is true on at least one rank.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         return bool(self.all_gather(torch.tensor([flag], device="cpu")).any())
 
     def all_equal(self, text: str) -> bool:
-        """Whether all ranks gave the same text. Raises: RankError."""
+        """Whether all ranks gave the same text.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         digest = hashlib.sha256(text.encode()).digest()
         digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         return bool((digests == digests[0]).all())
 
     def exact_sum(self, values: Iterable[float]) -> float:
-        """The sum of all ranks' values, exactly rounded: the same bits as `math.fsum` over all of them.
+        """The sum of all ranks' values, rounded once: the same bits as `math.fsum` over all of them.
 
-        Each rank's exact sum travels as a few doubles, so the result does not depend on the number of ranks.
-        Returns: inf or nan if a value is not finite. Raises: RankError.
+        Each rank's exact sum travels as a few doubles, so the result does not depend on the number of ranks. It is inf
+        or nan if a value is not finite.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
         """
         terms = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
-        own = _exact_terms(values)
-        terms[: len(own)] = torch.tensor(own, dtype=torch.float64, device="cpu")
+        exact = _exact_terms(values)
+        terms[: len(exact)] = torch.tensor(exact, dtype=torch.float64, device="cpu")
         return _fsum(self.all_gather(terms).flatten().tolist())
 
 
@@ -185,7 +249,7 @@ class _Done(Work):
 
 
 class SingleProcess(Communicator):
-    """One process alone: makes no call, and sends nothing."""
+    """One process alone. It makes no call, and sends nothing."""
 
     def __init__(self, local_rank: int = 0, ranks_on_node: int = 1) -> None:
         super().__init__(0, 1, local_rank, ranks_on_node)
@@ -220,7 +284,7 @@ class SingleProcess(Communicator):
 
 
 class SingleOfSlice(SingleProcess):
-    """One process that has a slice of the model for itself, and is one of several tensor-parallel ranks."""
+    """One of several tensor-parallel ranks that is the only data-parallel rank of its slice."""
 
     def __init__(self, tensor_parallel: Communicator, everyone: Communicator) -> None:
         super().__init__(everyone.local_rank, everyone.ranks_on_node)
@@ -249,41 +313,43 @@ class SingleOfSlice(SingleProcess):
 
 
 def average(rows: Tensor, out: Tensor) -> None:
-    """The local half of a reduction: see [Note: collectives] for its arithmetic.
+    """Averages over the ranks, the local half of a reduction; see [Note: collectives] for its arithmetic.
 
-    Args: rows: [size, k], fp32, bf16 or fp16, by rank. out: [k], fp32 or the dtype of `rows`; written.
+    Args:
+        rows: shape (size, k), fp32, bf16 or fp16, by rank.
+        out: shape (k,), fp32 or the dtype of `rows`; written.
     """
     size, numel = rows.shape
     # As a tensor: by a number, CUDA multiplies with its reciprocal.
     divisor = torch.full((1,), size, dtype=torch.float32, device=out.device)
     block = min(_BLOCK_NUMEL, numel) if out.is_cpu else numel
-    own = None if out.dtype == torch.float32 else torch.empty(block, dtype=torch.float32, device=out.device)
+    fp32 = None if out.dtype == torch.float32 else torch.empty(block, dtype=torch.float32, device=out.device)
     with torch.no_grad():
         for start in range(0, numel, block or 1):
             stop = min(start + block, numel)
             into = out[start:stop]
-            total = into if own is None else own[: stop - start]
+            total = into if fp32 is None else fp32[: stop - start]
             total.copy_(rows[0, start:stop])
             for row in rows[1:, start:stop]:
                 total.add_(row)
             total.div_(divisor)
-            if own is not None:
+            if fp32 is not None:
                 into.copy_(total)
 
 
 def _exact_terms(values: Iterable[float]) -> list[float]:
-    """At most _DOUBLES doubles whose exact sum is that of `values`; one alone if that is not finite."""
-    own = array("d", values)
+    """At most _DOUBLES doubles whose exact sum is that of `values`; a single one if the sum is not finite."""
+    numbers = array("d", values)
     terms: list[float] = []
     while True:
-        rest = _fsum(chain(own, (-term for term in terms)))
+        rest = _fsum(chain(numbers, (-term for term in terms)))
         if rest == 0 or not math.isfinite(rest):
             return terms if rest == 0 else [rest]
         terms.append(rest)
 
 
 def _fsum(values: Iterable[float]) -> float:
-    """math.fsum, which raises where its result is not finite."""
+    """The result of math.fsum, also where it is not finite and math.fsum raises."""
     try:
         return math.fsum(values)
     except OverflowError:

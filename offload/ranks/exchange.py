@@ -18,7 +18,12 @@ EXCHANGED = "new parameters of replicas"
 
 
 def regions(layout: Layout, communication: Tier) -> list[Region]:
-    """What a ReplicaExchange takes. Args: communication: in whose memory collectives are."""
+    """What a ReplicaExchange reserves.
+
+    Args:
+        layout: of the parameters.
+        communication: the tier whose memory the tensors of collectives are in.
+    """
     if layout.replicas == 1:
         return []
     return [Region(communication, EXCHANGED, _buffer_bytes(layout), kind="buffers")]
@@ -30,34 +35,60 @@ def _buffer_bytes(layout: Layout) -> int:
 
 
 class Exchange:
-    """How new parameters get to the other ranks, flat after flat; of one rank alone: not at all."""
+    """How new parameters get to the other ranks, one flat parameter after the other.
+
+    This class does nothing: it is for one rank alone.
+    """
 
     def begin(self) -> None:
-        """Before the first new values of a flat are sent."""
+        """Begins a flat parameter, before its first new values are sent."""
 
     def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
-        """Sends a chunk of this rank, after those before it in its flat, which did not change.
+        """Sends a chunk's new values.
 
-        Args: values: its new ones; step: that they are the result of. Raises: RankError.
+        Chunks before it in its flat parameter that were not sent are unchanged; they are sent first.
+
+        Args:
+            chunk: one of this rank.
+            values: shape (chunk.numel,), in the compute dtype.
+            step: the step that made them.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
         """
 
     def start(self, flat: int, step: int) -> None:
-        """Sends the rest of a flat, and starts to receive what others made of it. Raises: RankError."""
+        """Sends the rest of a flat parameter, and starts to receive what other ranks made of it.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def finish(self, flat: int) -> None:
-        """What is queued on the device from now on sees all new values of a flat. Raises: RankError."""
+        """Makes what is queued on the device from now on see all new values of a flat parameter.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def wait(self) -> None:
-        """Waits for what was finished on the device only. Raises: RankError."""
+        """Makes the host wait for what `finish` made only the device wait for.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
 
     def abandon(self) -> None:
         """Waits for what is under way, successful or not."""
 
 
 class FlatGather(Exchange):
-    """All-gathers flat parameters that stay on the device, in place; whoever uses one waits for it.
+    """All-gathers flat parameters that stay on the device, in place. Who uses one waits for it.
 
-    Args: flats: the model's flat parameters. This rank's shard of one has its new values when it is started.
+    Args:
+        layout: of the parameters.
+        flats: the model's flat parameters. This rank's shard has its new values when `start` is called.
+        comm: the ranks that share them.
     """
 
     def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator) -> None:
@@ -69,8 +100,8 @@ class FlatGather(Exchange):
     def start(self, flat: int, step: int) -> None:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
         if numel:
-            own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
-            self._works[flat] = self._comm.all_gather_into_tensor(own, whole)
+            shard = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
+            self._works[flat] = self._comm.all_gather_into_tensor(shard, whole)
 
     def finish(self, flat: int) -> None:
         if flat in self._works:
@@ -127,7 +158,11 @@ class ReplicaExchange(Exchange):
         self._launch(chunk.flat, values, step)
 
     def start(self, flat: int, step: int) -> None:
-        """When it returns, all copies of the flat have their new values already."""
+        """Sends the rest of a flat parameter, and receives all new values of it before it returns.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self._send_up_to(flat, self._layout.shard_numel(flat), step)
         self._receive(step)
 
@@ -138,7 +173,7 @@ class ReplicaExchange(Exchange):
         self._under_way = None
 
     def _send_up_to(self, flat: int, stop: int, step: int) -> None:
-        """Args: stop: an element of the shards."""
+        """Sends this rank's elements up to `stop` in its shard. Their values in the store are current."""
         while self._sent < stop:
             chunk = self._chunks.get((flat, self._layout.rank * self._layout.shard_numel(flat) + self._sent))
             if chunk is None:  # behind the end of the last shard, or nothing but a gap
@@ -148,19 +183,19 @@ class ReplicaExchange(Exchange):
                 self._launch(flat, lease.arrays[0].view(self._layout.flats[flat].dtype), step)
 
     def _launch(self, flat: int, values: Tensor | None, step: int) -> None:
-        """Sends `values`, or zeros, for the next elements of this rank's shard."""
+        """Sends `values` for the next elements of this rank's shard; None: zeros."""
         self._receive(step)
         rows = self._rows(flat, self._sent)
-        own = rows[self._comm.rank]
+        sent = rows[self._comm.rank]
         numel = 0 if values is None else values.numel()
-        own[numel:] = 0
+        sent[numel:] = 0
         if values is not None:
-            own[:numel] = values
-        self._under_way = (self._comm.all_gather_into_tensor(own, rows.view(-1)), flat, self._sent)
-        self._sent += own.numel()
+            sent[:numel] = values
+        self._under_way = (self._comm.all_gather_into_tensor(sent, rows.view(-1)), flat, self._sent)
+        self._sent += sent.numel()
 
     def _receive(self, step: int) -> None:
-        """Waits for what is under way, and writes it to the store."""
+        """Waits for the collective under way, and writes what it brought to the store."""
         if self._under_way is None:
             return
         work, flat, start = self._under_way
@@ -177,7 +212,7 @@ class ReplicaExchange(Exchange):
                     self._chunk_updated(chunk, values)
 
     def _rows(self, flat: int, start: int) -> Tensor:
-        """The buffer for the elements of all shards from `start` on: one row a rank."""
+        """The part of the buffer for elements of all shards from `start` on, shape (replicas, numel)."""
         layout, dtype = self._layout, self._layout.flats[flat].dtype
         numel = min(layout.chunk_numel, layout.shard_numel(flat) - start)
         return self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)

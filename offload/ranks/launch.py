@@ -16,15 +16,21 @@ _LOCAL = (
 
 
 def launched(environ: Mapping[str, str]) -> int:
-    """How many processes were started together. Raises: ConfigError if the variable is no valid number."""
+    """How many processes were started together.
+
+    Raises:
+        ConfigError: if the variable is no valid number.
+    """
     return _number(environ, "WORLD_SIZE", least=1, default=1)
 
 
 def rank_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    """(local_rank, ranks_on_node), from the launcher's variables.
+    """Reads (local_rank, ranks_on_node) from the launcher's variables.
 
-    Without them, all `size` processes count as being on this node: a budget divided by too many still holds.
-    Raises: ConfigError if a variable is no valid number.
+    Without them all `size` processes count as being on this machine: a budget divided by too many still holds.
+
+    Raises:
+        ConfigError: if a variable is no valid number.
     """
     for name, count in _LOCAL:
         if name in environ and count in environ:

@@ -33,19 +33,19 @@ from offload.ranks.communicator import Communicator
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor, which may be guarded."""
+    """Whether a tensor, or the tensor behind a guarded one, is a DTensor."""
     kind = torch_private.dtensor_class()
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the very tensor in it; any other tensor itself."""
+    """This rank's part of a DTensor, which is the very tensor in it; any other tensor itself."""
     local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local
 
 
 def shard_dim_of(param: Tensor) -> int | None:
-    """The dimension along which several ranks share a DTensor; None if each has all of it, and of other tensors."""
+    """The dimension along which ranks share a DTensor; None if each rank has all of it, or if it is another tensor."""
     if not is_dtensor(param) or param.device_mesh.size() == 1:  # type: ignore[attr-defined]
         return None
     placement: Any = param.placements[0]  # type: ignore[attr-defined]
@@ -55,9 +55,13 @@ def shard_dim_of(param: Tensor) -> int | None:
 def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
     """The mesh over which a model's parameters are sharded; None if none of them is a DTensor.
 
-    Raises: ConfigError naming a parameter that is sharded in a way that cannot be trained here.
+    Args:
+        named: the parameters, with their names.
+
+    Raises:
+        ConfigError: if a parameter, which it names, is sharded in a way that cannot be trained here.
     """
-    found: Any = None
+    common: Any = None
     first = ""
     for name, param in named:
         if not is_dtensor(param):
@@ -70,8 +74,8 @@ def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
                 'over the tensor-parallel one alone, parallelize_module(model, mesh["tp"], ...), and leave the '
                 "data-parallel ones to OffloadZero"
             )
-        if found is not None and mesh != found:
-            raise ConfigError(f"{name} is sharded over {mesh}, and {first} over {found}: shard all over one mesh")
+        if common is not None and mesh != common:
+            raise ConfigError(f"{name} is sharded over {mesh}, and {first} over {common}: shard all over one mesh")
         kinds = {"Shard", "Replicate"}
         if type(placements[0]).__name__ not in kinds:
             raise ConfigError(f"{name} has the placement {placements[0]}: only Shard and Replicate can be trained here")
@@ -80,12 +84,15 @@ def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
                 f"{name} is a DTensor on the meta device: give the model its values before, "
                 "model.to_empty(device=...) and its own initialisation"
             )
-        found, first = mesh, first or name
-    return found
+        common, first = mesh, first or name
+    return common
 
 
 def repoint(param: Any, value: Tensor) -> None:
-    """Points a tensor, or this rank's part of a DTensor, to the memory of `value`, in its dtype. Nothing sees it."""
+    """Points a tensor, or this rank's part of a DTensor, to the memory of `value`, and takes its dtype.
+
+    Autograd does not see it.
+    """
     if not is_dtensor(param):
         param.data = value
         return
@@ -101,7 +108,7 @@ def repoint(param: Any, value: Tensor) -> None:
 
 @torch.no_grad()
 def whole_like(param: Tensor, local: Tensor) -> Tensor:
-    """Makes of this rank's part what `param` is of its own: a DTensor, or the tensor itself."""
+    """Makes this rank's part into what `param` is: a DTensor; or the same tensor, if `param` is none."""
     return _dtensor(param, local) if is_dtensor(param) else local
 
 
@@ -110,7 +117,7 @@ def _dtensor(param: Any, local: Tensor) -> Any:
 
 
 def like_of(tensor: Any) -> Callable[[Tensor], Any]:
-    """What makes a DTensor of this rank's part, as `tensor` is one, which may be gone by then."""
+    """A function that makes this rank's part into a DTensor like `tensor`, which may be gone when it is called."""
     with torch_private.DisableTorchFunctionSubclass():
         shape, stride = tensor.shape, tensor.stride()
     mesh, placements, made = tensor.device_mesh, tensor.placements, torch_private.dtensor_class().from_local
@@ -119,7 +126,7 @@ def like_of(tensor: Any) -> Callable[[Tensor], Any]:
 
 @torch.no_grad()
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient: shape and placement of the parameter's own part."""
+    """This rank's part of a gradient, with the shape and the placement of the parameter's own part."""
     if is_dtensor(grad):
         grad = grad.redistribute(placements=param.placements).to_local()  # type: ignore[attr-defined]
         wait = getattr(grad, "wait", None)  # it may be on its way
@@ -128,17 +135,22 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
-    """How many of `size` each of `parts` ranks has of a dimension that is cut, as torch.chunk cuts."""
+    """How many elements of a dimension of `size` each of `parts` ranks has, cut as by torch.chunk."""
     step = -(-size // parts)
     return [min(max(size - step * part, 0), step) for part in range(parts)]
 
 
 @torch.no_grad()
 def whole_of(comm: Communicator, param: Tensor, local: Tensor) -> Tensor:
-    """The whole of a parameter's values from all tensor-parallel ranks; each of them has to call it.
+    """Gathers the whole of a parameter's values from all tensor-parallel ranks. Each of them has to call it.
 
-    Args: comm: the data-parallel ranks; local: on the CPU, this rank's part, in its shape.
-    Raises: RankError.
+    Args:
+        comm: the data-parallel ranks; its `tensor_parallel` are asked.
+        param: the parameter.
+        local: this rank's part, on the CPU, in its shape.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     ranks, dim = comm.tensor_parallel, shard_dim_of(param)
     if dim is None or ranks.size == 1:
@@ -158,8 +170,8 @@ def whole_of(comm: Communicator, param: Tensor, local: Tensor) -> Tensor:
 
 
 def _product(shape: list[int], without: int) -> int:
-    """Elements in all dimensions but one."""
-    found = 1
+    """The number of elements in all dimensions but one."""
+    product = 1
     for dimension, size in enumerate(shape):
-        found *= 1 if dimension == without else size
-    return found
+        product *= 1 if dimension == without else size
+    return product

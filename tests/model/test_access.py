@@ -165,7 +165,7 @@ def test_what_could_not_be_gathered_or_let_go_of_is_not_held_for_good(streams: S
         units = optimizer._held.units
         # For each of four units when it has come, and when it is let go of.
         cut = [KeyboardInterrupt if call == failing else None for call in range(8)]
-        with patch.object(units, "write_back", side_effect=cut), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with patch.object(units, "store_outside_writes", side_effect=cut), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
             with optimizer.gathered(model.blocks):
                 pass
         train(squares, steps=1)(model, optimizer)

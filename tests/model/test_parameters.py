@@ -36,7 +36,7 @@ def test_a_line_is_the_memory_order_and_comes_back_to_the_shape(shape: list[int]
     parameters.repoint(0, gradient.contiguous())
     line = parameters.flattened(0, gradient)
     assert torch.equal(parameters.shaped(0, line), gradient)
-    parameters.take_back()
+    parameters.return_repointed()
     assert torch.equal(parameters.flats[0][: line.numel()], line)
 
 
@@ -75,9 +75,9 @@ def test_parameters_come_into_one_tensor_with_values_shapes_and_strides_kept() -
         assert param.is_leaf
         assert param.requires_grad
     addresses = [param.data_ptr() for param in parameters.params]
-    parameters.take_back()
+    parameters.return_repointed()
     assert [param.data_ptr() for param in parameters.params] == addresses
-    assert parameters.written_outside() == []
+    assert parameters.find_outside_writes() == []
     parameters.flats[0].fill_(7)
     assert all(param.eq(7).all() for param in parameters.params)
 
@@ -109,9 +109,9 @@ def test_writes_from_outside_are_seen_once() -> None:
     with torch.no_grad():
         parameters.params[1].add_(1)
         parameters.params[2][0] = 5
-    assert parameters.written_outside() == [1, 2]
-    parameters.written_here([1, 2])
-    assert parameters.written_outside() == []
+    assert parameters.find_outside_writes() == [1, 2]
+    parameters.bump_versions([1, 2])
+    assert parameters.find_outside_writes() == []
 
 
 def test_writes_through_data_are_seen_once() -> None:
@@ -121,13 +121,13 @@ def test_writes_through_data_are_seen_once() -> None:
     version = parameters.params[1]._version
     data.add_(1)
     assert parameters.params[1]._version == version  # as in torch: a graph does not see it
-    assert parameters.written_outside() == [1]
-    parameters.written_here([1])
-    assert parameters.written_outside() == []
+    assert parameters.find_outside_writes() == [1]
+    parameters.bump_versions([1])
+    assert parameters.find_outside_writes() == []
     data.view(-1)[0] = 3
-    assert parameters.written_outside() == [1]
-    parameters.note_writes([1])
-    assert parameters.written_outside() == []
+    assert parameters.find_outside_writes() == [1]
+    parameters.forget_writes([1])
+    assert parameters.find_outside_writes() == []
 
 
 def test_what_is_written_past_autograd_is_announced_to_it() -> None:
@@ -135,7 +135,7 @@ def test_what_is_written_past_autograd_is_announced_to_it() -> None:
     (param,) = parameters.params
     product = (param * param).sum()
     parameters.flats[0].zero_()
-    parameters.written_here([0])
+    parameters.bump_versions([0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
@@ -144,13 +144,13 @@ def test_what_was_pointed_elsewhere_is_taken_back_with_its_new_values() -> None:
     parameters = taken(torch.zeros(3), torch.zeros(4, 2).t())
     address = parameters.params[1].data_ptr()
     parameters.params[1].data = torch.arange(8.0).bfloat16().view(2, 4)
-    parameters.take_back([0])
+    parameters.return_repointed([0])
     assert parameters.params[1].data_ptr() != address
-    parameters.take_back()
+    parameters.return_repointed()
     assert parameters.params[1].data_ptr() == address
     assert parameters.params[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert parameters.params[1].stride() == (1, 2)
-    assert parameters.written_outside() == [1]
+    assert parameters.find_outside_writes() == [1]
 
 
 def channels_last(model: nn.Sequential) -> None:
@@ -203,6 +203,6 @@ def test_a_parameter_that_moved_or_left_is_named() -> None:
         parameters.require_unchanged(nn.ParameterList(parameters.params[:1]), [])
     for value in (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)):
         parameters.params[1].data = value
-        parameters.take_back([0])
+        parameters.return_repointed([0])
         with pytest.raises(ConfigError, match="p1 was moved, cast or replaced by another shape"):
-            parameters.take_back()
+            parameters.return_repointed()

@@ -75,7 +75,7 @@ MUTATIONS: dict[str, Mutation] = {
     "zeros are dropped": (RESIDENT, lambda: patch.object(Answers, "zero", _nothing)),
     "gradients are not added": (RESIDENT, lambda: patch.object(Answers, "before", _begins_anew(Answers.before))),
     "gradients do not answer": (RESIDENT, lambda: patch.object(StandIn, "__torch_function__", _refuses)),
-    "writes are not taken over": (RESIDENT, lambda: patch.object(FlatParameters, "written_outside", lambda *_: [])),
+    "writes are not taken over": (RESIDENT, lambda: patch.object(FlatParameters, "find_outside_writes", lambda *_: [])),
     "hooks come last": (RESIDENT, lambda: patch.object(hooks, "hook_forward", _hooks_last(hooks.hook_forward))),
     "storages are shared": (RESIDENT, lambda: patch.object(FlatParameters, "_view_for", _shared_storage)),
     "modes see the library": (STREAMED, lambda: patch.object(torch_helpers, "is_watched", lambda: False)),
