@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from offload.build import Parts
 from offload.interrupts import uninterrupted
 from offload.model.activations import Activations
+from offload.model.dense import flattened
 from offload.model.fetch import HeldUnits, StreamedUnits
-from offload.model.flat_param import CPU, flattened
+from offload.model.flat_param import CPU
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks

@@ -78,7 +78,7 @@ from offload.interrupts import is_of_system
 from offload.io.files import Files
 from offload.layout import Layout
 from offload.model import written_frozen
-from offload.model.flat_param import is_dense
+from offload.model.dense import is_dense
 from offload.ranks.agreement import all_gather_object, together
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of

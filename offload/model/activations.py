@@ -52,8 +52,8 @@ from offload import torch_private
 from offload.choices import ActivationChoice
 from offload.errors import ClosedError, ConfigError, StaleActivationError
 from offload.model.compiled import Compiler, Forward
+from offload.model.dense import is_dense
 from offload.model.fetch import HeldUnits
-from offload.model.flat_param import is_dense
 from offload.model.partition import Partition, Partitions
 from offload.model.torch_helpers import call_hidden, in_backward, tensors_in
 from offload.model.units import blocks_of, has_statistics, is_called

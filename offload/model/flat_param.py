@@ -10,11 +10,6 @@ and whoever writes checkpoints takes a shared storage for tied parameters. Strea
 flat parameter, whose memory is taken away and given back as units are released and fetched (unit_memory.py). So views
 that autograd saved are valid again when the memory is back.
 
-[Note: sharded parameters]
-Of a DTensor the flat parameter holds this rank's part, which is a plain tensor inside of it, its *local* tensor. That
-one is pointed into the flat parameter, and autograd, guards and the module go on with the DTensor. Each of the two has
-a version of its own, and writes bump the one, the other, or both: their sum tells whether anybody wrote.
-
 A storage without memory points to NaNs on the CPU, which nobody can take for values; on a device it has no bytes.
 
 [Note: a parked model]
@@ -25,7 +20,6 @@ their first storages again when they are back: views that autograd saved stay va
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,63 +31,13 @@ from offload.devices.copies import Copier, DeviceEvent, finish_queue
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
+from offload.model.dense import is_dense, move_values
+from offload.model.held_param import DATA, NO_VERSION, HeldParam, set_versions
 from offload.model.unit import Unit, Units
 from offload.model.unit_memory import UnitMemory, strip
-from offload.native.memory import discard
-from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint
-
-NO_VERSION = 1 << 31
-"""The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
-guards, raises before it reads a saved parameter that is not there."""
+from offload.ranks.tensor_parallel import local_of, repoint
 
 CPU = torch.device("cpu")
-
-_DATA: Any = Tensor.data  # as torch has it, without the guards
-
-
-def flattened(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as a view of shape (numel,), in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def flattened_like(param: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of `tensor` in the order of `param`'s memory: a view if the strides agree.
-
-    Both have the same shape.
-    """
-    return flattened(_with_strides(tensor, param.stride()))
-
-
-def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-_MOVED_AT_ONCE = 1 << 21  # elements
-
-
-def move_values(target: Tensor, source: Tensor) -> None:
-    """Copies the values of a dense tensor to another one of its shape and strides, and may cast them.
-
-    Both are on the CPU. The pages of `source` are freed as those of `target` are written, so there is never room for
-    both. The memory of `source` has to be malloc's, and must belong to it alone.
-    """
-    pairs = zip(flattened(target).split(_MOVED_AT_ONCE), flattened(source).split(_MOVED_AT_ONCE), strict=True)
-    for into, values in pairs:
-        into.copy_(values)
-        discard(values)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill a range of memory without gap or overlap, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 class FlatParameters:
@@ -110,8 +54,9 @@ class FlatParameters:
     Attributes:
         layout: of all of them.
         trained: how many of them are trained; these are the first ones.
+        held: what is known of each of them.
         params: the model's parameters.
-        locals: the tensors whose memory the flat parameters are, see [Note: sharded parameters].
+        locals: the tensors whose memory the flat parameters are, see [Note: sharded parameters] in held_param.py.
         index: the number of each parameter.
         flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`.
         units: the units, by name.
@@ -134,23 +79,13 @@ class FlatParameters:
         self.layout = layout
         self.trained = len(layout.trained.specs)
         self._streamed = streamed
-        self.params = tuple(params)
-        self.locals: tuple[Tensor, ...] = tuple(map(local_of, params))
-        self._sharded = frozenset(number for number, param in enumerate(params) if is_dtensor(param))
-        # Weak references make `torch.utils.swap_tensors` refuse these: it would take the local tensor away.
-        self._pins = [weakref.ref(params[number]) for number in self._sharded]
-        self.index = {param: number for number, param in enumerate(self.params)}
         self.units = Units(layout, streamed)
-        self._unit_of_flat = [self.units[flat.unit] for flat in layout.flats]
+        self.held = tuple(self._held(number, param) for number, param in enumerate(params))
+        self.params = tuple(params)
+        self.locals = tuple(one.local for one in self.held)
+        self.index = {param: number for number, param in enumerate(self.params)}
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
-        self._versions: list[int] = [0] * len(self.params)
-        self._strides: list[tuple[int, ...]] = [()] * len(self.params)
-        self._tensors: list[int] = [0] * len(self.params)
-        self._kinds = [type(param) for param in self.params]
-        self._guards: list[type[Tensor]] = list(self._kinds)
-        self._watched: list[type[Tensor]] = list(self._kinds)
-        self._data: dict[int, tuple[Tensor, int]] = {}
         self._flat_of_storage: dict[int, int] = {}
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
@@ -164,6 +99,11 @@ class FlatParameters:
         self._memory: dict[int, Tensor] = {}
         # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
         self._elsewhere: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def _held(self, number: int, param: nn.Parameter) -> HeldParam:
+        flat, offset = self.layout.locations[number]
+        unit = self.units[self.layout.flats[flat].unit]
+        return HeldParam(number, self.layout.specs[number], param, unit, flat, offset, streams=flat in self._streamed)
 
     @property
     def is_parked(self) -> bool:
@@ -208,9 +148,8 @@ class FlatParameters:
             param = self.locals[number]
             memory[end:offset] = 0  # kernels compute the gaps too
             end = offset + param.numel()
-            self._strides[number] = param.stride()
-            self._tensors[number] = self.params[number]._cdata
-            views.append(self._view_for(number, memory[offset:end]))
+            self.held[number].remember()
+            views.append(self.held[number].view_for(memory[offset:end]))
             if with_values and device == CPU and self.params[number] in owned:
                 move_values(views[-1], param)
             elif with_values:
@@ -219,7 +158,7 @@ class FlatParameters:
         finish_queue(device)  # the parameters' old memory is freed now, and another stream may still use it
         for number, view in zip(info.params, views, strict=True):
             repoint(self.params[number], view)
-            self._versions[number] = self._version_now(number)
+            self.held[number].version = self.held[number].version_now
         self.flats[flat] = memory
         if flat in self._streamed:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
@@ -229,18 +168,11 @@ class FlatParameters:
 
         That order stays while the parameter is pointed at memory of other strides (`p.data = x`).
         """
-        return flattened(_with_strides(tensor, self._strides[number]))
+        return self.held[number].flattened(tensor)
 
     def shaped(self, number: int, values: Tensor) -> Tensor:
         """The inverse of `flattened`: a view of `values`, shape (numel,), with the shape of a parameter."""
-        return values.as_strided(self.locals[number].shape, self._strides[number], values.storage_offset())
-
-    def _view_for(self, number: int, values: Tensor) -> Tensor:
-        """`values`, a range of a flat parameter, in the shape of a parameter; see [Note: storages]."""
-        if not self.streams(number):  # a storage of its own over the same memory
-            own = torch_private.from_dlpack(torch_private.to_dlpack(values)) if values.numel() else None
-            values = torch.empty_like(values) if own is None else own
-        return self.shaped(number, values)
+        return self.held[number].shaped(values)
 
     def _attach_tiles(self, flat: int) -> None:
         columns = self.params[self.layout.flats[flat].params[0]].shape[1]
@@ -268,20 +200,18 @@ class FlatParameters:
         Args:
             class_for: makes their classes; see `Guards.class_for`.
         """
-        kinds = [(kind, self.streams(number)) for number, kind in enumerate(self._kinds)]
-        self._guards = [class_for(kind, streams=streams) for kind, streams in kinds]
-        self._watched = [class_for(kind, streams=streams, runs=True) for kind, streams in kinds]
-        self.guard(range(len(self.params)))
+        for one in self.held:
+            one.guard_with(class_for)
 
     def guard(self, numbers: Iterable[int]) -> None:
         """Makes each use of these parameters be seen, because their unit does not run any more."""
         for number in numbers:
-            self.params[number].__class__ = self._guards[number]  # type: ignore[assignment]
+            self.held[number].guard()
 
     def watch(self, numbers: Iterable[int]) -> None:
         """Makes only `p.data` of these parameters be seen, because their unit runs."""
         for number in numbers:
-            self.params[number].__class__ = self._watched[number]  # type: ignore[assignment]
+            self.held[number].watch()
 
     def stop_guarding(self) -> None:
         """Gives all parameters their own classes back, for good."""
@@ -293,7 +223,7 @@ class FlatParameters:
 
     def streams(self, number: int) -> bool:
         """Whether the memory of a parameter comes and goes."""
-        return self.layout.locations[number][0] in self._streamed
+        return self.held[number].streams
 
     def flat_at(self, tensor: Tensor) -> int | None:
         """The flat parameter in whose storage a tensor lies, if it is streamed; else None.
@@ -319,32 +249,20 @@ class FlatParameters:
     def data_of(self, number: int) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
         with torch_private.DisableTorchFunctionSubclass():
-            if number not in self._data:
-                alias = _DATA.__get__(self.params[number])
-                self._data[number] = (alias, alias._version)
-            return self._data[number][0].detach()
+            return self.held[number].data()
 
     @torch.no_grad()
     def repoint(self, number: int, value: Tensor) -> None:
         """Does `p.data = value`: the parameter lies there until the next step, which copies the values back."""
         with torch_private.DisableTorchFunctionSubclass():
-            _DATA.__set__(self.params[number], value)
-        self._data.pop(number, None)
+            DATA.__set__(self.params[number], value)
+        self.held[number].forget_data()
 
     def version_of(self, number: int) -> int:
         """The version of a parameter, which grows with each write. It is known without memory, too."""
         with torch_private.DisableTorchFunctionSubclass():
-            return self._version_now(number) if self._is_here(number) else self._versions[number]
-
-    def _version_now(self, number: int) -> int:
-        """The version of a parameter that has memory now. Called with guards off, because it uses the tensor."""
-        version = self.params[number]._version
-        return version + self.locals[number]._version if number in self._sharded else version
-
-    def _is_here(self, number: int) -> bool:
-        """Whether a parameter has memory with its values."""
-        flat = self.layout.locations[number][0]
-        return flat not in self._streamed or self._unit_of_flat[flat].is_here
+            one = self.held[number]
+            return one.version_now if one.is_here else one.version
 
     def allocate(self, unit: Unit) -> DeviceEvent:
         """Gives a unit, which was freed, memory again. Its values are undefined.
@@ -370,7 +288,7 @@ class FlatParameters:
 
     def restore_versions(self, unit: Unit) -> None:
         """Gives the parameters of a unit, whose memory has its values again, the versions that they had."""
-        self._set_versions(unit.streamed, [self._versions[number] for number in unit.streamed])
+        set_versions((self.held[number] for number in unit.streamed), None)
 
     def free(self, unit: Unit) -> DeviceEvent:
         """Takes the memory of a unit away. Its values are kept in a store.
@@ -378,12 +296,12 @@ class FlatParameters:
         Returns:
             The event of its last use.
         """
-        self._hide_versions(unit.streamed)
+        set_versions((self.held[number] for number in unit.streamed), NO_VERSION)
         return self._unit_memory.take(unit, self._memory_of_unit(unit))
 
     def free_attached(self, flat: int) -> None:
         """Takes the memory away that a flat parameter got from `attach`."""
-        self._hide_versions(self.layout.flats[flat].params)
+        set_versions((self.held[number] for number in self.layout.flats[flat].params), NO_VERSION)
         memory = self.flats[flat]
         self._count(flat, -memory.nbytes)
         strip(memory)
@@ -391,26 +309,15 @@ class FlatParameters:
     def _memory_of_unit(self, unit: Unit) -> list[Tensor]:
         return [self.memory_of(one.index) for one in unit.slices]
 
-    def _hide_versions(self, numbers: Sequence[int]) -> None:
-        self._set_versions(numbers, [NO_VERSION] * len(numbers))
-
-    def _set_versions(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
-        params = tuple(self.params[n] for n in numbers)
-        own = [
-            self.locals[n]._version if n in self._sharded and version != NO_VERSION else 0
-            for n, version in zip(numbers, versions, strict=True)
-        ]
-        torch_private.set_version_counters(params, tuple(v - of for v, of in zip(versions, own, strict=True)))
-
     @torch.no_grad()
     def become_resident(self) -> None:
         """Gives streamed parameters, all of which are on the device for good, storages of their own there."""
         streamed, self._streamed = self._streamed, ()
         self._flat_of_storage.clear()
-        for flat, memory in zip(self.layout.flats, self.flats, strict=True):
-            for number, offset in zip(flat.params, flat.offsets, strict=True) if flat.index in streamed else ():
-                local = self.locals[number]
-                repoint(self.params[number], self._view_for(number, memory[offset : offset + local.numel()]))
+        for one in (held for held in self.held if held.flat in streamed):
+            one.streams = False
+            memory = self.flats[one.flat][one.offset : one.offset + one.local.numel()]
+            repoint(one.tensor, one.view_for(memory))
         for param in self.params:
             if param.device != self.device:  # it was tiled
                 param.data = param.data.to(self.device)
@@ -424,9 +331,9 @@ class FlatParameters:
         Raises:
             ConfigError: if some are DTensors.
         """
-        for number in sorted(self._sharded):
+        for one in (held for held in self.held if held.is_sharded):
             raise ConfigError(
-                f"{self.layout.specs[number].name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
+                f"{one.spec.name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
                 f"parallelism stays there, so leave out the call that moves it to {device}"
             )
         with torch_private.DisableTorchFunctionSubclass():
@@ -448,7 +355,7 @@ class FlatParameters:
         else:
             flat = self.layout.flats[index]
             ranges = zip(flat.params, flat.offsets, strict=True)
-            views = [self._view_for(n, memory[start : start + self.locals[n].numel()]) for n, start in ranges]
+            views = [self.held[n].view_for(memory[start : start + self.locals[n].numel()]) for n, start in ranges]
         if self.layout.slices[index].flat in self._streamed:
             strip(memory)
         else:
@@ -462,9 +369,9 @@ class FlatParameters:
             leaves = [self.tiles[index]] if is_tile else [self.params[n] for n in self.layout.flats[index].params]
             streams = self.layout.slices[index].flat in self._streamed
             if streams:
-                self._elsewhere[index] = (self.memory_of(index), [_DATA.__get__(leaf) for leaf in leaves])
+                self._elsewhere[index] = (self.memory_of(index), [DATA.__get__(leaf) for leaf in leaves])
             for leaf, view in zip(leaves, views, strict=True):
-                _DATA.__set__(leaf, view)
+                DATA.__set__(leaf, view)
             if is_tile:
                 self._memory[index] = memory
             else:
@@ -472,7 +379,8 @@ class FlatParameters:
                 if streams:
                     self._flat_of_storage[memory.untyped_storage()._cdata] = index
         self.device = device
-        self._data.clear()
+        for one in self.held:
+            one.forget_data()
         resident = [flat for index, flat in enumerate(self.flats) if index not in self._streamed]
         self._bytes = 0 if self.is_parked else sum(flat.numel() * flat.element_size() for flat in resident)
 
@@ -501,16 +409,14 @@ class FlatParameters:
             ConfigError: if one has another shape, dtype or device now, since it was moved or cast.
         """
         with torch_private.DisableTorchFunctionSubclass():
-            for number in range(len(self.params)) if numbers is None else numbers:
-                param = self.locals[number]
-                flat, offset = self.layout.locations[number]
-                if self._is_swapped(number) or not self._is_here(number) or not param.numel():
+            for one in self._held_of(numbers):
+                param, spec = one.local, one.spec
+                if one.is_swapped or not one.is_here or not param.numel():
                     continue
-                memory = self.flats[flat]
-                is_there = param.data_ptr() == memory.data_ptr() + offset * memory.element_size()
-                spec = self.layout.specs[number]
+                memory = self.flats[one.flat]
+                is_there = param.data_ptr() == memory.data_ptr() + one.offset * memory.element_size()
                 is_whole = param.dtype is memory.dtype and param.numel() == spec.numel
-                if is_there and is_whole and param.stride() == self._strides[number]:
+                if is_there and is_whole and param.stride() == one.strides:
                     continue
                 if (param.numel(), param.dtype, param.device) != (spec.numel, memory.dtype, memory.device):
                     raise ConfigError(
@@ -518,23 +424,18 @@ class FlatParameters:
                         "(model.to(), .float(), p.data = ...): do that before, or write into it with p.copy_() under "
                         "torch.no_grad()"
                     )
-                values = _DATA.__get__(param)
+                values = DATA.__get__(param)
                 values = values.clone() if is_there else values  # p.data = p.data.t()
-                _DATA.__set__(param, self._view_for(number, memory[offset : offset + spec.numel]))
+                DATA.__set__(param, one.view_for(memory[one.offset : one.offset + spec.numel]))
                 param.copy_(values)
-                self._data.pop(number, None)
+                one.forget_data()
+
+    def _held_of(self, numbers: Iterable[int] | None) -> Iterable[HeldParam]:
+        return self.held if numbers is None else (self.held[number] for number in numbers)
 
     def remember(self, model: nn.Module) -> None:
         """Records which parameters `model` has now, for `require_unchanged`."""
         self._known = set(model.parameters())
-
-    def _is_swapped(self, number: int) -> bool:
-        """Whether `torch.utils.swap_tensors` replaced the tensor of a parameter.
-
-        Graphs from before refer to the old tensor.
-        """
-        with torch_private.DisableTorchFunctionSubclass():
-            return self.params[number]._cdata != self._tensors[number]
 
     def require_unchanged(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         """Requires that the model has the parameters that it had when it was taken.
@@ -547,12 +448,13 @@ class FlatParameters:
             ConfigError: if a parameter was replaced, added or unfrozen since then, so that a gradient would never be
                 used.
         """
-        for number, spec in enumerate(self.layout.specs):
-            if self._is_swapped(number):
-                raise ConfigError(
-                    f"{spec.name} was swapped with another tensor after OffloadZero took the model: write into it with "
-                    "p.copy_() under torch.no_grad() instead of swap_tensors"
-                )
+        with torch_private.DisableTorchFunctionSubclass():
+            swapped = [one.spec.name for one in self.held if one.is_swapped]
+        if swapped:
+            raise ConfigError(
+                f"{swapped[0]} was swapped with another tensor after OffloadZero took the model: write into it with "
+                "p.copy_() under torch.no_grad() instead of swap_tensors"
+            )
         present = set(model.parameters())
         for param, spec in zip(self.params, self.layout.specs, strict=True):
             if param not in present:
@@ -579,10 +481,11 @@ class FlatParameters:
     def bump_versions(self, numbers: Iterable[int]) -> None:
         """Increases the versions of parameters to which this library wrote new values, so that autograd knows."""
         for number in numbers:
-            if self._is_here(number):
-                torch.autograd.graph.increment_version(self.params[number])
+            one = self.held[number]
+            if one.is_here:
+                torch.autograd.graph.increment_version(one.tensor)
             else:
-                self._versions[number] += 1  # the parameter gets it when its memory is back
+                one.version += 1  # the parameter gets it when its memory is back
         self.forget_writes(numbers)
 
     def forget_writes(self, numbers: Iterable[int]) -> None:
@@ -590,12 +493,9 @@ class FlatParameters:
         for number in numbers:
             for _, leaf in self.tiles_of(number):
                 torch.autograd.graph.increment_version(leaf)
-            if number in self._data:
-                alias = self._data[number][0]
-                self._data[number] = (alias, alias._version)
-            if self._is_here(number):
-                with torch_private.DisableTorchFunctionSubclass():
-                    self._versions[number] = self._version_now(number)
+        with torch_private.DisableTorchFunctionSubclass():
+            for number in numbers:
+                self.held[number].forget_writes()
 
     def find_outside_writes(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Finds the parameters to which others wrote (`load_state_dict`, `p.copy_`), among those that have memory now.
@@ -603,21 +503,13 @@ class FlatParameters:
         Args:
             numbers: the parameters to look at; None: all.
         """
-        numbers = range(len(self.params)) if numbers is None else numbers
         with torch_private.DisableTorchFunctionSubclass():
-            here = [number for number in numbers if self._is_here(number)]
-            return [n for n in here if self._version_now(n) != self._versions[n] or self._data_is_written(n)]
-
-    def _data_is_written(self, number: int) -> bool:
-        if number not in self._data:
-            return False
-        alias, version = self._data[number]
-        return alias._version != version
+            return [one.number for one in self._held_of(numbers) if one.is_here and one.is_written]
 
     def flat_of(self, number: int) -> int:
         """The index of the flat parameter that a parameter lies in."""
-        return self.layout.locations[number][0]
+        return self.held[number].flat
 
     def unit_of(self, number: int) -> Unit:
         """The unit of a parameter."""
-        return self._unit_of_flat[self.flat_of(number)]
+        return self.held[number].unit

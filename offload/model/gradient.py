@@ -33,8 +33,9 @@ from offload.entries import entry
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import UNIT_SCALE, GradientBuffer
 from offload.layout import Layout
+from offload.model.dense import flattened_like
 from offload.model.fetch import HeldUnits
-from offload.model.flat_param import FlatParameters, flattened_like
+from offload.model.flat_param import FlatParameters
 from offload.model.pending import PendingUpdates
 from offload.model.torch_helpers import (
     METADATA,

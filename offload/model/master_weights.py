@@ -18,7 +18,8 @@ from offload import torch_private
 from offload.choices import StateChoice
 from offload.errors import StaleParameterError
 from offload.layout import Chunk, CopyRange, Piece
-from offload.model.flat_param import FlatParameters, flattened
+from offload.model.dense import flattened
+from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import bits_of
 from offload.native import CAST, JOIN, SPLIT
 from offload.run import Run, Stores

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.io.regular import check_file, read_json
-from offload.model.flat_param import flattened
+from offload.model.dense import flattened
 from offload.sizes import MIB
 
 

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.interrupts import uninterrupted_entry
 from offload.model.aliases import Alias
-from offload.model.flat_param import FlatParameters, flattened
+from offload.model.dense import flattened
+from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import become
 from offload.native.memory import return_freed

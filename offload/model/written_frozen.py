@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ResumeError
 from offload.layout import ParamSpec
+from offload.model.dense import flattened
 from offload.model.fetch import HeldUnits, StreamedUnits
-from offload.model.flat_param import flattened
 from offload.model.state_dict import Access
 from offload.ranks.tensor_parallel import local_of, repoint
 from offload.sizes import format_bytes

@@ -14,7 +14,8 @@ from offload import OffloadZero
 from offload.devices.copies import HostCopier
 from offload.errors import ConfigError
 from offload.layout import ParamSpec, build
-from offload.model.flat_param import FlatParameters, flattened, flattened_like, is_dense
+from offload.model.dense import flattened, flattened_like, is_dense
+from offload.model.flat_param import FlatParameters
 
 shapes = st.lists(st.integers(1, 4), max_size=4)
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero
 from offload.layout import Layout
-from offload.model.flat_param import flattened_like
+from offload.model.dense import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from offload.ranks import torch_distributed as comm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero
-from offload.model.flat_param import flattened_like
+from offload.model.dense import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models

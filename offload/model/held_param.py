@@ -1,0 +1,192 @@
+"""A held parameter: its tensor, where its elements lie, its versions, and the classes that guard it.
+
+[Note: sharded parameters]
+Of a DTensor the flat parameter holds this rank's part, which is a plain tensor inside of it, its *local* tensor. That
+one is pointed into the flat parameter, and autograd, guards and the module go on with the DTensor. Each of the two has
+a version of its own, and writes bump the one, the other, or both: their sum tells whether anybody wrote.
+
+[Note: versions]
+Autograd raises where a saved tensor has another version than when it was saved. The version of a parameter grows with
+each write, the library's own ones too. While a parameter is released it has NO_VERSION, which no graph has saved, and
+`version` keeps the one that it gets back. While it is here, `version` is the one up to which all writes are known:
+another one tells that somebody else has written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import torch_private
+from offload.layout import ParamSpec
+from offload.model.dense import flattened, with_strides
+from offload.model.unit import Unit
+from offload.ranks.tensor_parallel import is_dtensor, local_of
+
+NO_VERSION = 1 << 31
+"""The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
+guards, raises before it reads a saved parameter that is not there."""
+
+DATA: Any = Tensor.data  # as torch has it, without the guards
+
+
+class HeldParam:
+    """What is known of one held parameter. Its gradient is in gradient.py.
+
+    Methods that look at the tensor are called with torch's functions of subclasses off.
+
+    Args:
+        number: its place in `Layout.specs`.
+        spec: what the layout knows of it.
+        tensor: the model's parameter.
+        unit: the unit that it belongs to.
+        flat: the index of the flat parameter that it lies in.
+        offset: the element of that at which it begins.
+        streams: whether its memory comes and goes.
+
+    Attributes:
+        local: the tensor whose memory is in the flat parameter; see [Note: sharded parameters].
+        is_sharded: whether `tensor` is a DTensor.
+        strides: those of its elements in the flat parameter, also while it is pointed elsewhere (`p.data = x`).
+        version: see [Note: versions].
+    """
+
+    __slots__ = (
+        "_alias",
+        "_guarded",
+        "_identity",
+        "_kind",
+        "_pin",
+        "_watched",
+        "flat",
+        "is_sharded",
+        "local",
+        "number",
+        "offset",
+        "spec",
+        "streams",
+        "strides",
+        "tensor",
+        "unit",
+        "version",
+    )
+
+    def __init__(
+        self, number: int, spec: ParamSpec, tensor: nn.Parameter, unit: Unit, flat: int, offset: int, *, streams: bool
+    ) -> None:
+        self.number = number
+        self.spec = spec
+        self.tensor = tensor
+        self.unit = unit
+        self.flat = flat
+        self.offset = offset
+        self.streams = streams
+        self.local: Tensor = local_of(tensor)
+        self.is_sharded = is_dtensor(tensor)
+        # A weak reference makes `torch.utils.swap_tensors` refuse a DTensor: it would take the local tensor away.
+        self._pin = weakref.ref(tensor) if self.is_sharded else None
+        self.strides: tuple[int, ...] = ()
+        self.version = 0
+        self._identity = 0
+        self._kind: type[Tensor] = type(tensor)
+        self._guarded: type[Tensor] = self._kind
+        self._watched: type[Tensor] = self._kind
+        # What `p.data` gave, and its version when writes to it were looked for last.
+        self._alias: tuple[Tensor, int] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has memory with its values."""
+        return not self.streams or self.unit.is_here
+
+    # Elements.
+
+    def flattened(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of its shape, in the order of its flat parameter: a view if they are."""
+        return flattened(with_strides(tensor, self.strides))
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """The inverse of `flattened`: a view of `values`, shape (numel,), with the shape of the parameter."""
+        return values.as_strided(self.local.shape, self.strides, values.storage_offset())
+
+    def view_for(self, values: Tensor) -> Tensor:
+        """`values`, a range of a flat parameter, in its shape; see [Note: storages] in flat_param.py."""
+        if not self.streams:  # a storage of its own over the same memory
+            own = torch_private.from_dlpack(torch_private.to_dlpack(values)) if values.numel() else None
+            values = torch.empty_like(values) if own is None else own
+        return self.shaped(values)
+
+    # Identity.
+
+    def remember(self) -> None:
+        """Records which tensor the parameter is now, and how its elements lie."""
+        self.strides, self._identity = self.local.stride(), self.tensor._cdata
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether `torch.utils.swap_tensors` replaced its tensor. Graphs from before refer to the old one."""
+        return self.tensor._cdata != self._identity
+
+    # Guards; see [Note: guarded parameters] in guard.py.
+
+    def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
+        """Makes its guarded classes, and guards it from now on. Args and result of `class_for` are in guard.py."""
+        self._guarded = class_for(self._kind, streams=self.streams)
+        self._watched = class_for(self._kind, streams=self.streams, runs=True)
+        self.guard()
+
+    def guard(self) -> None:
+        """Makes each use of it be seen, because its unit does not run any more."""
+        self.tensor.__class__ = self._guarded  # type: ignore[assignment]
+
+    def watch(self) -> None:
+        """Makes only `p.data` be seen, because its unit runs."""
+        self.tensor.__class__ = self._watched  # type: ignore[assignment]
+
+    # Versions and writes.
+
+    @property
+    def version_now(self) -> int:
+        """The version of its tensors, which have memory."""
+        version = self.tensor._version
+        return version + self.local._version if self.is_sharded else version
+
+    def data(self) -> Tensor:
+        """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
+        if self._alias is None:
+            alias = DATA.__get__(self.tensor)
+            self._alias = alias, alias._version
+        return self._alias[0].detach()
+
+    def forget_data(self) -> None:
+        """Forgets what `p.data` gave: the parameter lies elsewhere from now on."""
+        self._alias = None
+
+    def forget_writes(self) -> None:
+        """Forgets what others wrote to it until now."""
+        if self._alias is not None:
+            alias = self._alias[0]
+            self._alias = alias, alias._version
+        if self.is_here:
+            self.version = self.version_now
+
+    @property
+    def is_written(self) -> bool:
+        """Whether others wrote to it since `forget_writes`; it is here."""
+        alias = self._alias
+        return self.version_now != self.version or (alias is not None and alias[0]._version != alias[1])
+
+
+def set_versions(held: Iterable[HeldParam], version: int | None) -> None:
+    """Gives parameters a version: that which each had before (None), or one for all."""
+    params = tuple(held)
+    versions = []
+    for one in params:
+        # Of a sharded parameter the local tensor has a part of it.
+        own = one.local._version if one.is_sharded and version is None else 0
+        versions.append(one.version - own if version is None else version)
+    torch_private.set_version_counters(tuple(one.tensor for one in params), tuple(versions))
