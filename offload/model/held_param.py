@@ -182,7 +182,12 @@ class HeldParam:
 
 
 def set_versions(held: Iterable[HeldParam], version: int | None) -> None:
-    """Gives parameters a version: that which each had before (None), or one for all."""
+    """Gives parameters a version.
+
+    Args:
+        held: the parameters.
+        version: one for all of them; None: the one that each had before.
+    """
     params = tuple(held)
     versions = []
     for one in params:
