@@ -35,6 +35,7 @@ class PendingUpdates:
         self._parameters = parameters
         self._transfers = transfers
         self._owner = owner
+        self._health = run.health
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in run.layout.flats}
         for flat in run.layout.flats:
             self._flats_of[flat.unit].append(flat.index)
@@ -69,7 +70,7 @@ class PendingUpdates:
                 for group in self._step.together(list(self._step.pending)):
                     self._step.start_apply(group)
             except BaseException as error:
-                self._owner.failed(error)
+                self._health.fail(error)
                 raise
 
     def apply(self, unit: str) -> None:
@@ -120,7 +121,7 @@ class PendingUpdates:
                         self._finish(flat)
                 except BaseException as error:
                     # Some chunks are a step ahead of others: every later result would be wrong.
-                    self._owner.failed(error)
+                    self._health.fail(error)
                     raise
 
     def _finish(self, flat: int) -> None:

@@ -36,6 +36,7 @@ from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits
 from tests.support.damage import flip
 from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.lost import lose
 from tests.support.processes import run_killed
 from tests.support.simulated_disk import SimulatedDisk
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -159,9 +160,8 @@ class Cuts:
         except PowerCut:
             pass
         for optimizer in made:
-            optimizer._failure = RuntimeError("no power")
             with suppress(OffloadError, PowerCut):
-                optimizer.close()
+                lose(optimizer)
         seed = chance.randrange(1 << 30)
         disk.crash(seed)
         self.files = self.files.after_cut(seed)
