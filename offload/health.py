@@ -139,9 +139,10 @@ class Health:
     def check(self) -> None:
         """Raises: OffloadError if the run cannot go on."""
         self._require_here()
-        if self.state is State.HURT:
-            self._take_over()
-        self._raise_from(State.FAILED)
+        if self._failures or self._hurt:
+            if self.state is State.HURT:
+                self._take_over()
+            self._raise_from(State.FAILED)
 
     def require_mendable(self) -> None:
         """Raises: OffloadError if no rollback helps."""
@@ -164,7 +165,7 @@ class Health:
         return State.HURT if self._hurt else State.SOUND, None
 
     def _require_here(self) -> None:
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: the optimizer works only in the process that made it")
 
     def _take_over(self) -> None:

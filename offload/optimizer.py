@@ -1384,7 +1384,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     @entry
     def _require_usable(self) -> None:
-        if self._health.is_here and not self._health.is_stopped:
+        if self._commits.is_undecided and self._health.is_here and not self._health.is_stopped:
             self._commits.learn_outcome()
         self._health.check()
 

@@ -215,6 +215,11 @@ class Commits:
         self._is_named = False
         self._undecided = None
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a commit was cut off, and `learn_outcome` has something to find out."""
+        return self._undecided is not None
+
     def learn_outcome(self) -> None:
         """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
 
