@@ -96,7 +96,7 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
             engine.register(arena.memory)
             slots = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], slot_arrays)))
         resident, passing = (dict(enumerate(buffers)), []) if folder is None else ({}, buffers)
-        store = stack.enter_context(closing(Store(slot_arrays, resident, passing, slots, work.timeline)))
+        store = stack.enter_context(closing(Store(slot_arrays, resident, passing, slots, work.timeline, work.health)))
         gradients = stack.enter_context(closing(LocalGradients(work, choice.grads)))
         flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
         new_params = NewParameters(work, flats, gradients)

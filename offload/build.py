@@ -23,6 +23,7 @@ from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import gradient_slot_arrays
+from offload.health import Health
 from offload.io.engine import IOEngine
 from offload.io.files import Files
 from offload.io.select import weights
@@ -218,6 +219,7 @@ def build(
     comm: Communicator,
     timeline: Timeline,
     open_engine: OpenEngine,
+    health: Health,
 ) -> Parts:
     """Reserves memory, opens files and makes the parts. Calls no other rank, and does not touch the model.
 
@@ -229,6 +231,7 @@ def build(
         comm: the ranks.
         timeline: counts what runs.
         open_engine: makes the I/O engine, if there are files.
+        health: of the run.
 
     Raises:
         BudgetError: if the system refuses memory, threads or disk space.
@@ -242,7 +245,7 @@ def build(
     # Before there are files: it may be refused its threads.
     kernels = _kernels_for(undo, plan, memory)
     entries = Entries(comm.everyone.size)
-    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries)
+    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries, health)
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
     states = state_slot_arrays(layout, split_master=choice.states.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
@@ -347,11 +350,11 @@ def _state_store(
     memory, timeline = run.memory, run.timeline
     resident, buffers = _memory_of(STATES, placement.states, memory)
     if placement.choice.states.tier > DEVICE:
-        store = Store(slot_arrays, resident, buffers, slots, timeline, is_due=run.commits.is_due)
+        store = Store(slot_arrays, resident, buffers, slots, timeline, run.health, run.commits.is_due)
     else:
         assert memory.device is not None
         beneath = _pool_store(undo, run, STAGED, placement.staged, slot_arrays, slots, 0)
-        store = DeviceStore(slot_arrays, resident, memory.device, beneath, timeline)
+        store = DeviceStore(slot_arrays, resident, memory.device, beneath, timeline, run.health)
     undo.callback(store.close)
     return store
 
@@ -379,7 +382,7 @@ def _pool_store(
     if pool is None:
         return None
     held = None if slots is None else slots.starting_at(first)
-    store = Store(slot_arrays, *_memory_of(name, pool, run.memory), held, run.timeline)
+    store = Store(slot_arrays, *_memory_of(name, pool, run.memory), held, run.timeline, run.health)
     undo.callback(store.close)
     return store
 

@@ -46,15 +46,13 @@ from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
-    CLOSED,
     BudgetError,
-    ClosedError,
     ConfigError,
-    InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
     ResumeError,
 )
+from offload.health import Health
 from offload.held_model import HeldModel, Values
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
@@ -228,9 +226,8 @@ class OffloadZero(torch.optim.Optimizer):
         options = Options.of(locals())  # each argument has the name of its option
         wrapper, model = model, unwrapped(model)
         self._model = model
-        self._pid = os.getpid()
         self._timeline = Timeline()
-        self._failure: BaseException | None = None
+        self._health = Health()
         self._step = 0
         self._skipped = 0
         self._skips_nonfinite = options.nonfinite == "skip"
@@ -238,7 +235,9 @@ class OffloadZero(torch.optim.Optimizer):
         self._first: _First | None = None
         self._adopted = False
         mesh = mesh_of(model.named_parameters()) if isinstance(model, nn.Module) else None
-        self._comm = torch_distributed.connect(options.process_group, timeline=self._timeline, mesh=mesh)
+        self._comm = torch_distributed.connect(
+            options.process_group, timeline=self._timeline, mesh=mesh, health=self._health
+        )
         if options.partition_activations and self._comm.tensor_parallel.size == 1:
             raise ConfigError(
                 "partition_activations=True, and no parameter is a DTensor that several ranks share: shard the model "
@@ -246,6 +245,7 @@ class OffloadZero(torch.optim.Optimizer):
             )
         # The ranks that agree and commit together; with tensor parallelism more than those that share states.
         self._everyone = self._comm.everyone
+        self._health.is_shared = self._everyone.size > 1
         self._undo = undo = ExitStack()
         try:
             given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), options)
@@ -307,7 +307,7 @@ class OffloadZero(torch.optim.Optimizer):
             reading_bytes = 0 if found is None else found.buffer_bytes
             self._placement = place(self._plan.held, self._choice, direct=direct, room=room, reserved=reading_bytes)
             self._parts = parts = build(
-                undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine
+                undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine, self._health
             )
             self._commits = Commits(
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
@@ -328,7 +328,6 @@ class OffloadZero(torch.optim.Optimizer):
         self._owner = Owner(
             step=lambda: self._step,
             require_usable=self._require_usable,
-            failed=self._fail,
             collect=self._finalize_gradients,
             unscale=self._unscale,
         )
@@ -442,7 +441,7 @@ class OffloadZero(torch.optim.Optimizer):
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
         except BaseException as error:
-            self._fail(error)
+            self._health.fail(error)
             raise
         self._step += 1
         for number in active:
@@ -929,7 +928,7 @@ class OffloadZero(torch.optim.Optimizer):
                 self._attached.step_ends(self._step)
             except BaseException as error:
                 if self._everyone.size > 1:
-                    self._fail(error)  # the other ranks will commit this step, and this one cannot
+                    self._health.fail(error)  # the other ranks will commit this step, and this one cannot
                 raise
 
     def commit(self, extra: object = None) -> None:
@@ -986,13 +985,9 @@ class OffloadZero(torch.optim.Optimizer):
         if self._first is not None:
             extra = carried_in(extra)._replace(source=self._first.name)
         prepare = self._held.take_outside_writes
-        try:
-            with self._together():
-                self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
-            self._attached.commit_ends()
-        finally:
-            if self._commits.final is not None:
-                self._fail(self._commits.final)
+        with self._together():
+            self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
+        self._attached.commit_ends()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -1001,7 +996,7 @@ class OffloadZero(torch.optim.Optimizer):
             yield
         except BaseException as error:
             if self._everyone.size > 1 and not isinstance(error, OffloadError):
-                self._fail(error)
+                self._health.fail(error)
             raise
 
     @exclusive_entry("snapshot")
@@ -1057,18 +1052,16 @@ class OffloadZero(torch.optim.Optimizer):
     @exclusive_entry("rollback")
     def _roll_back(self) -> Carried:
         """Returns: what the commit carries of attached objects."""
-        is_alone = self._everyone.size > 1 and self._failure is not None
-        if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_alone:
-            self._require_usable()
+        self._health.require_mendable()
         self._commits.require_last()
         try:
             self._held.abandon()
             carried = self._commits.carried() if self._attached else Carried()
             self._take_progress(self._commits.restore())
         except BaseException as error:
-            self._failure = error
+            self._health.fail(error, replaces=True)
             raise
-        self._failure = None
+        self._health.reset()
         self.zero_grad()
         return carried
 
@@ -1149,7 +1142,7 @@ class OffloadZero(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError: after construction the layout is fixed, and with it the memory and disk reserved."""
         if self._adopted:
-            self._require_open()
+            self._health.require_open()
             raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
         super().add_param_group(param_group)
 
@@ -1207,7 +1200,7 @@ class OffloadZero(torch.optim.Optimizer):
                 )
             return None
         is_committed = self._commits.has(self._step)
-        if isinstance(self._failure, ClosedError):
+        if self._health.is_closed:
             return self._commits.last_id if is_committed else None
         self._require_usable()
         if not is_committed and self._step == 0:
@@ -1249,7 +1242,7 @@ class OffloadZero(torch.optim.Optimizer):
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
         """
-        self._require_open()
+        self._health.require_open()
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"load_state_dict({state_dict!r}): give what state_dict() returned, not a file of it")
         state_dict = dict(state_dict)
@@ -1304,7 +1297,7 @@ class OffloadZero(torch.optim.Optimizer):
                 self._commits.go_back_to(reader, self._steps, self.param_groups)
                 self._commits.name_last()
             except BaseException as error:
-                self._fail(error)
+                self._health.fail(error)
                 raise
         return carried
 
@@ -1327,9 +1320,9 @@ class OffloadZero(torch.optim.Optimizer):
         self._close(tells=True)
 
     def _close(self, *, tells: bool) -> None:
-        if os.getpid() != self._pid:
+        if not self._health.is_here:
             return
-        lines = self._last_words() if tells and self._failure is None and self._everyone.rank == 0 else []
+        lines = self._last_words() if tells and not self._health.is_stopped and self._everyone.rank == 0 else []
         self._close_here()
         with suppress(OSError, ValueError):
             for line in lines:
@@ -1351,11 +1344,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @training_entry
     def _close_here(self) -> None:
-        if isinstance(self._failure, ClosedError):
+        if self._health.is_closed:
             self._end()  # a call that was interrupted left it to this one
             return
         try:
-            if self._failure is None:
+            if not self._health.is_stopped:
                 self._held.pending.apply_all()
                 self._parts.new_params.wait_for_transfers()
                 if self._is_commit_due():
@@ -1364,7 +1357,7 @@ class OffloadZero(torch.optim.Optimizer):
                 is_parked = self._parts.parameters.is_parked
                 self._held.keep_parameters(self._plan.room_at_end(self._placement, is_parked))
         finally:
-            self._failure = ClosedError(CLOSED)
+            self._health.close()
             self._end()
 
     @uninterrupted
@@ -1374,14 +1367,14 @@ class OffloadZero(torch.optim.Optimizer):
         self._owner.let_go()
 
     def __enter__(self) -> Self:
-        self._require_open()
+        self._health.require_open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._everyone.size > 1:
-            self._fail(error)  # the other ranks may be somewhere else: no collective is possible any more
+            self._health.fail(error)  # the other ranks may be somewhere else: no collective is possible any more
         # What is being raised is the cause of any error of the ending.
         with suppress(OffloadError) if error is not None else nullcontext():
             self._close(tells=error is None)
@@ -1389,34 +1382,11 @@ class OffloadZero(torch.optim.Optimizer):
     def __getstate__(self) -> NoReturn:
         raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
 
-    def _fail(self, error: BaseException) -> None:
-        """Makes every later call raise this error: some parameters are a step further than others, or one rank is."""
-        self._failure = self._failure or error
-
-    def _require_open(self) -> None:
-        if isinstance(self._failure, ClosedError):
-            raise self._failure
-
     @entry
     def _require_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError("this is a forked child: the optimizer works only in the process that made it")
-        if isinstance(self._failure, OffloadError):
-            raise self._failure
-        if self._failure is not None:
-            what = f"{self._failure!r} interrupted a step, and left some parameters a step further than others"
-            if self._everyone.size > 1:
-                raise InterruptedStepError(f"{what}: start again on all ranks") from self._failure
-            can_go_back = self._commits.last is not None
-            raise InterruptedStepError.saying_how(what, can_go_back=can_go_back) from self._failure
-        try:
+        if self._commits.is_undecided and self._health.is_here and not self._health.is_stopped:
             self._commits.learn_outcome()
-            self._comm.check()
-            for store in self._parts.stores.all:
-                store.check()
-        except OffloadError as error:
-            self._fail(error)
-            raise
+        self._health.check()
 
 
 class _First(NamedTuple):

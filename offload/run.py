@@ -14,6 +14,7 @@ from offload.choices import CommitChoice
 from offload.devices.copies import Copier
 from offload.entries import Entries
 from offload.errors import CLOSED, ClosedError
+from offload.health import Health
 from offload.io.engine import IOEngine
 from offload.io.files import Files
 from offload.io.select import open_engine
@@ -100,6 +101,7 @@ class Run:
     timeline: Timeline
     files: Files = field(default_factory=Files)
     entries: Entries = field(default_factory=Entries)
+    health: Health = field(default_factory=Health)
 
 
 class Stores(NamedTuple):
@@ -134,14 +136,12 @@ class Owner:
     Attributes:
         step: returns the number of the last step.
         require_usable: raises if the run cannot go on.
-        failed: called with what interrupted an update of the parameters, some of which are a step ahead now.
         collect: waits for all gradients, on all ranks together; returns the numbers of the parameters that have one.
         unscale: called with a GradScaler's found_inf and inverse scale, 0-dim fp32 tensors; writes the first.
     """
 
     step: Callable[[], int]
     require_usable: Callable[[], None]
-    failed: Callable[[BaseException], None]
     collect: Callable[[], list[int]]
     unscale: Callable[[Tensor, Tensor], None]
 
@@ -151,7 +151,7 @@ class Owner:
         So it and its model are no cycle. Both are freed as soon as nobody uses them, not when Python's collector next
         runs.
         """
-        self.step = self.require_usable = self.failed = self.collect = self.unscale = _closed
+        self.step = self.require_usable = self.collect = self.unscale = _closed
 
 
 def _closed(*_: object) -> NoReturn:

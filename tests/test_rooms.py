@@ -12,7 +12,7 @@ ROOT = Path(offload.__file__).parent
 
 FLOORS = [
     ["errors", "torch_2_11", "torch_private", "sizes", "interrupts", "tiers", "regions"],
-    ["options", "choices", "layout", "profiling", "entries"],
+    ["options", "choices", "layout", "profiling", "entries", "health"],
     ["native", "io"],
     ["devices", "storage", "ranks"],
     ["run"],

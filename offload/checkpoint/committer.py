@@ -95,8 +95,7 @@ class Commits:
 
     Args: slots: the swap files; masters, new_params: through which parameters are restored; wanted: from `describe`;
     found: the commit that the run resumes from.
-    Attributes: last: the manifest of the last durable commit, None before the first; final: the error after which
-    neither this run nor a rollback can go on.
+    Attributes: last: the manifest of the last durable commit, None before the first.
     Raises: ResumeError if the commit found is no longer the last one.
     """
 
@@ -119,11 +118,12 @@ class Commits:
         self._masters = masters
         self._new_params = new_params
         self._wanted = wanted
-        self.final: OffloadError | None = None
+        self._health = run.health
         self.last: Manifest | None = None
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
+        # No failure, and so not in the run's health: what may have been decided, until that is known.
         self._undecided: _Attempt | None = None
         self._replaces: str | None = None
         self._is_read_ahead = False
@@ -138,8 +138,7 @@ class Commits:
                 self._source, self._named = found.extra.source, found.extra.named
             self.last = found.manifest
             self._record = None if found.manifest is None else found.commit
-        if self.last is not None:
-            self._tell_stores()
+        self._health.can_go_back = self.last is not None
 
     @property
     def last_id(self) -> str | None:
@@ -171,7 +170,7 @@ class Commits:
         Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), PathError (a
         directory or a swap file was moved, removed or cut off), TierIOError, OtherRankError, RankError; the last commit
         stays what it was, but for a RankError, after which a resume finds this one or the last. After a failed sync or
-        rename nothing else can be done: `final` says so.
+        rename the run's health is final.
         """
         with self._agree():
             self.learn_outcome()
@@ -211,35 +210,35 @@ class Commits:
         """Takes note that `attempt` is the last commit. It may be interrupted anywhere, and is called again then."""
         for store, of in zip(self._stores, attempt.versions, strict=True):
             store.set_committed(of)
-        self._tell_stores()
+        self._health.can_go_back = True
         self.last, self._versions, self._record, self._source = attempt
         self._is_named = False
         self._undecided = None
 
-    def _tell_stores(self) -> None:
-        for store in self._all_stores.all:
-            store.can_go_back()
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a commit was cut off, and `learn_outcome` has something to find out."""
+        return self._undecided is not None
 
     def learn_outcome(self) -> None:
         """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
 
-        Raises: what makes it impossible to go on, as `final`.
+        Raises: what makes it impossible to go on, also after a rollback.
         """
         attempt = self._undecided
-        if attempt is not None and self.final is None:
+        if attempt is not None and not self._health.is_final:
             if self._comm.size > 1:
-                self.final = _cut_off()
+                self._health.fail(_cut_off(), is_final=True)
             else:
                 self._final_if_ambiguous(lambda: self._read_record(attempt))
-        if self.final is not None:
-            raise self.final
+        self._health.require_mendable()
 
     def _read_record(self, attempt: _Attempt) -> None:
         """Takes note of `attempt` if the COMMIT record on the disk is its own: then it was decided."""
         try:
             is_decided = read_commit(self._home, self._files) == attempt.record
         except OffloadError as error:
-            self.final = error
+            self._health.fail(error, is_final=True)
             raise
         if is_decided:
             sync_directory(self._files, self._home)
@@ -293,11 +292,11 @@ class Commits:
         Raises: OtherRankError where nothing was wrong; RankError.
         """
         try:
-            with together(self._comm, STAYS, lambda: self.final is not None):
+            with together(self._comm, STAYS, lambda: self._health.is_final):
                 yield
         except OtherRankError as error:
             if error.is_final:
-                self.final = error
+                self._health.fail(error, is_final=True)
             raise
 
     def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -610,12 +609,13 @@ class Commits:
         except BaseException as raised:
             error = _cause(raised, before)
             if isinstance(error, OffloadError):
-                is_known = isinstance(error, TierIOError) and error.operation not in AMBIGUOUS
-                self.final = self.final if is_known else error
+                if not isinstance(error, TierIOError) or error.operation in AMBIGUOUS:
+                    self._health.fail(error, is_final=True)
             elif error is not None:
-                self.final = TierIOError("sync", error.errno or errno.EIO, str(self._home), 0, 0, str(error))
-            if self._comm.size > 1 and not isinstance(raised, OffloadError) and self.final is None:
-                self.final = _cut_off()
+                unknown = TierIOError("sync", error.errno or errno.EIO, str(self._home), 0, 0, str(error))
+                self._health.fail(unknown, is_final=True)
+            if self._comm.size > 1 and not isinstance(raised, OffloadError):
+                self._health.fail(_cut_off(), is_final=True)  # unless it is already
             raise
 
     def _manifest(

@@ -43,6 +43,7 @@ class PendingUpdates:
         self._parameters = parameters
         self._transfers = transfers
         self._owner = owner
+        self._health = run.health
         self._active: dict[int, list[int]] = {}
         self._order: list[int] = [flat.index for flat in run.layout.flats]
         self._applied: list[int] = []
@@ -78,7 +79,7 @@ class PendingUpdates:
                 for group in self._step.together(list(self._step.pending)):
                     self._step.start_apply(group)
             except BaseException as error:
-                self._owner.failed(error)
+                self._health.fail(error)
                 raise
 
     def apply(self, unit: Unit) -> None:
@@ -140,7 +141,7 @@ class PendingUpdates:
                         self._finish(flat)
                 except BaseException as error:
                     # Some chunks are a step ahead of others: every later result would be wrong.
-                    self._owner.failed(error)
+                    self._health.fail(error)
                     raise
 
     def _finish(self, flat: int) -> None:

@@ -289,7 +289,7 @@ class Step:
         self._bound: dict[int, tuple[_Held, list[Callable[[AdamScalars], Task]]]] = {}
         self._number = 0
         self._started: set[int] = set()
-        self._failure: BaseException | None = None
+        self._health = run.health
         self._worker = None if params.direct else Workers(1, "offload-step")
         # Parameters and gradients need not be waited for, and no part of a master is in a parameter.
         self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
@@ -328,8 +328,9 @@ class Step:
         self._store.expect(work.chunk.index for work in works)
         self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
+            before: Future[None] | None = None
             for work in works:
-                work.done = self._worker.submit(self._run, work)
+                work.done = before = self._worker.submit(self._run_after, before, work)
 
     def together(self, flats: Iterable[int]) -> Iterator[list[int]]:
         """Parts `flats`, which are pending, into groups that `start_apply` takes: more than one where their kernels
@@ -354,8 +355,12 @@ class Step:
         works = [work for flat in flats for work in self._pending[flat]]
         self._params.begin()
         if self._worker is None:
-            for batch in self._batches(works):
-                self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
+            try:
+                for batch in self._batches(works):
+                    self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
+            except BaseException as error:
+                self._health.fail(error)  # here, where no second interrupt has come yet
+                raise
         for work in works:
             if work.done is not None:
                 self._wait_for(work.done, work.chunk)
@@ -372,14 +377,13 @@ class Step:
         del self._pending[flat]
 
     def abandon(self) -> None:
-        """Drops the step under way, and its failure; waits for what has started."""
+        """Drops the step under way; waits for what has started."""
         works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
         for done in works:
             done.cancel()
         wait_for_all(works)
         self._pending = {}
         self._started.clear()
-        self._failure = None
         self._params.abandon()
 
     def move(self) -> None:
@@ -400,11 +404,16 @@ class Step:
                 wait_for_all([done])
         done.result()
 
+    def _run_after(self, before: Future[None] | None, work: _Work) -> None:
+        """In the worker. Args: before: of the chunk before, which has ended; what it raised, this one raises, too."""
+        if before is not None:
+            before.result()
+        self._run(work)
+
     def _run(self, work: _Work) -> None:
         # A split master is half in its lease and half in the parameter, which is read too.
         is_whole = work.is_whole and not self._split_master
         with (
-            self._noting_failure(),
             self._params.writing(work.chunk, step=work.step, is_whole=is_whole) as target,
             self._store.lease(work.chunk.index, step=work.step) as lease,
             self._gradients.shard(work.chunk.index) as grads,
@@ -436,7 +445,6 @@ class Step:
     def _run_together(self, works: Sequence[_Work]) -> None:
         """For what is in RAM. Each chunk is leased while kernels of others run, and no thread waits between two."""
         with (
-            self._noting_failure(),
             ExitStack() as held,
             self._timeline.span("adam_s"),
             self._timeline.event(ADAM, "Adam", chunk=works[0].chunk.index),
@@ -449,16 +457,6 @@ class Step:
             lease.dirty = True
             grads, target = self._gradients.chunk_memory(work.chunk.index), self._params.in_place(work.chunk)
             yield from self._tasks(work, lease, grads, target)
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        if self._failure is not None:
-            raise self._failure
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            raise
 
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
         if current is not None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offload import torch_2_11, torch_private
 from offload.errors import ConfigError, RankError
+from offload.health import Health, PartHealth
 from offload.interrupts import uninterrupted
 from offload.profiling import COLLECTIVES, Event, Timeline
 from offload.ranks.communicator import (
@@ -43,12 +44,13 @@ _GRACE_S = 1.0
 
 
 class _Shared:
-    """What a group shares with its sub-groups: counts, what is under way, and the failure that ended all."""
+    """What a group shares with its sub-groups: counts, what is under way, and whether a collective failed on one, after
+    which none is possible on any."""
 
-    def __init__(self) -> None:
+    def __init__(self, health: PartHealth) -> None:
+        self.health = health
         self.counts: Counter[str] = Counter()
         self.under_way: list[_GroupWork] = []
-        self.failure: RankError | None = None
 
 
 class Group(Communicator):
@@ -60,7 +62,7 @@ class Group(Communicator):
 
     Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError; None: TIMEOUT_S, or
     the group's own timeout where that is shorter. shard_group, replicate_group: see Communicator; what they do is
-    counted here, too.
+    counted here, too. health: of the run; None: the group serves none.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Group(Communicator):
         timeline: Timeline | None = None,
         shard_group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
+        health: Health | None = None,
     ) -> None:
         local_rank, ranks_on_node = rank_on_node(os.environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
@@ -81,7 +84,7 @@ class Group(Communicator):
         own_s = torch_private.timeout_s(members or dist.group.WORLD, self._host)
         self.timeout_s = min(own_s or TIMEOUT_S, TIMEOUT_S) if timeout_s is None else timeout_s
         self._timeline = timeline or Timeline()
-        self._shared = _Shared()
+        self._shared = _Shared((health or Health()).part())
         self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
         self._tensor_parallel: Communicator | None = None
         self._everyone: Group | None = None
@@ -188,30 +191,29 @@ class Group(Communicator):
         if self._everyone is not None:
             self._everyone.close()
         # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
-        if self._own is not None and self.size == dist.get_world_size() and self._shared.failure is None and all(quiet):
+        if self._own is not None and self.size == dist.get_world_size() and self._shared.health.is_sound and all(quiet):
             dist.destroy_process_group(self._own)
             self._own = None
         return all(quiet)
 
     def check(self) -> None:
         """Raises: RankError if a collective failed before."""
-        if self._shared.failure is not None:
-            raise self._shared.failure
+        self._shared.health.check()
 
     def require_device(self, device: torch.device) -> None:
         current = None if device.type == "cpu" else torch.accelerator.current_device_index()
         require_backend(dist.get_backend_config(self._group), device, current)
 
-    def fail(self, name: str, waited_s: float, why: str) -> RankError:
-        """Remembers that no collective is possible any more; returns the error that says so."""
-        if self._shared.failure is None:
-            self._shared.failure = RankError(
+    def fail(self, name: str, waited_s: float, why: str) -> BaseException:
+        """Remembers that no collective is possible any more; returns the RankError that says so, the first one."""
+        return self._shared.health.fail(
+            RankError(
                 f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
                 "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit",
                 collective=name,
                 waited_s=waited_s,
             )
-        return self._shared.failure
+        )
 
     @uninterrupted  # what is under way and not noted would not be waited for
     def _launch(
@@ -328,18 +330,19 @@ def connect(
     timeout_s: float | None = None,
     timeline: Timeline | None = None,
     mesh: DeviceMesh | None = None,
+    health: Health | None = None,
 ) -> Communicator:
     """The communicator of this process.
 
     Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
         all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second is
         `shard_group`, as FSDP2 has them. timeout_s: as Group's. mesh: of the tensor-parallel ranks; None: the model has
-        none.
+        none. health: as Group's.
     Raises: ConfigError if it is neither, if this process is not in it, if a launcher started several processes and
     nobody connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
     """
     if mesh is not None and mesh.size() > 1:
-        return _connect_slice(process_group, mesh, timeout_s, timeline or Timeline())
+        return _connect_slice(process_group, mesh, timeout_s, timeline or Timeline(), health)
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
             raise ConfigError(f"process_group={process_group!r}: call torch.distributed.init_process_group() first")
@@ -354,12 +357,17 @@ def connect(
         return SingleProcess(*rank_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
     replicate_group, shard_group = dimensions or (None, None)
     return Group(
-        members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
+        members,
+        timeout_s=timeout_s,
+        timeline=timeline,
+        shard_group=shard_group,
+        replicate_group=replicate_group,
+        health=health,
     )
 
 
 def _connect_slice(
-    process_group: object | None, mesh: DeviceMesh, timeout_s: float | None, timeline: Timeline
+    process_group: object | None, mesh: DeviceMesh, timeout_s: float | None, timeline: Timeline, health: Health | None
 ) -> Communicator:
     """The data-parallel ranks of a slice. Every process of all slices has to call it; see `connect`."""
     across, own = mesh.get_group(), dist.get_rank()
@@ -395,13 +403,18 @@ def _connect_slice(
     everyone = across if ordered == peers else _new_group(ordered)
     assert isinstance(everyone, dist.ProcessGroup)
     if len(ranks) == 1:
-        whole = Group(everyone, timeout_s=timeout_s, timeline=timeline)
+        whole = Group(everyone, timeout_s=timeout_s, timeline=timeline, health=health)
         parts = whole._subgroup(across)
         assert parts is not None
         return SingleOfSlice(parts, whole)
     replicate_group, shard_group = dimensions or (None, None)
     slice_ = Group(
-        members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
+        members,
+        timeout_s=timeout_s,
+        timeline=timeline,
+        shard_group=shard_group,
+        replicate_group=replicate_group,
+        health=health,
     )
     return slice_.joined_by(across, everyone)
 

@@ -46,7 +46,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.errors import CLOSED, ClosedError, InterruptedStepError, OffloadError, StateError
+from offload.errors import CLOSED, ClosedError, StateError
+from offload.health import Health
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
@@ -301,7 +302,7 @@ class _Books:
     ) -> None:
         store = self._store()
         if error is not None and store is not None:
-            store._fail(error)
+            store._health.fail(error)
 
 
 def _nobody(chunk: int) -> None:
@@ -318,11 +319,13 @@ class Store:
         resident: the memory of the chunks that never leave RAM, by chunk.
         buffers: that the others pass through.
         slots: of the chunks; None if all are resident.
+        health: of the run, of which the store is a part.
         is_due: whether the results of a step are known to be committed, so that resident chunks are written behind it.
 
     The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
     A failure of the disk is raised by the call that meets it and by every later one. What is no OffloadError is raised
-    by the call that it came in; from then on each call raises InterruptedStepError, until `reset`.
+    by the call that it came in; from then on each call raises InterruptedStepError, until `reset`. Other stores of the
+    run go on.
     Attribute: lease_wanted: called with a chunk whose lease has to wait until another one ends, its own or one with a
     buffer, by any thread: who only holds leases until copies have ended gives one back.
     """
@@ -334,6 +337,7 @@ class Store:
         buffers: Sequence[Tensor],
         slots: Slots | None,
         timeline: Timeline,
+        health: Health,
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.lease_wanted: Callable[[int], None] = _nobody
@@ -363,8 +367,7 @@ class Store:
         # Left unfinished, and newer in RAM: nobody has it yet, or somebody holds it now.
         self._unwritten: dict[int, int] = {}
         self._owed: set[int] = set()
-        self._failure: BaseException | None = None
-        self._can_go_back = False
+        self._health = health.part("came while a chunk moved between RAM and disk")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._books = _Books(self)
@@ -431,13 +434,13 @@ class Store:
     @uninterrupted
     def drain(self) -> None:
         """Waits until nothing is under way."""
-        while self._failure is None and (moving := list(self._moving)):
+        while self._health.is_sound and (moving := list(self._moving)):
             self._wait_for_transfer(moving[0])
         self.check()
 
     def _wait_for_transfer(self, chunk: int) -> None:
         with self._waiting_for(chunk):
-            wait_until(self._lock, self._changed, lambda: self._failure is not None or chunk not in self._moving)
+            wait_until(self._lock, self._changed, lambda: not self._health.is_sound or chunk not in self._moving)
 
     def flush(self) -> dict[int, Version]:
         """Writes what is newer in RAM, resident or not, and waits. Returns: which version of each chunk is in its slot.
@@ -466,10 +469,6 @@ class Store:
         with self._lock:
             self._committed = {chunk: version.slot for chunk, version in versions.items()}
 
-    def can_go_back(self) -> None:
-        """Something is committed: whoever meets a failure is told of `rollback()`."""
-        self._can_go_back = True
-
     @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
         """Forgets RAM and failures: chunks are as their slots in `versions` have them, which are committed, or new.
@@ -481,7 +480,7 @@ class Store:
             self._begin_anew(versions)
 
     def _begin_anew(self, versions: Mapping[int, Version]) -> None:
-        self._failure = None
+        self._health.reset()
         self.life += 1
         self._forget_order()
         for left in (self._ahead, self._used, self._retained, self._unwritten, self._owed, self._newer, self._holders):
@@ -499,15 +498,7 @@ class Store:
 
     def check(self) -> None:
         """Raises the failure of a transfer in the background, or InterruptedStepError, if there was one."""
-        if isinstance(self._failure, OffloadError):
-            raise self._failure
-        if self._failure is not None:
-            raise self._interrupted(
-                f"{self._failure!r} came while a chunk moved between RAM and disk"
-            ) from self._failure
-
-    def _interrupted(self, what: str) -> InterruptedStepError:
-        return InterruptedStepError.saying_how(what, can_go_back=self._can_go_back)
+        self._health.check()
 
     @uninterrupted
     def close(self) -> None:
@@ -517,13 +508,9 @@ class Store:
             self._forget_order()
         wait_until(self._lock, self._changed, lambda: not self._moving)
         with self._lock:
-            self._failure = self._failure or ClosedError(CLOSED)
+            self._health.fail(ClosedError(CLOSED))
             self.lease_wanted = _nobody  # it belongs to who holds the leases, and holds this: a cycle
             self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        """The first failure is the cause; others follow from it."""
-        self._failure = self._failure or error
 
     # Everything below is called with the lock held.
 
@@ -590,7 +577,7 @@ class Store:
             holder = self._holders.get(chunk)
             if holder is not None and holder() is None:
                 # What another thread threw in has parted the lease from its holder: nobody will give it back.
-                raise self._interrupted(f"the lease of chunk {chunk} was lost")
+                raise self._health.interrupted(f"the lease of chunk {chunk} was lost")
         if state not in (Residency.EMPTY, Residency.STORED):
             return False
         if chunk not in self._resident and not self._free:
@@ -666,7 +653,7 @@ class Store:
             return
         uses = ((use.chunk, use.is_fresh) for use in self._ahead)
         for chunk, is_read, taken in reservations(uses, self._buffers):
-            if len(self._free) <= left_free + taken or self._failure is not None:
+            if len(self._free) <= left_free + taken or not self._health.is_sound:
                 return
             state = self._table[chunk]
             if state is Residency.EMPTY and is_read:
@@ -717,7 +704,7 @@ class Store:
                     self._free.append(self._buffers.pop(chunk))
                 self._read_ahead()
             except BaseException as error:
-                self._fail(error)  # a future's callback would swallow it
+                self._health.fail(error)  # a future's callback would swallow it
             self._changed.notify_all()
 
     def _bytes(self, chunk: int) -> memoryview:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import BudgetError
+from offload.health import Health
 from offload.interrupts import uninterrupted
 from offload.profiling import Timeline
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
@@ -69,6 +70,7 @@ class DeviceStore(Store):
         resident: the memory of all chunks, by chunk.
         arena: of which that memory is a part.
         beneath: the store in RAM that commits go through; None without commits.
+        health: of the run.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class DeviceStore(Store):
         arena: Lender,
         beneath: Store | None,
         timeline: Timeline,
+        health: Health,
     ) -> None:
-        super().__init__(slot_arrays, resident, (), None, timeline)
+        super().__init__(slot_arrays, resident, (), None, timeline, health)
         self._arena = arena
         self._beneath = beneath
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
@@ -127,11 +130,6 @@ class DeviceStore(Store):
 
     def set_committed(self, versions: Mapping[int, Version]) -> None:
         self._committing.set_committed(versions)
-
-    def can_go_back(self) -> None:
-        super().can_go_back()
-        if self._beneath is not None:
-            self._beneath.can_go_back()
 
     def reset(self, versions: Mapping[int, Version]) -> None:
         super().reset({})

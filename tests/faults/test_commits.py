@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -19,6 +20,7 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import (
+    ClosedError,
     ConfigError,
     CorruptionError,
     InterruptedStepError,
@@ -27,6 +29,7 @@ from offload.errors import (
     ResumeError,
     TierIOError,
 )
+from offload.health import State
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.planner import least_cpu_memory
@@ -36,6 +39,7 @@ from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits
 from tests.support.damage import flip
 from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.lost import lose
 from tests.support.processes import run_killed
 from tests.support.simulated_disk import SimulatedDisk
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -159,9 +163,8 @@ class Cuts:
         except PowerCut:
             pass
         for optimizer in made:
-            optimizer._failure = RuntimeError("no power")
             with suppress(OffloadError, PowerCut):
-                optimizer.close()
+                lose(optimizer)
         seed = chance.randrange(1 << 30)
         disk.crash(seed)
         self.files = self.files.after_cut(seed)
@@ -284,6 +287,28 @@ def test_rollback_recovers_from_a_failed_write_of_what_is_not_committed(
     assert_same(expected, bits(model, optimizer))
     one_step(model, optimizer)
     optimizer.commit()
+
+
+def test_closing_raises_what_failed_behind_the_calls_and_commits_nothing(make: Make, disk: FaultyEngine) -> None:
+    """No call has raised it so far, so that nobody would know why the last step is not committed."""
+    model = Tiny()
+    optimizer = make(model, commit_every=2)
+    one_step(model, optimizer, 0)
+    optimizer.synchronize()
+    one_step(model, optimizer, 1)
+    disk.fail("write", errno.ENOSPC, nth=4)  # of the last chunk
+    for param in model.parameters():
+        param.sum().item()  # applies the update
+    health = optimizer._parts.run.health
+    while health.state is not State.HURT:
+        time.sleep(0.01)
+    with pytest.raises(TierIOError) as caught:
+        optimizer.close()
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(ClosedError):
+        optimizer.step()
+    with on_disk(engine=FaultyEngine()), make(Tiny(), commit_every=2, resume="auto") as again:
+        assert again.resumed is None
 
 
 def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

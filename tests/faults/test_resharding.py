@@ -24,6 +24,7 @@ from tests.faults.test_commits import committed, kill
 from tests.support.damage import flip
 from tests.support.disks import FreeFiles, SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.lost import lose
 from tests.support.simulated_files import PowerCut
 
 LARGER = Tuning(chunk="12KiB", threads=1)
@@ -190,8 +191,7 @@ def test_a_first_commit_and_the_start_after_it_may_both_be_cut_off_anywhere(tmp_
         with switched.switched(files), suppress(PowerCut):
             optimizer.commit({"seen": 1})
         with switched.switched(Counted(0)):
-            optimizer._failure = RuntimeError("killed")
-            optimizer.close()
+            lose(optimizer)
         is_committed = (first / "a" / COMMIT_NAME).exists()
         if [*(first / "b").glob("manifest-*.json")]:
             with on_disk(Counted(1000), Dying(1)), suppress(PowerCut, OffloadError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 
 from offload.grads.local import LocalGradients
+from offload.native import Task
 from offload.optim import reference
 from offload.optim.adam import NewParameters, Step
 from offload.storage.swap_format import state_slot_arrays
@@ -128,3 +131,53 @@ def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() 
     # From zero masters: lr downwards, whatever the gradient.
     assert np.allclose(flats[0][: NUMELS[0]].float().numpy(), -1e-2, rtol=1e-2)
     assert flats[0][NUMELS[0] :].eq(1).all()
+
+
+@pytest.mark.parametrize("copies", ["in place", "late"])
+def test_what_a_chunk_meets_ends_the_step_and_another_can_begin(copies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker runs no chunk after the one that failed, and whoever uses any of them is told. Kernels that write into
+    the model leave it half a step further: the run says so at once."""
+    numels = (700, 64, 1000)
+    layout = layout_of(numels, units=["a", "b", "c"], chunk_numel=1024)
+    run = run_of(layout, copier=LateCopier(1) if copies == "late" else None, tier="cpu")
+    store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
+    flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
+    gradients = LocalGradients(run, run.choice.grads)
+    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
+    came, calls = RecursionError("maximum recursion depth exceeded"), []
+    kernels_run = run.kernels.run
+
+    def get_gradients() -> None:
+        for param, numel in enumerate(numels):
+            gradients.accumulate(param, torch.ones(numel, dtype=torch.bfloat16))
+        gradients.finalize(range(len(numels)))
+
+    def begin() -> None:
+        step.begin(1, dict.fromkeys(range(len(numels)), (0, 1, 1.0)), [GROUP], 1.0, range(len(numels)))
+
+    def failing(tasks: Iterable[Task]) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise came
+        kernels_run(tasks)
+
+    get_gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr(run.kernels, "run", failing)
+        begin()
+        step.apply(0)
+        for flat in (1, 2) if copies == "late" else (1,):
+            with pytest.raises(RecursionError) as caught:
+                step.apply(flat)
+            assert caught.value is came
+        assert len(calls) == 2
+    assert run.health.is_stopped == (copies == "in place")
+    step.abandon()
+    gradients.reset()
+    get_gradients()
+    begin()
+    for flat in (0, 1, 2):
+        step.apply(flat)
+    assert all(flat[:numel].lt(0).all() for flat, numel in zip(flats, numels, strict=True))
+    step.close()
+    gradients.close()

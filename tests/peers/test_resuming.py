@@ -23,6 +23,7 @@ from tests.peers.devices import ON_CPU, alone
 from tests.peers.test_frameworks import SmallLm, adamw, tokens
 from tests.peers.test_transformers import gpt2
 from tests.support.device import DEVICE
+from tests.support.lost import lose
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers")
@@ -69,8 +70,7 @@ class Holds:
     def lose(self) -> None:
         """As when the process is killed: nothing more is committed, and the files are free."""
         assert self.last is not None
-        self.last._fail(StoppedError())
-        self.last.close()
+        lose(self.last)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from offload.devices.copies import HostCopier
 from offload.errors import TierIOError
+from offload.health import Health
 from offload.io.engine import IOEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
@@ -38,9 +39,10 @@ def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[Dev
     slots = Stripes(engine, [path], [1.0], slot_arrays, RunFiles(slots_per_chunk=2))
     ram, arena = Arena(MIB, HostCopier()), DeviceArena(MIB, CPU)
     passing = [ram.carve(max(slot.nbytes for slot in slot_arrays)) for _ in range(buffers)]
-    beneath = Store(slot_arrays, {}, passing, slots, Timeline())
+    health = Health()
+    beneath = Store(slot_arrays, {}, passing, slots, Timeline(), health)
     resident = {chunk: arena.carve(slot.nbytes) for chunk, slot in enumerate(slot_arrays)}
-    store = DeviceStore(slot_arrays, resident, arena, beneath, Timeline())
+    store = DeviceStore(slot_arrays, resident, arena, beneath, Timeline(), health)
     try:
         yield store
     finally:

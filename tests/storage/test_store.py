@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from offload.devices.copies import HostCopier
 from offload.errors import ClosedError, CorruptionError, InterruptedStepError, OffloadError, TierIOError
+from offload.health import Health, State
 from offload.io.engine import IOEngine
 from offload.io.threads import ThreadEngine
 from offload.profiling import Timeline
@@ -42,13 +43,15 @@ def store_on(
     kept: frozenset[int] = frozenset(),
     timeline: Timeline | None = None,
     due: Collection[int] = (),
+    health: Health | None = None,
 ) -> Iterator[Store]:
     slot_arrays = [SlotArrays(numel) for numel in NUMELS]
     slots = Stripes(engine, [path], [1.0], slot_arrays)
     arena = Arena(MIB, HostCopier())
     resident = {chunk: arena.carve(slot_arrays[chunk].nbytes) for chunk in sorted(kept)}
     passing = [arena.carve(max(slot.nbytes for slot in slot_arrays)) for _ in range(buffers)]
-    store = Store(slot_arrays, resident, passing, slots, timeline or Timeline(), is_due=due.__contains__)
+    timeline, health = timeline or Timeline(), health or Health()
+    store = Store(slot_arrays, resident, passing, slots, timeline, health, due.__contains__)
     try:
         yield store
     finally:
@@ -57,8 +60,13 @@ def store_on(
 
 
 @pytest.fixture
-def store(engine: FaultyEngine, tmp_path: Path) -> Iterator[Store]:
-    with store_on(engine, tmp_path / "run") as made:
+def health() -> Health:
+    return Health()
+
+
+@pytest.fixture
+def store(engine: FaultyEngine, tmp_path: Path, health: Health) -> Iterator[Store]:
+    with store_on(engine, tmp_path / "run", health=health) as made:
         yield made
 
 
@@ -381,6 +389,32 @@ def test_a_failure_is_raised_at_every_call_from_then_on(
         store.check()
 
 
+def test_a_failure_behind_the_calls_stops_the_run_and_its_own_store_alone(
+    store: Store, engine: FaultyEngine, health: Health, tmp_path: Path
+) -> None:
+    """A resume, a rollback or a closing may still need what the other stores have."""
+    with store_on(FaultyEngine(), tmp_path / "other", health=health) as other:
+        use_all(store, 1)
+        versions = store.flush()
+        store.set_committed(versions)
+        use_all(other, 1)
+        engine.fail("write", errno.ENOSPC, 0)
+        with suppress(TierIOError):
+            use_all(store, 2)
+        assert health.state is State.HURT
+        use_all(other, 2)
+        with pytest.raises(TierIOError) as own:
+            store.drain()
+        with pytest.raises(TierIOError) as said:
+            health.check()
+        assert said.value is own.value
+        store.reset(versions)
+        assert health.state is State.FAILED  # until all of the run is of one step
+        health.reset()
+        health.check()
+        use_all(store, 2)
+
+
 @pytest.mark.parametrize("fault", ["flip", "lose", "tear"])
 def test_damage_done_on_the_way_is_raised_at_the_next_read(store: Store, engine: FaultyEngine, fault: str) -> None:
     use_all(store, 1)
@@ -436,7 +470,7 @@ def test_whoever_waits_for_a_chunk_learns_that_the_store_was_closed(store: Store
 
 
 def test_what_no_disk_said_is_raised_once_and_then_names_the_way_out(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_all(store, 1)
     versions = store.flush()
@@ -453,7 +487,7 @@ def test_what_no_disk_said_is_raised_once_and_then_names_the_way_out(
     with pytest.raises(InterruptedStepError, match="new OffloadZero") as caught:
         store.drain()
     assert caught.value.__cause__ is came
-    store.can_go_back()
+    health.can_go_back = True
     with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"), store.lease(1, step=2):
         pass
     store.reset(versions)

@@ -92,4 +92,4 @@ def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | No
 def store_in_ram(run: Run, slot_arrays: Sequence[SlotArrays]) -> Store:
     """All chunks are kept, so it has no swap file."""
     memory = {number: run.memory.ram.carve(slot.nbytes) for number, slot in enumerate(slot_arrays)}
-    return Store(slot_arrays, memory, (), None, run.timeline)
+    return Store(slot_arrays, memory, (), None, run.timeline, run.health)
