@@ -17,11 +17,11 @@ from hypothesis import settings
 
 from tests import simulated_device
 from tests.support.cases import covering
-from tests.support.device import DEVICE
+from tests.support.device import DEVICE, load_simulated
 from tests.support.ranks import Worlds
 
 if simulated_device.is_wanted():
-    simulated_device.load()  # before the first backward
+    load_simulated()  # before the first backward
 
 if DEVICE.startswith("cuda"):
     # The same bits are promised "with torch's own determinism settings fixed": a convolution may add with atomics else.
