@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
+from offload.planner.explain import plan_of
 from tests.support.late_copier import LateCopier
 from tests.support.released import has_no_values
 from tests.support.streamed import Streams, Watched, finish, state_of, train
@@ -100,13 +101,15 @@ def test_a_layer_larger_than_the_device_budget_is_tiled_by_itself(
     keys = list(model.state_dict())
     weight = 2 * 64 * 3000
     memory = weight // 2
-    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", device_memory=memory) as optimizer:
+    options: dict[str, Any] = {"path": tmp_path / "run", "param_tier": "nvme", "device_memory": memory}
+    planned = plan_of(model, direct=False, **options).place()
+    with OffloadZero(model, **options) as optimizer:
         assert "run in tiles" in capsys.readouterr().err
         for count in range(3):
             squares(model, batch(count), count).backward()
             finish(optimizer)
         stats = optimizer.stats()
-        assert weight / 20 < stats["peak_device_bytes"] <= optimizer._placement.device_bytes <= memory
+        assert weight / 20 < stats["peak_device_bytes"] <= planned.device_bytes <= memory
         assert {name: (type(module), list(module._parameters)) for name, module in model.named_modules()} == before
         assert list(model.state_dict()) == keys
         assert model.state_dict()["1.weight"].shape == (3000, 64)
