@@ -16,7 +16,7 @@ from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
 from offload.planner.explain import plan_of
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.released import has_no_values
 from tests.support.streamed import Streams, Watched, finish, state_of, train
 from tests.support.toy import WIDTH, Checkpointed, Net, batch, squares
@@ -92,9 +92,9 @@ def test_gradients_in_slots_change_no_bit(streams: Streams, tmp_path: Path) -> N
 
 
 def test_a_layer_larger_than_the_device_budget_is_tiled_by_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copied_by: CopiedBy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    copied_by(lambda: LateCopier(1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 3000), nn.Linear(3000, 64), nn.Linear(64, 3))
     before = {name: (type(module), list(module._parameters)) for name, module in model.named_modules()}

@@ -18,7 +18,7 @@ from offload.options import Options
 from offload.planner.choice import ModelShape, choose, least_cpu_memory
 from offload.planner.explain import plan_of
 from offload.sizes import option_bytes, parse_bytes
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.streamed import finish
 from tests.support.toy import Block, Checkpointed, Net, batch, squares
 
@@ -42,9 +42,9 @@ UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
 def test_the_device_holds_what_the_plan_said(
-    reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    reentrant: bool | None, prefetch: int, units: str, copied_by: CopiedBy, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    copied_by(lambda: LateCopier(1))
     model = Net(8) if reentrant is None else Checkpointed((2,) * 4, reentrant)
     model.blocks[0].up.requires_grad_(False)
     tuning = Tuning(chunk="4KiB", threads=1, prefetch_chunks=prefetch, prefetch_units=prefetch, units=UNITS[units])
