@@ -130,9 +130,10 @@ def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dty
     model = nn.Linear(inputs, outputs, bias=bias)
     nbytes = tile * inputs * dtype.itemsize
     options: dict[str, Any] = {"compute_dtype": dtype, "param_tier": "cpu", "tuning": tuning(1, nbytes)}
+    layout = plan_of(model, direct=True, **options).layout
+    tiles = len(layout.slices) - len(layout.flats)
+    assert tiles == outputs // tile
     with OffloadZero(model, **options) as optimizer:
-        tiles = len(optimizer._layout.slices) - len(optimizer._layout.flats)
-        assert tiles == outputs // tile
         with optimizer.gathered(model):
             w = model.weight.detach().double().clone()
             b = model.bias.detach().double().clone() if bias else torch.zeros(outputs, dtype=torch.float64)
@@ -208,8 +209,9 @@ def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_pa
             return self.head(self.embed(x)) + self.layer(self.embed(x))
 
     model = Tied()
-    with OffloadZero(model, param_tier="cpu", tuning=tuning(1, 4096)) as optimizer:
-        assert {one.flat for one in optimizer._layout.slices if one.is_tile} == {1}
+    options: dict[str, Any] = {"param_tier": "cpu", "tuning": tuning(1, 4096)}
+    assert {one.flat for one in plan_of(model, direct=True, **options).layout.slices if one.is_tile} == {1}
+    with OffloadZero(model, **options) as optimizer:
         model(torch.arange(9)).float().mean().backward()
         finish(optimizer)
     with pytest.raises(BudgetError, match=r"units are not enough: embed takes 31\.25 KiB at once"):
