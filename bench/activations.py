@@ -29,7 +29,7 @@ from bench.limits import Disk
 from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, ratio, run, scratch, spread
 from offload import OffloadZero, Tuning
 from offload.cli.timeline_plot import timeline_picture
-from offload.models.gpt import GPT, PRESETS, VOCABULARY, GPTConfig
+from offload.demo.gpt import GPT, PRESETS, VOCABULARY, GPTConfig
 from offload.sizes import MIB, format_bytes
 
 ROOM = 4

@@ -19,8 +19,8 @@ from typing import Any
 
 from bench.report import note
 from offload.cli.io_speed import HUGE_PAGES
-from offload.cli.text import load_text
-from offload.models.gpt import GPT, GPTConfig
+from offload.demo.gpt import GPT, GPTConfig
+from offload.demo.text import load_text
 
 CHILD = Path(__file__).with_name("trainer.py")
 LR, SEED = 3e-5, 0

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.gpu import FULL, GB, GIB, LAST_CHARACTERS, MIB, PLACEMENTS, TINY, TOYS, Options, Sizes, cases
 from bench.gpu_machine import gpu
-from offload.models.gpt import GPT, VOCABULARY, GPTConfig
+from offload.demo.gpt import GPT, VOCABULARY, GPTConfig
 
 TOY_STEPS = 6
 TOY_LR, TOY_CLIP = 1e-2, 0.5

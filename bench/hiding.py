@@ -37,7 +37,7 @@ from bench.contest import Block, Contestant, Entry, parameters, started, turns, 
 from bench.limits import Adam, Disk
 from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, ratio, run, scratch, spread
 from offload.cli.timeline_plot import timeline_picture
-from offload.models.gpt import PRESETS
+from offload.demo.gpt import PRESETS
 from offload.sizes import parse_bytes
 
 NVME, TORCH = "offload, NVMe", "torch, fp32 masters in RAM"

@@ -24,7 +24,7 @@ from bench.contest import parameters
 from bench.report import Folder, Json, Report, Save, Table, scratch
 from bench.trainer import peak_rss_bytes
 from offload import OffloadZero, Tuning
-from offload.models.gpt import GPT, GPTConfig, initial_values
+from offload.demo.gpt import GPT, GPTConfig, initial_values
 from offload.sizes import MIB, format_bytes
 
 WIDTH, HEADS, CONTEXT = 768, 12, 64

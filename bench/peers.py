@@ -26,7 +26,7 @@ if __name__ == "__main__":
 from bench.contest import Block, Contestant, Entry, parameters, started, turns, versions_of
 from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, ratio, run, scratch, spread
 from offload.cli.plots import new_figure
-from offload.models.gpt import GPT, GPTConfig
+from offload.demo.gpt import GPT, GPTConfig
 from offload.planner.machine import free_memory
 from offload.sizes import MIB, format_bytes
 

@@ -47,8 +47,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.cli.text import Batches
-from offload.models.gpt import GPT, GPTConfig
+from offload.demo.gpt import GPT, GPTConfig
+from offload.demo.text import Batches
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
 Spec = dict[str, Any]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.recovery import Start
 from offload.choices import Choice
-from offload.devices.copies import Copier, HostCopier, accelerator, copier_for, stream_handle
+from offload.devices.copies import COPIER_FOR, Copier, HostCopier, accelerator, stream_handle
 from offload.entries import Entries
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
@@ -156,7 +156,7 @@ def plan_run(
     require_on_mesh(on, shape.specs, shape.params)
     comm.require_device(on)
     replicas = replicas_of(first_choice, ranks=comm.size, rows=comm.replicate_group.size)
-    copier = copier_for(on)
+    copier = COPIER_FOR.get()(on)
     model_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
     available = model_bytes + _free_on_device(copier, nodes) // 2
     room = shape.room(options, available, ranks_on_node=nodes)

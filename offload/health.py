@@ -86,7 +86,11 @@ class Health:
         self._hurt: dict[PartHealth, BaseException] = {}  # the first of each part
 
     def part(self, what: str = "failed") -> PartHealth:
-        """The health of a part of the run. Args: what: an error that is none of this library's did there."""
+        """The health of a part of the run.
+
+        Args:
+            what: what an error that is none of this library's did there, for its message.
+        """
         part = PartHealth(self, self._hurt, what)
         self._parts.append(part)
         return part
@@ -115,7 +119,7 @@ class Health:
         return self.state is State.CLOSED
 
     def fail(self, error: BaseException, *, is_final: bool = False, replaces: bool = False) -> None:
-        """Every call raises this error from now on. The caller raises it.
+        """Makes every call raise this error from now on. The caller raises it.
 
         Args:
             error: what cut it off.
@@ -129,15 +133,19 @@ class Health:
             self._failures.setdefault(state, error)
 
     def reset(self) -> None:
-        """A rollback succeeded."""
+        """Forgets failures that a rollback has mended."""
         self._failures.pop(State.FAILED, None)
 
     def close(self) -> None:
-        """The optimizer is closed. What failed before is forgotten: it keeps the frames that it came through alive."""
+        """Makes every call raise ClosedError. Earlier failures are forgotten: they keep frames alive."""
         self._failures = {State.CLOSED: ClosedError(CLOSED)}
 
     def check(self) -> None:
-        """Raises: OffloadError if the run cannot go on."""
+        """Requires that the run can go on.
+
+        Raises:
+            OffloadError: if the run cannot go on.
+        """
         self._require_here()
         if self._failures or self._hurt:
             if self.state is State.HURT:
@@ -145,16 +153,28 @@ class Health:
             self._raise_from(State.FAILED)
 
     def require_mendable(self) -> None:
-        """Raises: OffloadError if no rollback helps."""
+        """Requires that it can go on, or that a rollback helps.
+
+        Raises:
+            OffloadError: if no rollback helps.
+        """
         self._require_here()
         self._raise_from(State.FINAL)
 
     def require_open(self) -> None:
-        """Raises: ClosedError after `close`."""
+        """Requires that it is not closed.
+
+        Raises:
+            ClosedError: after `close`.
+        """
         self._raise_from(State.CLOSED)
 
     def interrupted(self, what: str) -> InterruptedStepError:
-        """An error that says what to do. Args: what: happened."""
+        """An error that says what to do.
+
+        Args:
+            what: what happened.
+        """
         return InterruptedStepError.saying_how(what, can_go_back=self.can_go_back)
 
     def _worst(self) -> tuple[State, BaseException | None]:
@@ -169,7 +189,7 @@ class Health:
             raise ClosedError("this is a forked child: the optimizer works only in the process that made it")
 
     def _take_over(self) -> None:
-        """The failure of a part is the run's from now on."""
+        """Makes the failure of a part the run's."""
         for part in self._parts:
             try:
                 part.check()
@@ -193,7 +213,10 @@ class Health:
 class PartHealth:
     """The health of a part of a run: a store, or the ranks. It does not know what else has failed.
 
-    Args: failures: of all parts of the run; what: see `Health.part`.
+    Args:
+        health: of the run.
+        failures: the first of each part of the run.
+        what: see `Health.part`.
     """
 
     def __init__(self, health: Health, failures: dict[PartHealth, BaseException], what: str) -> None:
@@ -206,11 +229,22 @@ class PartHealth:
         return self not in self._failures
 
     def fail(self, error: BaseException) -> BaseException:
-        """The part cannot go on, and so the run. Returns: the first failure, which counts."""
+        """Makes the part, and with it the run, refuse work from now on.
+
+        Args:
+            error: what failed.
+
+        Returns:
+            The first failure, which counts.
+        """
         return self._failures.setdefault(self, error)
 
     def check(self) -> None:
-        """Raises: OffloadError if this part cannot go on."""
+        """Requires that this part can go on.
+
+        Raises:
+            OffloadError: if this part cannot go on.
+        """
         error = self._failures.get(self)
         if isinstance(error, OffloadError):
             raise error
@@ -218,7 +252,7 @@ class PartHealth:
             raise self.interrupted(f"{error!r} {self._what}") from error
 
     def reset(self) -> None:
-        """The part begins anew."""
+        """Lets the part begin anew."""
         self._failures.pop(self, None)
 
     def interrupted(self, what: str) -> InterruptedStepError:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 # Before torch is imported, here and in processes that tests start. Models are tiny: threads of torch's wait for each
@@ -17,11 +18,12 @@ from hypothesis import settings
 
 from tests import simulated_device
 from tests.support.cases import covering
-from tests.support.device import DEVICE
+from tests.support.device import DEVICE, load_simulated
+from tests.support.late_copier import CopiedBy, copying_by
 from tests.support.ranks import Worlds
 
 if simulated_device.is_wanted():
-    simulated_device.load()  # before the first backward
+    load_simulated()  # before the first backward
 
 if DEVICE.startswith("cuda"):
     # The same bits are promised "with torch's own determinism settings fixed": a convolution may add with atomics else.
@@ -69,6 +71,13 @@ def worlds() -> Iterator[Worlds]:
     made = Worlds()
     yield made
     made.close()
+
+
+@pytest.fixture
+def copied_by() -> Iterator[CopiedBy]:
+    """`copied_by(lambda: LateCopier(1))`: the OffloadZeros that the test makes from there on copy by it."""
+    with ExitStack() as until_the_end:
+        yield lambda make: until_the_end.enter_context(copying_by(make))
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,8 @@ NAMED = ("Args", "Raises", "Attributes")
 WITH_INLINE_SECTIONS = {
     "checkpoint",
     "cli",
+    "demo",
     "layout.py",
-    "models",
     "optim",
     "optimizer.py",
     "planner/placement.py",

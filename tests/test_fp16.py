@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from offload import OffloadZero, ResumeError, Tuning
 from offload.cli.main import app
 from offload.planner import least_cpu_memory
+from offload.planner.explain import plan_of
 from tests.support.toy import Net, batch
 
 OPTIONS: dict[str, Any] = {"compute_dtype": torch.float16, "tuning": Tuning(chunk="4KiB", threads=1)}
@@ -36,9 +37,11 @@ def test_fp16_takes_the_bytes_that_bf16_takes(param_tier: str, accumulation: int
     for dtype in (torch.float16, torch.bfloat16):
         options = OPTIONS | {"compute_dtype": dtype, "accumulation": accumulation, "param_tier": param_tier}
         memory = least_cpu_memory(Net(), **options)
-        with OffloadZero(Net(), path=tmp_path / str(dtype), cpu_memory=memory, **options) as optimizer:
-            place = optimizer._placement
-            found.append((memory, place.device_bytes, place.read_bytes, place.written_bytes))
+        options |= {"path": tmp_path / str(dtype), "cpu_memory": memory}
+        planned = plan_of(Net(), direct=True, **options).place()
+        with OffloadZero(Net(), **options) as optimizer:
+            assert optimizer.stats()["disk_bytes"] == planned.disk_bytes
+            found.append((memory, planned.device_bytes, planned.read_bytes, planned.written_bytes))
     assert found[0] == found[1]
 
 

@@ -21,7 +21,7 @@ FLOORS = [
     ["planner", "checkpoint"],
     ["build", "held_model"],
     ["optimizer"],
-    ["models", "integrations", "cli"],
+    ["demo", "integrations", "cli"],
 ]
 """Files and folders of offload/, from the ground up: each may import lower ones, and those before it on its floor."""
 
@@ -111,6 +111,22 @@ def test_imports_go_only_downwards() -> None:
             other = parts[1] if parts[1] in floor else "optimizer"
             if other != room and floor[other] >= floor[room]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_the_demo_has_only_what_every_user_has() -> None:
+    """Names that `offload` exports, and no private attribute of another object: it is an example, too."""
+    public = {f"offload.{name}" for name in offload.__all__}
+    wrong = []
+    for path in sorted((ROOT / "demo").glob("*.py")):
+        where = path.relative_to(ROOT)
+        ours = [name for name in imports(path) if name.split(".")[0] == "offload"]
+        wrong += [
+            f"{where} imports {name}" for name in ours if not name.startswith("offload.demo.") and name not in public
+        ]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self":
+                wrong.append(f"{where}:{node.lineno} uses {ast.unparse(node)}")
     assert not wrong
 
 

@@ -28,7 +28,7 @@ from offload.errors import ClosedError, ConfigError, PathError
 from offload.planner import least_cpu_memory
 from offload.profiling import ADAM, GRADIENTS, PHASES, SUMS, TO_DEVICE, TO_HOST, WAITS, Timeline
 from tests.support import late_copier
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import take_step
 from tests.support.training import Run, train
 
@@ -202,7 +202,7 @@ def test_every_wait_says_for_which_chunk_and_tier(recorded: tuple[Trace, dict[st
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_copies_between_host_and_device_have_lanes_of_their_own(
-    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied_by: CopiedBy
 ) -> None:
     finish = late_copier._LateCopy.wait
 
@@ -211,7 +211,7 @@ def test_copies_between_host_and_device_have_lanes_of_their_own(
         finish(copied)
 
     monkeypatch.setattr(late_copier._LateCopy, "wait", slowly)
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(3))
+    copied_by(lambda: LateCopier(3))
     model = build()
     with open_optimizer(model, tmp_path, accumulation=accumulation, cpu_memory="64MiB") as optimizer:
         with optimizer.timeline(tmp_path / "t.json"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offload import AccumulationError, ClosedError, ConfigError, OffloadZero, ResumeError, Tuning
 from offload.planner import least_cpu_memory
+from offload.planner.explain import plan_of
 from tests.support import models
 from tests.support.toy import take_step
 
@@ -366,9 +367,10 @@ def test_every_step_really_moves_24_bytes_a_parameter(tmp_path: Path) -> None:
 
 def test_memory_held_is_what_the_plan_said(tmp_path: Path) -> None:
     model = mlp()
-    with OffloadZero(model, tier="nvme", path=tmp_path / "run", tuning=Tuning(chunk="4KiB")) as optimizer:
-        stats = optimizer.stats()
-        assert stats["peak_cpu_bytes"] == optimizer._placement.arena_bytes == optimizer._parts.run.memory.ram.used
+    options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": Tuning(chunk="4KiB")}
+    planned = plan_of(model, direct=True, **options).place()
+    with OffloadZero(model, **options) as optimizer:
+        assert optimizer.stats()["peak_cpu_bytes"] == planned.arena_bytes
 
 
 def test_close_unhooks_the_model_and_may_be_called_twice() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.cli.options import PlanOptions
+from offload.demo.gpt import GPT, PRESETS
 from offload.errors import ConfigError
 from offload.model.units import ROOT, blocks_of, encloses
-from offload.models import GPT, PRESETS
 
 
 @dataclass(frozen=True)

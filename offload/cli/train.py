@@ -125,6 +125,6 @@ def train(
         checkpoint_activations=checkpoint_activations,
         activation_tier=activation_tier,
     )
-    from offload.cli.loop import run
+    from offload.cli.train_run import run
 
     run(options, as_json=json)

@@ -18,6 +18,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -364,3 +365,8 @@ class DeviceCopier(Copier):
 def copier_for(device: torch.device) -> Copier:
     """The copier for a model on `device`."""
     return HostCopier() if device.type == "cpu" else DeviceCopier(device)
+
+
+COPIER_FOR: ContextVar[Callable[[torch.device], Copier]] = ContextVar("offload.copier_for", default=copier_for)
+"""What makes the copier of the runs that are made in this thread. OffloadZero asks once. Only the tests have another:
+`tests.support.late_copier.copying_by`."""

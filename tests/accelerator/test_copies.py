@@ -64,7 +64,8 @@ import sys
 import torch
 from tests import simulated_device
 from tests.support import models
-simulated_device.load()
+from tests.support.device import load_simulated
+load_simulated()
 from offload import OffloadZero
 model = models.build("gpt").to("simulated:1")
 options = {"path": sys.argv[2]} if len(sys.argv) > 2 else {}

@@ -24,6 +24,7 @@ from offload.native.torch_kernels import scratch_bytes
 from offload.storage.device_store import DeviceArena
 from tests import simulated_device
 from tests.support import models
+from tests.support.device import refuse_launches
 from tests.support.interrupted import interrupted_at
 from tests.support.training import train
 
@@ -197,7 +198,7 @@ def test_a_refused_launch_changes_no_bit_of_a_training(refused_after: int) -> No
     def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
         nonlocal done
         if done == refused_after:
-            simulated_device.refuse_launches(1)
+            refuse_launches(1)
         done += 1
         return plain_step(model, optimizer, draw)
 
@@ -313,9 +314,9 @@ def test_free_memory_is_what_can_be_allocated() -> None:
 FORKED = """
 import gc, os, sys
 import torch
-from tests import simulated_device
 from tests.support import models
-simulated_device.load()
+from tests.support.device import load_simulated
+load_simulated()
 from offload import ClosedError, OffloadZero
 model = models.build("mlp").to("simulated")
 optimizer = OffloadZero(model, tier="cpu", param_tier=sys.argv[1])

@@ -16,7 +16,7 @@ import pytest
 from bench import adam, chunks, gpu_cases, guards, hiding, peers, prefetch, report, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
-from offload.models.gpt import GPT, GPTConfig
+from offload.demo.gpt import GPT, GPTConfig
 from offload.sizes import GIB, KIB
 from tests.support.processes import ROOT
 

@@ -17,9 +17,9 @@ from offload import BudgetError, OffloadZero, Tuning
 from offload.cli import plan_models
 from offload.cli.main import app
 from offload.cli.plan import SHARES
+from offload.demo.gpt import GPT, PRESETS, GPTConfig
 from offload.devices.copies import accelerator
 from offload.io.select import Settings
-from offload.models import GPT, PRESETS, GPTConfig
 from offload.planner import least_cpu_memory
 from offload.planner.explain import Planned, explain, plan_of
 from offload.planner.placement import IN_FLIGHT

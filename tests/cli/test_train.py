@@ -13,9 +13,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 import offload
-from offload.cli import loop, text
+from offload.cli import train_run
 from offload.cli.main import app
-from offload.models import PRESETS, GPTConfig, gpt
+from offload.cli.options import TrainOptions
+from offload.demo import gpt, loop, text
+from offload.demo.gpt import PRESETS, GPTConfig
 from offload.storage.files import SWAP_NAME
 from tests.support.command import printed
 
@@ -35,7 +37,7 @@ TINY += ["--validation", "4"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current directory; losses are drawn in tests/cli/test_plots.py."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "loss_curve", lambda file, *rest: file.write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(train_run, "loss_curve", lambda file, *rest: file.write_bytes(b"\x89PNG"))
     return tmp_path
 
 
@@ -96,8 +98,8 @@ def test_checkpointed_activations_give_the_same_losses(tier: str, monkeypatch: p
 def test_seed_changes_the_initial_values_and_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [run_json("--tier", "cpu", "--seed", seed) for seed in "01"]
     assert runs[0]["val_loss_first"] != runs[1]["val_loss_first"]
-    made = loop.GPT
-    monkeypatch.setattr(loop, "GPT", lambda config, seed=0, **options: made(config, 0, **options))
+    made = gpt.GPT
+    monkeypatch.setattr(train_run, "GPT", lambda config, seed=0, **options: made(config, 0, **options))
     other = run_json("--tier", "cpu", "--seed", "1")
     assert runs[0]["val_loss_first"] == other["val_loss_first"]
     assert runs[0]["loss_first"] != other["loss_first"]
@@ -220,7 +222,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
     (folder / "small").write_text("x" * 100)
-    monkeypatch.setattr(loop, "GPT", None)  # a model built now would fail otherwise
+    monkeypatch.setattr(train_run, "GPT", None)  # a model built now would fail otherwise
     result = run(*options)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"ConfigError: {message}"), result.stderr
@@ -277,7 +279,7 @@ def test_interrupt_while_the_masters_are_written_leaves_no_file(folder: Path, mo
 
 
 def test_model_larger_than_free_ram_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "free_memory", lambda: 1_000_000)
+    monkeypatch.setattr(train_run, "free_memory", lambda: 1_000_000)
     result = run()
     assert result.exit_code == 2
     assert result.stderr.startswith("BudgetError: --preset 1m needs 3.759 MiB of RAM"), result.stderr
@@ -288,7 +290,7 @@ def test_files_go_when_training_fails(folder: Path, monkeypatch: pytest.MonkeyPa
         assert (folder / "scratch" / SWAP_NAME).exists()
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(loop, "train_loop", fail)
+    monkeypatch.setattr(train_run, "train_loop", fail)
     result = run()
     assert isinstance(result.exception, RuntimeError)
     assert [file.name for file in folder.iterdir()] == ["out"]
@@ -333,8 +335,8 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
     assert loop.lr_factor(0, 1) == 1
 
 
-def options_of(**more: Any) -> loop.TrainOptions:
-    return loop.TrainOptions(
+def options_of(**more: Any) -> TrainOptions:
+    return TrainOptions(
         preset="1m", steps=1, batch=1, seq=16, lr=0.5, accumulation=1, tier="cpu", path=Path("scratch"), keep=False,
         cpu_memory=None, chunk=None, threads=None, seed=0, data=None, out=Path("out"),
         timeline=False, **more,
@@ -348,13 +350,13 @@ def test_computes_in_what_the_cpu_multiplies_fast(
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.chdir(tmp_path)
     found = []
-    forward = loop.GPT.forward
+    forward = gpt.GPT.forward
 
-    def noted(self: loop.GPT, *args: Any) -> Any:
+    def noted(self: gpt.GPT, *args: Any) -> Any:
         found.append({parameter.dtype for parameter in self.parameters()})
         return forward(self, *args)
 
-    monkeypatch.setattr(loop.GPT, "forward", noted)
+    monkeypatch.setattr(gpt.GPT, "forward", noted)
     (tmp_path / "text").write_text("words of a text " * 400)
     short = ["--steps", "1", "--batch", "1", "--seq", "16", "--validation", "1", "--sample", "0", "--data", "text"]
     for given, expected in ([], dtype), (["--dtype", "bf16"], "bf16"), (["--dtype", "fp32"], "fp32"):
@@ -370,10 +372,10 @@ def test_computes_in_what_the_cpu_multiplies_fast(
 
 
 def test_only_matrices_decay() -> None:
-    options = options_of()
-    model = loop.GPT(GPTConfig(layers=1, width=16, heads=1))
+    model = gpt.GPT(GPTConfig(layers=1, width=16, heads=1))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    with loop.build_optimizer(model, options) as optimizer:
+    recipe = loop.Recipe(steps=1, batch=1, seq=16, lr=0.5, accumulation=1, seed=0, validation=1)
+    with loop.build_optimizer(model, recipe, tier="cpu") as optimizer:
         for group in optimizer.param_groups:
             assert group["lr"] == 0.5
             for parameter in group["params"]:
@@ -385,14 +387,14 @@ def test_only_matrices_decay() -> None:
 def test_validation_of_deep_models_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "1m", GPTConfig(layers=20, width=32, heads=2))
     passes: list[int] = []
-    forward = loop.GPT.forward
+    forward = gpt.GPT.forward
 
-    def counted(self: loop.GPT, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+    def counted(self: gpt.GPT, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         if targets is not None and not torch.is_grad_enabled():
             passes.append(len(tokens))
         return forward(self, tokens, targets)
 
-    monkeypatch.setattr(loop.GPT, "forward", counted)
+    monkeypatch.setattr(gpt.GPT, "forward", counted)
     run_json("--tier", "cpu", "--validation", "14")
     assert passes == [6, 6, 2] * 2
 

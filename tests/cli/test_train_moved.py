@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from offload.cli import loop
 from offload.cli.main import app
+from offload.demo import loop
 
 TEXT = "To be, or not to be, that is the question. " * 40
 OPTIONS = "train --preset 1m --batch 1 --seq 16 --path run --commit-every 1 --sample 1 --validation 1 --json".split()  # noqa: SIM905
@@ -23,7 +23,7 @@ OPTIONS = "train --preset 1m --batch 1 --seq 16 --path run --commit-every 1 --sa
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "one").mkdir()
     monkeypatch.chdir(tmp_path / "one")
-    monkeypatch.setattr("offload.cli.loop.loss_curve", lambda *args: None)
+    monkeypatch.setattr("offload.cli.train_run.loss_curve", lambda *args: None)
     return tmp_path
 
 

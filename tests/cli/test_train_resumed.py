@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import loop
 from offload.cli.main import app
+from offload.demo import loop
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from offload import OffloadZero, Tuning
+from offload.demo.gpt import GPT, GPTConfig
 from offload.layout import Layout, build
 from offload.model.units import specs_of
-from offload.models.gpt import GPT, GPTConfig
 from offload.planner.explain import plan_of, sent_numel
 from offload.ranks import torch_distributed as comm
 from offload.ranks.communicator import Communicator

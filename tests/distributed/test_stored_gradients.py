@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError
 from offload.planner import least_cpu_memory
+from offload.planner.explain import plan_of
 from tests.support.ranks import Worlds
 from tests.support.sharded import communicators
 from tests.support.toy import take_step
@@ -123,13 +124,15 @@ def _moved(path: str, accumulation: int) -> tuple[int, int, int, int]:
     model = Wide()
     tuning = Tuning(chunk="256KiB", threads=1, bucket="300KiB")
     options: dict[str, Any] = {"path": path, "grad_tier": "nvme", "stage": 2}  # the states stay in RAM
-    with OffloadZero(model, accumulation=accumulation, tuning=tuning, **options) as optimizer:
+    options |= {"accumulation": accumulation, "tuning": tuning}
+    planned = plan_of(model, direct=True, ranks=2, **options).place()
+    with OffloadZero(model, **options) as optimizer:
         for _ in range(3):
             for _ in range(accumulation):
                 (model(torch.ones(1, 317), True).sum() / accumulation).backward()
             take_step(optimizer)
         optimizer.synchronize()
-        stats, planned = optimizer.stats(), optimizer._placement
+        stats = optimizer.stats()
         moved = stats["nvme_read_bytes"], stats["nvme_written_bytes"]
         return *moved, 3 * planned.read_bytes, 3 * planned.written_bytes
 

@@ -39,7 +39,7 @@ from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.before import Before
 from tests.support.disks import FreeFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
 
 AdamW = torch.optim.AdamW
@@ -131,10 +131,10 @@ def test_too_little_ram_is_refused_and_the_advice_works(
 @pytest.mark.parametrize("path", [False, True], ids=["without commits", "with commits"])
 @pytest.mark.parametrize("is_apart", [False, True], ids=["on the CPU", "on a device of its own"])
 def test_too_little_device_memory_for_the_states_is_refused_and_the_advice_works(
-    is_apart: bool, path: bool, model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_apart: bool, path: bool, model: Tiny, tmp_path: Path, copied_by: CopiedBy
 ) -> None:
     if is_apart:
-        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
+        copied_by(lambda: LateCopier(0))
     options: dict[str, Any] = {"tier": "device", "tuning": SMALL} | ({"path": tmp_path / "run"} if path else {})
     with pytest.raises(BudgetError, match='choose tier="cpu"') as caught:
         OffloadZero(model, device_memory="1KiB", **options)

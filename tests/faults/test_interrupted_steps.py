@@ -14,7 +14,7 @@ from offload import OffloadError, OffloadZero, Tuning
 from offload import optimizer as optimizer_file
 from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 
 # What a hook of a forward that failed already raises, torch gives as a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:module forward hook with")
@@ -93,9 +93,11 @@ def test_a_step_is_made_or_not_at_any_instruction(placement: str, share: int, tm
         instruction += CLOSE
 
 
-def test_closing_after_an_interrupt_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_after_an_interrupt_waits_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied_by: CopiedBy
+) -> None:
     copier = LateCopier(1)
-    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
+    copied_by(lambda: copier)
     model, optimizer = build(tmp_path, {"tier": "cpu"})
     train(model, optimizer)
     copies = optimizer._parts.new_params

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.model.held import Held, held_after_a_step
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.streamed import Streams
 
 
 @pytest.fixture(params=["cpu", "nvme", "late copies"])
-def streams(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Streams:
+def streams(request: pytest.FixtureRequest, tmp_path: Path, copied_by: CopiedBy) -> Streams:
     if request.param == "late copies":
-        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+        copied_by(lambda: LateCopier(1))
     return Streams(tmp_path, {"param_tier": "cpu" if request.param == "cpu" else "nvme"})
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
 from tests.support.cases import often
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import Block, Checkpointed, Net, batch, squares, take_step
 
 WIDTH, HEADS = 32, 4
@@ -102,9 +102,9 @@ WHERES = [
 
 
 @pytest.fixture(params=often(WHERES, "small, streamed", "all saved, streamed, late copies"))
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def where(request: pytest.FixtureRequest, copied_by: CopiedBy) -> str:
     if "late copies" in request.param:
-        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+        copied_by(lambda: LateCopier(1))
     return str(request.param)
 
 

@@ -14,7 +14,7 @@ from offload.model.fetch import StreamedUnits
 from offload.model.transfer import AHEAD_UNITS
 from offload.optim.adam import Step
 from tests.support.communicators import GoneWork, PendingWork
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import Net, batch
 
 
@@ -49,9 +49,9 @@ class SlowDevice(HostCopier):
         return _Later(self)
 
 
-def test_the_host_is_a_stated_number_of_units_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_is_a_stated_number_of_units_ahead(copied_by: CopiedBy) -> None:
     copier = SlowDevice()
-    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
+    copied_by(lambda: copier)
     model = Net(3 * AHEAD_UNITS)
     with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=Tuning(chunk="4KiB")) as optimizer:
         for _ in range(2):  # memory from the system has a mark, too: the second pass needs none
@@ -102,10 +102,10 @@ def test_what_was_waited_for_on_the_device_only_has_ended_when_all_is_abandoned(
 
 @pytest.mark.parametrize("end", [Step.abandon, Step.close])
 def test_a_step_has_ended_when_its_worker_has_ended_what_it_began(
-    end: Callable[[Step], None], monkeypatch: pytest.MonkeyPatch
+    end: Callable[[Step], None], monkeypatch: pytest.MonkeyPatch, copied_by: CopiedBy
 ) -> None:
     """The memory of its chunks goes then. What the worker has not begun is dropped."""
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    copied_by(lambda: LateCopier(1))
     began, go_on, ended = threading.Event(), threading.Event(), list[object]()
     model = Net(2)
     with OffloadZero(model, tier="cpu", param_tier="device", tuning=Tuning(chunk="4KiB")) as optimizer:

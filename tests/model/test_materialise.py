@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, Tuning
-from offload.models.gpt import GPT, GPTConfig, initial_values
+from offload.demo.gpt import GPT, GPTConfig, initial_values
 from tests.support.released import has_no_values
 from tests.support.toy import take_step
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offload import ClosedError, OffloadZero, StaleParameterError, Tuning
 from offload.planner import least_cpu_memory
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
 
@@ -56,7 +56,7 @@ class Stepped(NamedTuple):
 
 
 @pytest.fixture(params=["in place", "late copies"])
-def stepped(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
+def stepped(request: pytest.FixtureRequest, tmp_path: Path, copied_by: CopiedBy) -> Iterator[Stepped]:
     twin = Net(3)
     with OffloadZero(twin, adamw(twin), tier="cpu", tuning=Tuning(chunk="4KiB")) as finished:
         squares(twin).backward()
@@ -64,7 +64,7 @@ def stepped(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         assert not waiting(finished)
         after = values(twin)
     if request.param == "late copies":
-        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+        copied_by(lambda: LateCopier(1))
     model = Net(3)
     optimizer = lazy(model, tmp_path / "run")
     before, views = values(model), {name: param.data for name, param in model.named_parameters()}

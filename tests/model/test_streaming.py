@@ -26,7 +26,7 @@ from offload.devices.copies import DeviceEvent
 from offload.model.unit import Unit
 from offload.model.unit_memory import UnitMemory
 from offload.planner import least_cpu_memory
-from tests.support.late_copier import LateCopier, _LateCopy
+from tests.support.late_copier import CopiedBy, LateCopier, _LateCopy
 from tests.support.processes import holds_in_child
 from tests.support.streamed import Streams, Watched, finish, state_of, train
 from tests.support.toy import WIDTH, Block, Checkpointed, Net, batch, squares
@@ -588,10 +588,10 @@ def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
 
 
 def test_a_lease_is_wanted_while_uploads_are_asked_whether_they_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied_by: CopiedBy
 ) -> None:
     """The step's worker, at a moment when a device's event gives up the interpreter's lock."""
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    copied_by(lambda: LateCopier(1))
     others: list[threading.Thread] = []
     with Streams(tmp_path, {"param_tier": "cpu"}).optimizer(Net(), tuning=Tuning(chunk="4KiB")) as optimizer:
         transfers = optimizer._held.units.transfers

@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.planner import least_cpu_memory
-from tests.support.late_copier import LateCopier
+from offload.planner.explain import plan_of
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.released import has_no_values
 from tests.support.streamed import Streams, Watched, finish, state_of, train
 from tests.support.toy import WIDTH, Checkpointed, Net, batch, squares
@@ -90,22 +91,24 @@ def test_gradients_in_slots_change_no_bit(streams: Streams, tmp_path: Path) -> N
 
 
 def test_a_layer_larger_than_the_device_budget_is_tiled_by_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copied_by: CopiedBy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    copied_by(lambda: LateCopier(1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 3000), nn.Linear(3000, 64), nn.Linear(64, 3))
     before = {name: (type(module), list(module._parameters)) for name, module in model.named_modules()}
     keys = list(model.state_dict())
     weight = 2 * 64 * 3000
     memory = weight // 2
-    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", device_memory=memory) as optimizer:
+    options: dict[str, Any] = {"path": tmp_path / "run", "param_tier": "nvme", "device_memory": memory}
+    planned = plan_of(model, direct=False, **options).place()
+    with OffloadZero(model, **options) as optimizer:
         assert "run in tiles" in capsys.readouterr().err
         for count in range(3):
             squares(model, batch(count), count).backward()
             finish(optimizer)
         stats = optimizer.stats()
-        assert weight / 20 < stats["peak_device_bytes"] <= optimizer._placement.device_bytes <= memory
+        assert weight / 20 < stats["peak_device_bytes"] <= planned.device_bytes <= memory
         assert {name: (type(module), list(module._parameters)) for name, module in model.named_modules()} == before
         assert list(model.state_dict()) == keys
         assert model.state_dict()["1.weight"].shape == (3000, 64)
@@ -126,9 +129,10 @@ def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dty
     model = nn.Linear(inputs, outputs, bias=bias)
     nbytes = tile * inputs * dtype.itemsize
     options: dict[str, Any] = {"compute_dtype": dtype, "param_tier": "cpu", "tuning": tuning(1, nbytes)}
+    layout = plan_of(model, direct=True, **options).layout
+    tiles = len(layout.slices) - len(layout.flats)
+    assert tiles == outputs // tile
     with OffloadZero(model, **options) as optimizer:
-        tiles = len(optimizer._layout.slices) - len(optimizer._layout.flats)
-        assert tiles == outputs // tile
         with optimizer.gathered(model):
             w = model.weight.detach().double().clone()
             b = model.bias.detach().double().clone() if bias else torch.zeros(outputs, dtype=torch.float64)
@@ -204,8 +208,9 @@ def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_pa
             return self.head(self.embed(x)) + self.layer(self.embed(x))
 
     model = Tied()
-    with OffloadZero(model, param_tier="cpu", tuning=tuning(1, 4096)) as optimizer:
-        assert {one.flat for one in optimizer._layout.slices if one.is_tile} == {1}
+    options: dict[str, Any] = {"param_tier": "cpu", "tuning": tuning(1, 4096)}
+    assert {one.flat for one in plan_of(model, direct=True, **options).layout.slices if one.is_tile} == {1}
+    with OffloadZero(model, **options) as optimizer:
         model(torch.arange(9)).float().mean().backward()
         finish(optimizer)
     with pytest.raises(BudgetError, match=r"units are not enough: embed takes 31\.25 KiB at once"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload import NonFiniteGradientError, OffloadZero
 from offload.devices.copies import Copy
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 
 
 class SlowCopier(LateCopier):
@@ -28,8 +28,8 @@ class SlowCopier(LateCopier):
         return copy
 
 
-def test_nan_after_a_dropped_gradient_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: SlowCopier())
+def test_nan_after_a_dropped_gradient_does_not_pass(copied_by: CopiedBy) -> None:
+    copied_by(lambda: SlowCopier())
     model = nn.Linear(16, 4, bias=False)
     x = torch.ones(2, 16)
     with OffloadZero(model, accumulation=2, cpu_memory="8MiB") as optimizer:
@@ -41,8 +41,8 @@ def test_nan_after_a_dropped_gradient_does_not_pass(monkeypatch: pytest.MonkeyPa
             optimizer.clip_grad_norm_(1.0)
 
 
-def test_synchronize_waits_for_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: SlowCopier())
+def test_synchronize_waits_for_gradients_too(copied_by: CopiedBy) -> None:
+    copied_by(lambda: SlowCopier())
     model = nn.Linear(16, 4, bias=False)
     with OffloadZero(model, cpu_memory="8MiB") as optimizer:
         model(torch.ones(2, 16)).sum().backward()

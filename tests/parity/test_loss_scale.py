@@ -13,7 +13,7 @@ from offload import OffloadZero, Tuning
 from offload.native import available_variants
 from tests.support import models, training
 from tests.support.device import DEVICE
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import LR, LossScale, NumpyAdam, Run, train
 
 STEPS = 10
@@ -69,12 +69,10 @@ def test_every_tier_has_the_bits_of_ram(kind: str, tier: str, accumulation: int,
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("streams", [False, True])
-def test_late_copies_change_no_bit(
-    accumulation: int, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_change_no_bit(accumulation: int, streams: bool, tmp_path: Path, copied_by: CopiedBy) -> None:
     """As a device with memory of its own makes them; new parameters rest where gradients were."""
     copier = LateCopier(1)
-    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
+    copied_by(lambda: copier)
     options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "swap", "tuning": Tuning(chunk="4KiB")}
     run = fp16("gpt", accumulation, cpu_memory="2MiB", param_tier="cpu" if streams else "device", **options)
     assert copier.copies > 0

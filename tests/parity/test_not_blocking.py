@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from offload import OffloadZero, Tuning
 from tests.support import models
 from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import LateCopier, copying_by
 from tests.support.training import Run, train
 
 STEPS = 3
@@ -73,10 +74,10 @@ def run_in(
         "tuning": Tuning(chunk=chunk, prefetch_chunks=prefetch, prefetch_units=prefetch, split_master=split_master),
         "cpu_memory": "least" if seed % 2 else "2MiB",
     }
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        if on_device:
-            patch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
-            options["cpu_memory"] = "2MiB"
+    if on_device:
+        options["cpu_memory"] = "2MiB"
+    copier = copying_by(lambda: LateCopier(seed)) if on_device else nullcontext()
+    with copier, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "swap"
         with on_disk(engine=FaultyEngine(seed=seed, delay_s=delay_s)):
             run = train(kind, steps=STEPS, accumulation=accumulation, path=path, each_step=look, **options)

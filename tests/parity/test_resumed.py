@@ -14,7 +14,7 @@ from offload import OffloadZero, Tuning
 from tests.support import models, training
 from tests.support.cases import often
 from tests.support.device import DEVICE
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import LR, Run, train
 
 STEPS = 12
@@ -39,9 +39,9 @@ OFTEN = ("all through the disk", "parameters on disk", "split, all in RAM", "spl
 
 
 @pytest.fixture(autouse=True)
-def _a_device_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_device_of_its_own(request: pytest.FixtureRequest, copied_by: CopiedBy) -> None:
     if "a device of its own" in request.node.name:
-        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+        copied_by(lambda: LateCopier(1))
 
 
 @cache

@@ -14,7 +14,7 @@ from offload.io import io_uring
 from offload.native import available_variants
 from tests.support import models
 from tests.support.device import DEVICE
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import NumpyAdam, Run, train
 
 
@@ -84,10 +84,10 @@ def test_instruction_set_and_threads_change_no_bit(variant: str, threads: int, m
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_late_copies_in_any_order_change_no_bit(
-    kind: str, accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, accumulation: int, seed: int, tmp_path: Path, copied_by: CopiedBy
 ) -> None:
     copier = LateCopier(seed)
-    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
+    copied_by(lambda: copier)
     options: dict[str, Any] = {"cpu_memory": "1MiB", "tuning": Tuning(chunk="4KiB")}
     if seed:
         options |= {"tier": "nvme", "path": tmp_path / "swap"}
@@ -102,10 +102,10 @@ def test_late_copies_in_any_order_change_no_bit(
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_training_with_states_on_the_device_equals_training_in_ram(
-    kind: str, accumulation: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, accumulation: int, is_apart: bool, copied_by: CopiedBy
 ) -> None:
     if is_apart:
-        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
+        copied_by(lambda: LateCopier(0))
     run = train(kind, accumulation=accumulation, tier="device", tuning=Tuning(chunk="4KiB"))
     run.assert_same_bits(in_ram(kind, accumulation))
     assert run.stats["kernel"].startswith("device") is (is_apart or DEVICE != "cpu")

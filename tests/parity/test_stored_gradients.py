@@ -14,7 +14,7 @@ from offload import ConfigError, OffloadZero, Tuning
 from offload.planner import least_cpu_memory
 from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import take_step
 
 SEEDS = range(4)
@@ -84,19 +84,17 @@ def test_gradients_in_slots_change_no_bit_and_take_no_ram(accumulation: int, par
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_in_slots_under_late_copies_and_a_late_disk_change_no_bit(
-    accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accumulation: int, seed: int, tmp_path: Path, copied_by: CopiedBy
 ) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
+    copied_by(lambda: LateCopier(seed))
     tier = ("cpu", "nvme")[seed % 2]
     with on_disk(engine=FaultyEngine(seed=seed)):
         found = run(accumulation, path=tmp_path / "run", grad_tier="nvme", param_tier=tier, tuning=TUNING)
     assert_same(found, accumulation)
 
 
-def test_a_device_that_holds_its_parameters_needs_gradients_in_ram(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
+def test_a_device_that_holds_its_parameters_needs_gradients_in_ram(tmp_path: Path, copied_by: CopiedBy) -> None:
+    copied_by(lambda: LateCopier(0))
     with pytest.raises(ConfigError, match="param_tier"):
         OffloadZero(Wide(), path=tmp_path / "run", param_tier="device", grad_tier="nvme")
     with OffloadZero(Wide(), path=tmp_path / "run", grad_tier="nvme") as optimizer:

@@ -12,7 +12,7 @@ from offload import Tuning
 from tests.support import models
 from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import Run, train
 
 STEPS = 5
@@ -49,9 +49,9 @@ def test_streamed_parameters_change_no_bit(
 @pytest.mark.parametrize("split_master", [False, True])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_streamed_parameters_under_late_copies_and_a_late_disk_change_no_bit(
-    kind: str, split_master: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, split_master: bool, seed: int, tmp_path: Path, copied_by: CopiedBy
 ) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
+    copied_by(lambda: LateCopier(seed))
     options: dict[str, Any] = {"param_tier": "nvme" if seed % 2 else "cpu", "cpu_memory": "4MiB"}
     tuning = Tuning(chunk="4KiB", prefetch_chunks=seed % 5, prefetch_units=seed % 5, split_master=split_master)
     with on_disk(engine=FaultyEngine(seed=seed)):

@@ -22,7 +22,7 @@ import json, sys
 from pathlib import Path
 import torch
 from offload import OffloadZero, Tuning
-from offload.models.gpt import GPT, GPTConfig, initial_values
+from offload.demo.gpt import GPT, GPTConfig, initial_values
 
 def status(field):
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))

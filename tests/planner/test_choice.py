@@ -16,8 +16,9 @@ from torch import nn
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose, least_cpu_memory
+from offload.planner.explain import plan_of
 from offload.sizes import option_bytes, parse_bytes
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.streamed import finish
 from tests.support.toy import Block, Checkpointed, Net, batch, squares
 
@@ -41,15 +42,16 @@ UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
 def test_the_device_holds_what_the_plan_said(
-    reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    reentrant: bool | None, prefetch: int, units: str, copied_by: CopiedBy, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    copied_by(lambda: LateCopier(1))
     model = Net(8) if reentrant is None else Checkpointed((2,) * 4, reentrant)
     model.blocks[0].up.requires_grad_(False)
     tuning = Tuning(chunk="4KiB", threads=1, prefetch_chunks=prefetch, prefetch_units=prefetch, units=UNITS[units])
-    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", tuning=tuning) as optimizer:
+    options: dict[str, Any] = {"path": tmp_path / "run", "param_tier": "nvme", "tuning": tuning}
+    planned = plan_of(model, direct=False, **options).place().device_bytes
+    with OffloadZero(model, **options) as optimizer:
         stats = train(model, optimizer)
-        planned = optimizer._placement.device_bytes
     assert stats["peak_device_bytes"] <= planned <= stats["device_budget_bytes"]
     if units == "blocks" and reentrant is not None and prefetch == 0:
         # The root, the block whose backward runs and the one that is recomputed.
@@ -61,9 +63,10 @@ def test_resident_parameters_are_what_the_plan_said() -> None:
     model = Net(3)
     model.register_buffer("table", torch.zeros(100))
     model.embed.requires_grad_(False)
+    planned = plan_of(model, direct=True, tuning=SMALL).place()
     with OffloadZero(model, tuning=SMALL) as optimizer:
         stats = train(model, optimizer, 1)
-        assert stats["peak_device_bytes"] == optimizer._placement.device_bytes
+        assert stats["peak_device_bytes"] == planned.device_bytes
         frozen = 2 * sum(p.numel() for p in model.embed.parameters()) + 400
         flats = sum(flat.numel() * flat.element_size() for flat in optimizer._parts.parameters.flats)
         assert stats["peak_device_bytes"] == flats + frozen
@@ -229,10 +232,10 @@ def test_gradients_of_few_trained_parameters_cannot_go_to_nvme_from_a_device(par
 
 def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = Net(8)
-    memory = 6000
-    with OffloadZero(model, path=tmp_path / "run", device_memory=memory, tuning=SMALL) as optimizer:
+    options: dict[str, Any] = {"path": tmp_path / "run", "device_memory": 6000, "tuning": SMALL}
+    peak = plan_of(model, direct=True, **options).place().device_bytes
+    with OffloadZero(model, **options) as optimizer:
         train(model, optimizer)
-        peak = optimizer._placement.device_bytes
         printed = capsys.readouterr().err
     assert printed.count("offload:") == 1
     assert "parameters in bf16 (given in fp32), streamed from RAM; peak on the device" in printed

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from offload import OffloadZero, Tuning
+from offload.planner.explain import plan_of
 
 def status(field):
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
@@ -34,9 +35,11 @@ for p in model.parameters():
 numel = sum(p.numel() for p in model.parameters())
 budget = int((2 if accumulation == 1 else 4) * numel + 40 * 2**20 + share * 12 * numel)
 tuning = Tuning(chunk="4MiB", threads=1, split_master=split)
+options = {"path": path, "cpu_memory": budget, "accumulation": accumulation, "tuning": tuning}
+planned = plan_of(model, direct=True, **options).place()
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 before = status("RssAnon")
-with OffloadZero(model, path=path, cpu_memory=budget, accumulation=accumulation, tuning=tuning) as optimizer:
+with OffloadZero(model, **options) as optimizer:
     for _ in range(3):
         for _ in range(accumulation):
             model(x).sum().backward()
@@ -46,7 +49,7 @@ with OffloadZero(model, path=path, cpu_memory=budget, accumulation=accumulation,
     optimizer.synchronize()
     stats = optimizer.stats()
 peak = status("VmHWM") - status("RssFile") - status("RssShmem") - before
-print(budget, stats["peak_cpu_bytes"], optimizer._placement.arena_bytes, peak, 2 * numel)
+print(budget, stats["peak_cpu_bytes"], planned.arena_bytes, peak, 2 * numel)
 """
 
 

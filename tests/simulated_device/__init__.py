@@ -9,6 +9,8 @@ that runs ahead of kernels is therefore seen by the vector clocks only.
 
 A process has the device from `load()` on, which has to come before its first backward: autograd then counts the
 devices. So tests of it run in processes of their own (make test-device), where OFFLOAD_TEST_DEVICE says so.
+
+It knows torch, and nothing of the library that is tested with it. docs/simulated-device.md is the contract.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,12 +33,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload import torch_private
-from offload.native import device_program
-
 NAME = "simulated"
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "kernels.cpp", "autocast.cpp", "driver.cpp")
+SOURCES = ("device.cpp", "kernels.cpp", "autocast.cpp")
 COUNTERS = (
     "kernels",
     "to_device",
@@ -72,11 +71,29 @@ def compiler() -> str | None:
 
 def build() -> Path:
     """The library, compiled at its first use and kept in a cache. Raises: RuntimeError with what the compiler says."""
+    return _compiled([HERE / name for name in SOURCES], [], [])
+
+
+def build_beside(source: Path, flags: Sequence[str], includes: Sequence[Path]) -> Path:
+    """A library of a file in C++ that does something on the device, by what `device.h` has; kept in the cache, too.
+
+    Args:
+        source: the file.
+        flags: for the compiler.
+        includes: files that it includes beside `device.h`; it finds them by their names.
+
+    Raises: RuntimeError with what the compiler says.
+    """
+    return _compiled([source], [*flags, str(build())], includes)
+
+
+def _compiled(sources: Sequence[Path], flags: Sequence[str], includes: Sequence[Path]) -> Path:
+    """Args: flags: of compiler and linker; includes: files that are included beside `device.h` and torch's."""
     found = compiler()
     if found is None:
         raise RuntimeError("there is no C++ compiler")
     torch_root = Path(torch.__file__).resolve().parent
-    flags = [
+    compiling = [
         "-std=c++20",
         "-O1",
         "-g0",
@@ -84,13 +101,18 @@ def build() -> Path:
         "-w",
         "-ffp-contract=off",
         "-DAT_PER_OPERATOR_HEADERS",
-        f'-DKERNELS_SOURCE="{device_program.SOURCE}"',
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{torch_root / 'include'}",
+        *(flag for flag in flags if flag.startswith("-")),
     ]
-    includes = [f"-I{torch_root / 'include'}", f"-I{device_program.SOURCE.parent}"]
-    digest = hashlib.sha256(repr((torch.__version__, str(torch_root), sys.platform, found, flags)).encode())
-    for source in (*(HERE / name for name in (*SOURCES, "device.h")), device_program.SOURCE):
-        digest.update(source.read_bytes())
+    own = [
+        f"-I{folder}" for folder in {HERE, *(file.parent for file in includes)}
+    ]  # wherever they are: not in the digest
+    linking = [flag for flag in flags if not flag.startswith("-")]
+    linking += [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", "-pthread"]
+    digest = hashlib.sha256(repr((torch.__version__, sys.platform, found, compiling, linking)).encode())
+    for file in (*sources, HERE / "device.h", *includes):
+        digest.update(file.read_bytes())
     cache = Path(os.environ.get("OFFLOAD_TEST_CACHE", tempfile.gettempdir())) / f"offload-accelerator-{os.getuid()}"
     library = cache / f"{digest.hexdigest()[:16]}.so"
     if library.exists():
@@ -98,16 +120,15 @@ def build() -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
 
-        def compile_one(source: str) -> str:
-            made = f"{scratch}/{source}.o"
-            _run([found, *flags, *includes, "-c", str(HERE / source), "-o", made])
+        def compile_one(source: Path) -> str:
+            made = f"{scratch}/{source.name}.o"
+            _run([found, *compiling, *own, "-c", str(source), "-o", made])
             return made
 
         with ThreadPoolExecutor() as pool:
-            objects = list(pool.map(compile_one, SOURCES))
+            objects = list(pool.map(compile_one, sources))
         made = f"{scratch}/library.so"
-        libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
-        _run([found, "-shared", *objects, "-o", made, *libraries, "-pthread"])
+        _run([found, "-shared", *objects, "-o", made, *linking])
         os.replace(made, library)  # two processes may build at once
     return library
 
@@ -131,20 +152,11 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def load() -> None:
-    """Makes the device known to torch. Before the first backward of the process.
-
-    Memory that is not there raises when it is read, as in torch's builds for CUDA, and kernels are compiled for it.
-    """
+    """Makes the device known to torch. Before the first backward of the process."""
     torch.utils.rename_privateuse1_backend(NAME)
     library = _library()
     torch._register_device_module(NAME, _module(library))
     torch.utils.generate_methods_for_privateuse1_backend()
-    device_program.LIBRARIES[NAME] = lambda: (library, library)
-    if torch_private.forbid_data_access is None and library.simulated_can_allow_access():
-        torch_private.forbid_data_access = lambda storage, message: library.simulated_forbid_access(
-            ctypes.c_void_p(storage), message.encode()
-        )
-        torch_private.allow_data_access = lambda storage: library.simulated_allow_access(ctypes.c_void_p(storage))
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:
@@ -361,11 +373,24 @@ def fail_allocation(count: int, device: int = 0) -> None:
     _library().simulated_fail_allocation(device, count)
 
 
-def refuse_launches(times: int) -> None:
-    """The driver refuses the next `times` kernels that it is given, torch's aside; 0: none."""
-    _library().simulated_refuse_launches(times)
-
-
 def refuse_pinning(times: int) -> None:
     """The next `times` attempts to page-lock memory fail; 0: none."""
     _library().simulated_refuse_pinning(times)
+
+
+# What torch's builds for CUDA have, and those for CPUs do not.
+
+
+def can_allow_access() -> bool:
+    """Whether `allow_access` works with this torch."""
+    return bool(_library().simulated_can_allow_access())
+
+
+def forbid_access(storage: int, message: str) -> None:
+    """Makes reading a storage of whatever device raise. Args: storage: its `_cdata`."""
+    _library().simulated_forbid_access(ctypes.c_void_p(storage), message.encode())
+
+
+def allow_access(storage: int) -> None:
+    """Undoes `forbid_access`. Args: storage: its `_cdata`."""
+    _library().simulated_allow_access(ctypes.c_void_p(storage))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import simulated_device
+from . import NAME, host_launches, host_s, host_until, use_clock
 
 CLOCKS = itertools.cycle(range(3, 8))
 """Of the host's, in virtual time: a thread of the backend, of each group, has its own."""
@@ -75,12 +75,12 @@ class StagedGroup(dist.ProcessGroup):
         device = received.device
         self._stream = stream = self._stream or torch.Stream(device)
         queued = torch.accelerator.current_stream(device).record_event()
-        simulated_device.host_launches()
-        began = simulated_device.host_s()
+        host_launches()
+        began = host_s()
 
         def run() -> torch.Event:
-            simulated_device.use_clock(self._clock, is_host=False)
-            simulated_device.host_until(began)
+            use_clock(self._clock, is_host=False)
+            host_until(began)
             torch.accelerator.set_device_index(device)
             stream.wait_event(queued)
             with stream:
@@ -126,4 +126,4 @@ class StagedGroup(dist.ProcessGroup):
 def register() -> None:
     """Makes the backend known, for new groups."""
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "simulated"])
+        dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", NAME])

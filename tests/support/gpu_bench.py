@@ -22,8 +22,9 @@ def load_device() -> None:
     import torch
 
     from tests import simulated_device
+    from tests.support.device import load_simulated
 
-    simulated_device.load()
+    load_simulated()
     module: Any = torch.get_device_module(simulated_device.NAME)
     limit = ExitStack()
 

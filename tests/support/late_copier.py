@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from offload.devices.copies import DONE, Copier, Copy, DeviceEvent
+from offload.devices.copies import COPIER_FOR, DONE, Copier, Copy, DeviceEvent
+
+CopiedBy = Callable[[Callable[[], Copier]], None]
+"""The fixture `copied_by`: `copying_by` until the test ends."""
+
+
+@contextmanager
+def copying_by(make: Callable[[], Copier]) -> Iterator[None]:
+    """Inside, each OffloadZero gets a copier that `make` makes, whatever its device is."""
+    token = COPIER_FOR.set(lambda device: make())
+    try:
+        yield
+    finally:
+        COPIER_FOR.reset(token)
 
 
 class _LateCopy(Copy):

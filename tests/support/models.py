@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from offload.models.gpt import GPT, GPTConfig
+from offload.demo.gpt import GPT, GPTConfig
 
 
 class Mlp(nn.Module):

@@ -152,9 +152,10 @@ def _serve(rank: int, size: int, group_timeout_s: float, folder: str, pipe: Conn
     import torch.distributed as dist
 
     from tests import simulated_device
+    from tests.support.device import load_simulated
 
     if simulated_device.is_wanted():
-        simulated_device.load()
+        load_simulated()
 
     torch.set_num_threads(1)
     # A rank alone on its node would look for the name of the machine, which need not resolve.

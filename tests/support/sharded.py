@@ -27,7 +27,7 @@ from offload.ranks import torch_distributed as comm
 from offload.ranks.communicator import Communicator
 from tests.support import models
 from tests.support.communicators import Awaited, Late, Ordered
-from tests.support.late_copier import LateCopier
+from tests.support.late_copier import LateCopier, copying_by
 from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, schedule
 
 
@@ -65,7 +65,7 @@ def communicators(kind: str) -> Iterator[None]:
 def devices_apart(is_so: bool) -> Iterator[None]:
     """Whether devices count as having memory of their own."""
     rank = torch.distributed.get_rank()
-    with patch("offload.build.copier_for", lambda device: LateCopier(rank)) if is_so else nullcontext():
+    with copying_by(lambda: LateCopier(rank)) if is_so else nullcontext():
         yield
 
 

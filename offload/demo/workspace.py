@@ -9,14 +9,15 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offload.options import absolute
+SWAP_FILE = "offload-rank0.swap"
+"""What the swap file of one rank is called (docs/swap-files.md)."""
 
 
 class Workspace:
     """Remembers what lay at `path` before the run, and removes what came with it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = absolute(path)
+        self._path = path.absolute()
         self._existed = self._path.exists()
         self._before = set(self._path.iterdir()) if self._path.is_dir() else set()
         self._known: dict[Path, os.stat_result] = {}
@@ -34,9 +35,9 @@ class Workspace:
             if file not in self._before and self._is_known(file):
                 file.unlink(missing_ok=True)
 
-    def remove_abandoned(self, name: str) -> None:
-        """Deletes a file that was left by a run that could not begin, unless a live run holds its lock."""
-        file = self._path / name
+    def remove_abandoned(self) -> None:
+        """Deletes the swap file that was left by a run that could not begin, unless a live run holds its lock."""
+        file = self._path / SWAP_FILE
         with contextlib.suppress(OSError), open(file, "r+b") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._known[file] = os.fstat(handle.fileno())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.cli import text as text_module
-from offload.cli.text import Batches, cut_windows, even_starts, load_text, split
+from offload.demo import text as text_module
+from offload.demo.text import Batches, cut_windows, even_starts, load_text, split
 from offload.errors import ConfigError
 
 CPU = torch.device("cpu")

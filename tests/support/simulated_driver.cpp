@@ -1,5 +1,5 @@
 // The functions of NVRTC and of the CUDA driver that offload/native/device_program.py calls, for the simulated
-// accelerator. Only one text can be compiled, offload/native/device_kernels.h, which this library was built with as C++.
+// accelerator. Only one text can be compiled, offload/native/device_kernels.h, which this file is compiled with as C++.
 // A launch runs it on the memory inside the device, late, and notes what it reads and writes.
 #include "device.h"
 

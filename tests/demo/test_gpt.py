@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from offload import OffloadZero, Tuning
+from offload.demo.gpt import GPT, PRESETS, GPTConfig, initial_values
 from offload.errors import ConfigError
-from offload.models import GPT, PRESETS, GPTConfig
-from offload.models.gpt import initial_values
 from tests.support.toy import take_step
 
 TINY = GPTConfig(layers=2, width=32, heads=2, context=16)

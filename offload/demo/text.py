@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError
-from offload.sizes import GIB, format_bytes
+from offload import ConfigError
 
 HELD_OUT = 0.05
-FOLDER_LIMIT_BYTES = 4 * GIB
+FOLDER_LIMIT_BYTES = 4 << 30
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """Folders of the standard library's directory that are not its own sources, or only test them."""
 
@@ -101,7 +100,7 @@ def _folder_files(folder: Path) -> Iterator[bytes]:
             total += file.stat().st_size
             if total > FOLDER_LIMIT_BYTES:
                 raise ConfigError(
-                    f"--data {folder} holds more than {format_bytes(FOLDER_LIMIT_BYTES)}, which would lie "
+                    f"--data {folder} holds more than {FOLDER_LIMIT_BYTES >> 30} GiB, which would lie "
                     f"in RAM: join it into one file, which is mapped instead"
                 )
             content = file.read_bytes()

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.errors import ConfigError
+from offload import ConfigError
 
 VOCABULARY = 256
 
