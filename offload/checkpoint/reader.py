@@ -40,8 +40,9 @@ from offload.io.threads import Workers
 from offload.native import JOIN, Kernels, load
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.files import swap_name
+from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import CommittedFile
-from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_header, superblock_padding_is_clean
+from offload.storage.swap_format import STATE_KINDS, parse_header, superblock_padding_is_clean
 
 
 class CommittedFiles:
@@ -159,7 +160,7 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
         problem = "belongs to a run that commits nothing, and a commit lies beside it"
     elif (block.places, block.stripe[1]) != (manifest.places, manifest.paths):
         problem = "has more or fewer slots a chunk, or files a rank, than its manifest says"
-    elif not block.describes(described_chunks(manifest.slot_arrays, manifest.held(path))):
+    elif not block.describes(manifest.slot_map.describe(manifest.held(path))):
         problem = "holds other chunks than its manifest says"
     elif not superblock_padding_is_clean(file.page):
         problem = "is damaged after the text of its superblock"
@@ -171,6 +172,8 @@ def _refuse(file: CommittedFile, slot: Slot, problem: str) -> NoReturn:
     raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
 
 
+KINDS = (ChunkKind.STATES, ChunkKind.PARAMS)
+"""What is committed."""
 PIECE_BYTES = 4 * MIB
 """A read while verifying: enough for any drive at full speed."""
 
@@ -234,8 +237,8 @@ class Reader:
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
         self.swap_files = CommittedFiles(self.paths, self.manifests, files)
+        self._maps = [manifest.slot_map for manifest in self.manifests]
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
-        self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
         self._of_flat: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for rank, manifest in enumerate(self.manifests):
@@ -379,10 +382,8 @@ class Reader:
 
     def _largest(self) -> list[int]:
         """Bytes of the largest slot of states, and of the 16-bit parameters beside them."""
-        numbers = [(rank, at) for rank in range(len(self._chunks)) for at in range(len(self._slots[rank]))]
-        states = (self._slots[rank][at].size for rank, at in numbers if at < self._chunks[rank])
-        copies = (self._slots[rank][at].size for rank, at in numbers if at >= self._chunks[rank])
-        return [max(states, default=0), max(copies, default=0)]
+        both = [*zip(self._maps, self._slots, strict=True)]
+        return [max((found[at].size for slots, found in both for at in slots.of(kind)), default=0) for kind in KINDS]
 
     def _joined_bytes(self) -> int:
         """Of the largest master that is made of halves."""
@@ -390,14 +391,16 @@ class Reader:
             return 0
         return 4 * max((chunk.numel for manifest in self.manifests for chunk in manifest.chunks), default=0)
 
-    def _numbers(self, rank: int, chunk: int) -> range:
-        """The slots that hold a chunk."""
-        return range(chunk, len(self._slots[rank]), self._chunks[rank])
+    def _numbers(self, rank: int, chunk: int) -> list[int]:
+        """The slots that hold a chunk: of its states, and of the parameters that are committed beside them."""
+        slots = self._maps[rank]
+        return [slots.at(kind, chunk) for kind in KINDS if slots.of(kind)]
 
-    def _needed(self, rank: int, chunk: int, kind: str = "master") -> range:
+    def _needed(self, rank: int, chunk: int, kind: str = "master") -> list[int]:
         """Of these the ones that a state is made of."""
-        is_split = self._slots[rank][chunk].arrays["master"][0] == 2
-        return self._numbers(rank, chunk) if is_split and kind != "exp_avg" else range(chunk, chunk + 1)
+        numbers = self._numbers(rank, chunk)
+        is_split = self._slots[rank][numbers[0]].arrays["master"][0] == 2
+        return numbers if is_split and kind != "exp_avg" else numbers[:1]
 
     def _state(self, rank: int, chunk: int, kind: str) -> Tensor:
         """A state of a chunk, in memory that the next chunk overwrites."""
@@ -415,14 +418,14 @@ class Reader:
             self._loaded = (rank, chunk), self._states(rank, numbers, self._fetch(rank, numbers, self._buffers))
         return self._loaded[1][kind]
 
-    def _fetch(self, rank: int, numbers: range, buffers: list[Tensor]) -> list[Tensor]:
+    def _fetch(self, rank: int, numbers: Sequence[int], buffers: list[Tensor]) -> list[Tensor]:
         """Reads and checks the slots of a chunk."""
         for number, buffer in zip(numbers, buffers, strict=False):
             slot = self._slots[rank][number]
             self.swap_files.check(rank, slot, buffer[: slot.size])
         return buffers
 
-    def _states(self, rank: int, numbers: range, buffers: list[Tensor]) -> dict[str, Tensor]:
+    def _states(self, rank: int, numbers: Sequence[int], buffers: list[Tensor]) -> dict[str, Tensor]:
         """The states in the slots of a chunk, all of them or those that need no other slot, by kind: fp32.
 
         Args: buffers: with the slots, and last for masters that are joined of two.

@@ -79,6 +79,7 @@ from offload.io.files import Files
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
+from offload.planner.placement import chunk_arrays, slot_map
 from offload.ranks.agreement import all_gather_object, together
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
@@ -446,7 +447,7 @@ def describe(
         chunks=(),
     )
     if choice.commits.every is not None:
-        require_room(manifest, len(layout.chunks) * (2 if choice.commits.holds_params else 1))
+        require_room(manifest, slot_map(choice, chunk_arrays(layout, choice)).committed or 0)
     return manifest
 
 

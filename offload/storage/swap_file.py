@@ -26,14 +26,12 @@ from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.files import NEW_SUFFIX, check_directory, require_file_size, swap_name
+from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HEADER_BYTES,
     MAGIC,
-    SlotArrays,
     SlotHeader,
-    SlotTable,
     Superblock,
-    described_chunks,
     parse_header,
     parse_superblock,
 )
@@ -155,10 +153,7 @@ class RunFiles:
     """Whose swap files these are, and how they begin.
 
     Attributes:
-        slots_per_chunk: 1 or 2.
-        committed: how many of the chunks, the first ones, are committed and have all the slots; None: this run does
-            not commit.
-        resumed: the number of each committed chunk's directory, if the files are there and are used where they lie.
+        resumed: the number of each committed slot's directory, if the files are there and are used where they lie.
         is_temporary: the directory may hold the run that this one continues, so the file has a temporary name until
             `was_renamed`.
         is_known: whether the directory holds a commit has been checked already.
@@ -167,8 +162,6 @@ class RunFiles:
         files: the run's file system, which holds the directories from then on.
     """
 
-    slots_per_chunk: int = 1
-    committed: int | None = None
     resumed: Sequence[int] | None = None
     is_temporary: bool = False
     is_known: bool = False
@@ -180,8 +173,9 @@ class RunFiles:
 class SwapFile:
     """The slots of one rank in one directory; see [Note: swap file format 1].
 
-    Args: directory: made with mode 0700 if missing; slot_arrays: of each chunk of the run; held: chunks in this file,
-    in the order in which they lie (None: all); stripe: which of the rank's files this is, of how many.
+    Args: directory: made with mode 0700 if missing; slots: all of the rank; held: those in this file, in the order in
+    which they lie (None: all); stripe: which of the rank's files this is, of how many. What is called a chunk in the
+    methods is the number of a slot.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -189,7 +183,7 @@ class SwapFile:
         self,
         engine: IOEngine,
         directory: Path,
-        slot_arrays: Sequence[SlotArrays],
+        slots: SlotMap,
         run: RunFiles,
         *,
         held: Sequence[int] | None = None,
@@ -200,9 +194,9 @@ class SwapFile:
         resumes = run.resumed is not None
         self._disk = files = run.files
         check_directory(directory, files, resumes=resumes or run.is_temporary or run.is_known)
-        self._slot_arrays = tuple(slot_arrays)
-        held = range(len(self._slot_arrays)) if held is None else held
-        self._table = SlotTable(self._slot_arrays, held, run.slots_per_chunk, run.committed)
+        self._slot_arrays = slots.all_arrays
+        held = range(slots.total) if held is None else held
+        self._table = SlotTable(slots, held)
         self._checksums: dict[int, int] = {}
         self._engine = engine
         self._timeline = timeline or Timeline()
@@ -226,9 +220,8 @@ class SwapFile:
             if is_new:
                 undo.callback(self._remove)
             is_blank = _is_blank(self._file, files)
-            described = self._slot_arrays[: run.committed]
-            chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
-            superblock = Superblock(self._run_id, run.slots_per_chunk, stripe, run.committed is not None, chunks)
+            commits = slots.committed is not None
+            superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(held))
             block = aligned_memory(PAGE_BYTES)
             block[:] = superblock.encode()
             if resumes:
@@ -450,34 +443,34 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 class Slots:
-    """The slots of some chunks. Args: files: of all chunks of the run, by number; first: of these the one that is chunk
-    0 here."""
+    """The slots of the chunks of one kind.
 
-    def __init__(self, files: Mapping[int, SwapFile], first: int = 0) -> None:
+    Args:
+        files: of all slots of the rank, by number.
+        numbers: of the slots, by chunk.
+    """
+
+    def __init__(self, files: Mapping[int, SwapFile], numbers: Sequence[int]) -> None:
         self._files = files
-        self._first = first
+        self._numbers = numbers
 
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """See SwapFile.write."""
-        chunk += self._first
-        return self._files[chunk].write(chunk, data, step=step, slot=slot)
+        number = self._numbers[chunk]
+        return self._files[number].write(number, data, step=step, slot=slot)
 
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
         """See SwapFile.read."""
-        chunk += self._first
-        return self._files[chunk].read(chunk, data, step=step, slot=slot, checksum=checksum)
-
-    def starting_at(self, first: int) -> Slots:
-        """The slots from number `first` on, which is chunk 0 there."""
-        return Slots(self._files, first)
+        number = self._numbers[chunk]
+        return self._files[number].read(number, data, step=step, slot=slot, checksum=checksum)
 
 
-class Stripes(Slots):
-    """The slots of all chunks over several directories, found by chunk.
+class Stripes:
+    """All slots of a rank over several directories.
 
-    Args: directories: one or more, all different; weights: their bandwidths; slot_arrays: what each chunk holds;
-    resident: chunks that stay in RAM, and seldom move.
-    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
+    Args: directories: one or more, all different; weights: their bandwidths; slots: of the rank; resident: slots of
+    what stays in RAM, and seldom moves.
+    Attributes: map: of the slots; run_id, 16 bytes; chosen: the number of each slot's directory.
     Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -486,7 +479,7 @@ class Stripes(Slots):
         engine: IOEngine,
         directories: Sequence[Path],
         weights: Sequence[float],
-        slot_arrays: Sequence[SlotArrays],
+        slots: SlotMap,
         run: RunFiles | None = None,
         *,
         timeline: Timeline | None = None,
@@ -495,35 +488,40 @@ class Stripes(Slots):
         run = run or RunFiles()
         for directory in directories:
             check_directory(directory, run.files, resumes=run.is_temporary or run.is_known or run.resumed is not None)
-        chosen = assign([slot.nbytes for slot in slot_arrays], weights)
+        chosen = assign([slot.nbytes for slot in slots.all_arrays], weights)
         if run.resumed is not None:
             chosen[: len(run.resumed)] = run.resumed
+        self.map = slots
         self.run_id = run.run_id
         self.chosen = tuple(chosen)
         self._stripes: list[SwapFile] = []
-        of: dict[int, SwapFile] = {}
-        super().__init__(of)
+        self._files: dict[int, SwapFile] = {}
         self._syncs: list[IOFuture] = []
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
                 # The chunks that move lie side by side: a drive reads on faster than it skips.
-                held = [chunk for chunk, path in enumerate(chosen) if path == number]
-                held.sort(key=lambda chunk: chunk in resident)
+                held = [slot for slot, path in enumerate(chosen) if path == number]
+                held.sort(key=lambda slot: slot in resident)
                 stripe = (number, len(directories))
-                file = SwapFile(engine, directory, slot_arrays, run, held=held, stripe=stripe, timeline=timeline)
+                file = SwapFile(engine, directory, slots, run, held=held, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._stripes.append(file)
-                of |= dict.fromkeys(held, file)
+                self._files |= dict.fromkeys(held, file)
             undo.pop_all()
+
+    def of(self, kind: ChunkKind) -> Slots | None:
+        """Those of the chunks of one kind; None if it has none."""
+        numbers = self.map.of(kind)
+        return Slots(self._files, numbers) if numbers else None
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The swap files."""
         return tuple(file.path for file in self._stripes)
 
-    def checksum(self, chunk: int) -> int:
+    def checksum(self, slot: int) -> int:
         """See SwapFile.checksum."""
-        return self._files[chunk].checksum(chunk)
+        return self._files[slot].checksum(slot)
 
     def sync(self) -> None:
         """Makes durable, in all files, what was written before.

@@ -29,14 +29,12 @@ from offload.storage.files import SWAP_NAME, swap_name
 from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import (
     STATE_KINDS,
-    SlotArrays,
-    described_chunks,
-    file_bytes,
     parse_header,
     parse_superblock,
 )
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 from tests.support.damage import flip
+from tests.support.slot_maps import file_bytes, slots_of
 
 
 @pytest.fixture
@@ -90,8 +88,9 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     """The format is said in store.slots; this is the same file, written by it."""
     numels, steps = (1000, 1, 1500), (3, 5, 4)
     engine = ThreadEngine()
-    slot_arrays = [SlotArrays(numel) for numel in numels]
-    file = SwapFile(engine, tmp_path / "run", slot_arrays, RunFiles(slots_per_chunk=2, committed=len(slot_arrays)))
+    slots = slots_of(numels, 2, is_committed=True)
+    slot_arrays = slots.all_arrays
+    file = SwapFile(engine, tmp_path / "run", slots, RunFiles())
     for place in (0, 1):
         for chunk, numel in enumerate(numels):
             slot = slot_arrays[chunk]
@@ -110,9 +109,9 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
         for chunk, numel, place in zip(made.chunks, numels, (1, 0, 1), strict=False)
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
-    assert block.chunks == described_chunks(manifest.slot_arrays, manifest.held(0))
+    assert block.chunks == manifest.slot_map.describe(manifest.held(0))
     assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
-    assert len(data) == file_bytes(slot_arrays, 2)
+    assert len(data) == file_bytes(slots)
     for slot in committed_slots(manifest):
         place = chunks[slot.chunk].slot
         assert slot.size == slot_arrays[slot.chunk].nbytes
