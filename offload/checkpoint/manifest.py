@@ -214,6 +214,11 @@ class Manifest:
         kinds = {ChunkKind.STATES: arrays(self.chunks, WHOLE, SPLIT), ChunkKind.PARAMS: arrays(self.copies, (4,), (2,))}
         return SlotMap(kinds, self.places, len(self.slots))
 
+    @cached_property
+    def slot_tables(self) -> dict[int, SlotTable]:
+        """Where they lie, by the number of their swap file."""
+        return {path: SlotTable(self.slot_map, self.held(path)) for path in {slot.path for slot in self.slots}}
+
     def _has_halves(self, flat: int) -> bool:
         """Whether the masters of a flat are split."""
         params = self.flats[flat].params
@@ -240,8 +245,7 @@ class Slot:
 
 def committed_slots(manifest: Manifest) -> list[Slot]:
     """By number: where the committed version lies."""
-    slots = manifest.slot_map
-    tables = {path: SlotTable(slots, manifest.held(path)) for path in {slot.path for slot in manifest.slots}}
+    slots, tables = manifest.slot_map, manifest.slot_tables
     found = []
     for kind, names in ((ChunkKind.STATES, STATE_KINDS), (ChunkKind.PARAMS, ("param",))):
         for number, held in zip(slots.of(kind), slots.arrays[kind], strict=True):

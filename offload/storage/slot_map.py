@@ -104,11 +104,13 @@ class SlotTable:
         held: those in this file, in the order in which they lie.
 
     Attributes:
+        slots: see above.
         nbytes: of the file.
         nbytes_of_one: with one version of each slot.
     """
 
     def __init__(self, slots: SlotMap, held: Sequence[int]) -> None:
+        self.slots = slots
         sizes = {slot: slots.all_arrays[slot].nbytes for slot in held}
         several = [slot for slot in held if slots.versions_of(slot) == slots.versions]
         once = [slot for slot in held if slots.versions_of(slot) < slots.versions]
