@@ -517,7 +517,7 @@ class Slots:
         return self._files[number].write(number, data, step=step, slot=slot)
 
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        """See SwapFile.read."""
+        """See SlotFile.read."""
         number = self._numbers[chunk]
         return self._files[number].read(number, data, step=step, slot=slot, checksum=checksum)
 
