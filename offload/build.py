@@ -54,7 +54,7 @@ from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
-from offload.storage.files import replaceable_in
+from offload.storage.directories import replaceable_in
 from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes

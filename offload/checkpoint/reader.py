@@ -39,7 +39,7 @@ from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine, Workers
 from offload.native import JOIN, Kernels, load
 from offload.sizes import MIB, format_bytes
-from offload.storage.files import swap_name
+from offload.storage.directories import swap_name
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import CommittedFile, SlotFile, memory_of
 from offload.storage.swap_format import STATE_KINDS, superblock_padding_is_clean

@@ -84,7 +84,7 @@ from offload.ranks.agreement import all_gather_object, together
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
-from offload.storage.files import COMMIT_NAME, check_directory, holds_commit, swap_name
+from offload.storage.directories import COMMIT_NAME, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
 
 _Identity = tuple[str, int, int]

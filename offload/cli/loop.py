@@ -33,7 +33,7 @@ from offload.planner import least_cpu_memory
 from offload.planner.machine import free_memory
 from offload.planner.placement import activation_memory
 from offload.sizes import format_bytes
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

@@ -25,7 +25,7 @@ from offload.io.files import BUSY, LOCAL, Files
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.storage.files import NEW_SUFFIX, check_directory, require_file_size, swap_name
+from offload.storage.directories import NEW_SUFFIX, check_directory, require_file_size, swap_name
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HEADER_BYTES,

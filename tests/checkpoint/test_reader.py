@@ -25,7 +25,7 @@ from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import SWAP_NAME, swap_name
+from offload.storage.directories import SWAP_NAME, swap_name
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import (
     STATE_KINDS,

@@ -16,7 +16,7 @@ import offload
 from offload.cli import loop, text
 from offload.cli.main import app
 from offload.models import PRESETS, GPTConfig, gpt
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from tests.support.command import printed
 
 FIELDS = {

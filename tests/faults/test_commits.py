@@ -30,7 +30,7 @@ from offload.errors import (
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.planner import least_cpu_memory
-from offload.storage.files import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.damage import flip
 from tests.support.disks import SwitchedFiles, on_disk

@@ -20,7 +20,7 @@ from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME, check_directory
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import SlotArrays
 from tests.support.damage import flipped

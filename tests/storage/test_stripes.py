@@ -19,7 +19,7 @@ from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes, assign, memory_of
 from offload.storage.swap_format import SlotArrays

@@ -18,7 +18,7 @@ from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, Paramet
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
-from offload.storage.files import swap_name
+from offload.storage.directories import swap_name
 from offload.storage.swap_format import MAGIC
 
 RUN = "0123456789abcdef" * 2
