@@ -37,6 +37,7 @@ from offload.regions import total_bytes
 from offload.run import Memory, Run
 from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
+from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import state_slot_arrays
 from offload.tiers import CPU
@@ -94,7 +95,9 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
         if folder is not None:
             engine = stack.enter_context(closing(open_engine("auto", [folder])))
             engine.register(arena.memory)
-            slots = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], slot_arrays)))
+            wanted = SlotMap({ChunkKind.STATES: slot_arrays})
+            stripes = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], wanted)))
+            slots = stripes.of(ChunkKind.STATES)
         resident, passing = (dict(enumerate(buffers)), []) if folder is None else ({}, buffers)
         store = stack.enter_context(closing(Store(slot_arrays, resident, passing, slots, work.timeline, work.health)))
         gradients = stack.enter_context(closing(LocalGradients(work, choice.grads)))

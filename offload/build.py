@@ -22,7 +22,6 @@ from offload.entries import Entries
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
-from offload.grads.shards import gradient_slot_arrays
 from offload.health import Health
 from offload.io.engine import IOEngine
 from offload.io.files import Files
@@ -43,17 +42,11 @@ from offload.planner.decide import decide, replicas_of
 from offload.planner.machine import free_memory
 from offload.planner.placement import (
     ACTIVATIONS,
-    FROZEN,
-    GRADS,
-    PARAMS,
     SCRATCH,
     SPILLED,
     STAGED,
-    STATES,
     Placement,
     Room,
-    all_slot_arrays,
-    committed_slots,
 )
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
@@ -62,10 +55,10 @@ from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
-from offload.storage.files import replaceable_in
+from offload.storage.directories import replaceable_in
 from offload.storage.pool import Pool, in_flight, resident
+from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes
-from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
 from offload.tiers import CPU, DEVICE
 
 # Deciding.
@@ -247,21 +240,18 @@ def build(
     entries = Entries(comm.everyone.size)
     run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries, health)
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
-    states = state_slot_arrays(layout, split_master=choice.states.split_master)
+    pool_store = partial(_pool_store, undo, run, placement, slots)
     # First of all in memory: a resume reads into it while the rest is made.
-    store = _state_store(undo, run, placement, slots, states)
-    first_of_gradients = len(all_slot_arrays(layout, choice)) - len(layout.chunks)
-    grad_arrays = gradient_slot_arrays(layout, choice.grads.passes)
-    grads = _pool_store(undo, run, GRADS, placement.grads, grad_arrays, slots, first_of_gradients)
+    store = _state_store(undo, run, placement, slots)
+    grads = pool_store(ChunkKind.GRADS, placement.grads)
     gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, grads)
     undo.callback(gradients.close)
     trained_streams, first_frozen = choice.params.tier > DEVICE, len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
     limit = placement.streamed_bytes
     parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
-    params = _pool_store(undo, run, PARAMS, placement.params, param_slot_arrays(layout), slots, len(states))
-    frozen_arrays, first_slot = frozen_slot_arrays(held), len(all_slot_arrays(layout, choice))
-    frozen = _pool_store(undo, run, FROZEN, placement.frozen, frozen_arrays, slots, first_slot)
+    params = pool_store(ChunkKind.PARAMS, placement.params)
+    frozen = pool_store(ChunkKind.FROZEN, placement.frozen)
     streamed = params if trained_streams else None
     if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
@@ -343,18 +333,17 @@ def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> i
     return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)
 
 
-def _state_store(
-    undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, slot_arrays: Sequence[SlotArrays]
-) -> Store:
+def _state_store(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None) -> Store:
     """The store of the states. If they are on a device, commits go through another store beneath it, in RAM."""
-    memory, timeline = run.memory, run.timeline
-    resident, buffers = _memory_of(STATES, placement.states, memory)
+    memory, timeline, kind = run.memory, run.timeline, ChunkKind.STATES
+    arrays, part = placement.arrays[kind], None if slots is None else slots.of(kind)
+    resident, buffers = _memory_of(kind, placement.states, memory)
     if placement.choice.states.tier > DEVICE:
-        store = Store(slot_arrays, resident, buffers, slots, timeline, run.health, run.commits.is_due)
+        store = Store(arrays, resident, buffers, part, timeline, run.health, run.commits.is_due)
     else:
         assert memory.device is not None
-        beneath = _pool_store(undo, run, STAGED, placement.staged, slot_arrays, slots, 0)
-        store = DeviceStore(slot_arrays, resident, memory.device, beneath, timeline, run.health)
+        beneath = _pool_store(undo, run, placement, slots, kind, placement.staged, STAGED)
+        store = DeviceStore(arrays, resident, memory.device, beneath, timeline, run.health)
     undo.callback(store.close)
     return store
 
@@ -362,27 +351,27 @@ def _state_store(
 def _pool_store(
     undo: ExitStack,
     run: Run,
-    name: str,
-    pool: Pool | None,
-    slot_arrays: Sequence[SlotArrays],
+    placement: Placement,
     slots: Stripes | None,
-    first: int,
+    kind: ChunkKind,
+    pool: Pool | None,
+    name: str | None = None,
 ) -> Store | None:
-    """A store with the memory of a pool; None without a pool.
+    """A store of one kind of chunks with the memory of a pool; None without a pool.
 
     Args:
         undo: gets what closes the store.
         run: what the parts share.
-        name: of the pool's regions.
-        pool: which chunks stay in RAM, and how many buffers there are.
-        slot_arrays: what each chunk consists of.
+        placement: what each chunk holds.
         slots: the swap files.
-        first: the number of the first chunk's slot.
+        kind: the kind of chunks.
+        pool: which chunks stay in RAM, and how many buffers there are.
+        name: of the pool's regions, if it is not the kind's.
     """
     if pool is None:
         return None
-    held = None if slots is None else slots.starting_at(first)
-    store = Store(slot_arrays, *_memory_of(name, pool, run.memory), held, run.timeline, run.health)
+    part = None if slots is None else slots.of(kind)
+    store = Store(placement.arrays[kind], *_memory_of(name or kind, pool, run.memory), part, run.timeline, run.health)
     undo.callback(store.close)
     return store
 
@@ -413,8 +402,7 @@ def _open_files(
     undo: ExitStack, run: Run, plan: Plan, placement: Placement, start: Start, open_engine: OpenEngine
 ) -> tuple[Stripes | None, IOEngine | None]:
     """Opens the swap files and their engine, if there are any."""
-    memory, choice = run.memory, plan.choice
-    paths, commits = run.paths, choice.commits
+    memory, paths = run.memory, run.paths
     if not paths:
         memory.ram.prefault(lambda: None)
         return None, None
@@ -424,8 +412,6 @@ def _open_files(
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
     run_files = RunFiles(
-        slots_per_chunk=commits.slots_per_chunk,
-        committed=None if commits.every is None else committed_slots(plan.held, choice),
         resumed=None if resumed is None else resumed[1],
         is_temporary=start.found is not None and resumed is None,
         is_known=True,
@@ -434,8 +420,8 @@ def _open_files(
         files=run.files,
     )
     # With commits, another budget has to find the same order of slots.
-    resident = placement.states.resident if commits.every is None else ()
-    slot_arrays, speeds = all_slot_arrays(plan.held, choice), weights(paths)
-    slots = Stripes(engine, paths, speeds, slot_arrays, run_files, timeline=run.timeline, resident=resident)
+    stays = placement.states.resident if plan.choice.commits.every is None else ()
+    resident = {slot for chunk, slot in enumerate(placement.slots.of(ChunkKind.STATES)) if chunk in stays}
+    slots = Stripes(engine, paths, weights(paths), placement.slots, run_files, timeline=run.timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

@@ -269,7 +269,7 @@ class HeldModel:
         if trained is None and frozen is None:
             return None
         layout, limit = parameters.layout, placement.device_budget_bytes
-        stores = StreamedStores(trained, frozen, len(layout.param_chunks) - len(layout.frozen))
+        stores = StreamedStores(trained, frozen, layout.first_frozen)
         pools = [placement.params if trained is not None else None, placement.frozen]
         leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
         transfers = UnitTransfers(

@@ -178,6 +178,11 @@ class Layout:
         """The chunks of which a rank keeps the parameters: its own, the copies, the frozen ones, numbered on."""
         return self.chunks + self.copies + self.frozen
 
+    @property
+    def first_frozen(self) -> int:
+        """The number in `param_chunks` of the first frozen chunk."""
+        return len(self.chunks) + len(self.copies)
+
     def shard_numel(self, flat: int) -> int:
         """Elements of each rank's shard of a flat, padding included."""
         return shard_numel(self.flats[flat].numel, self.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -131,3 +132,14 @@ def test_no_block_of_a_sum_of_squares_lies_in_two_chunks(numels: list[int], chun
 def test_no_parameters_make_no_chunks() -> None:
     assert build([], 1024).chunks == ()
     assert build([ParamSpec("empty", 0, "", torch.bfloat16, 0)], 1024).chunks == ()
+
+
+@given(specs=specs, chunk_numel=chunk_numels, frozen=st.sets(st.integers(0, 11)), replicas=st.sampled_from([1, 2, 4]))
+def test_parameters_that_a_rank_keeps_are_numbered_through(
+    specs: list[ParamSpec], chunk_numel: int, frozen: set[int], replicas: int
+) -> None:
+    marked = [replace(spec, is_frozen=number in frozen) for number, spec in enumerate(specs)]
+    layout = build(sorted(marked, key=lambda spec: spec.is_frozen), chunk_numel, ranks=4, rank=1, replicas=replicas)
+    assert [chunk.index for chunk in layout.param_chunks] == [*range(len(layout.param_chunks))]
+    assert layout.param_chunks[layout.first_frozen :] == layout.frozen
+    assert all(not layout.flats[chunk.flat].is_frozen for chunk in layout.param_chunks[: layout.first_frozen])

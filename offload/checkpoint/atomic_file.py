@@ -19,7 +19,7 @@ from offload.interrupts import is_of_system
 from offload.io.engine import IOFile
 from offload.io.files import Files
 from offload.sizes import format_bytes
-from offload.storage.files import TEMPORARY
+from offload.storage.directories import TEMPORARY
 
 
 def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:

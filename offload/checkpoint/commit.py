@@ -55,7 +55,7 @@ from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
 from offload.io.files import LOCAL, Files
 from offload.sizes import format_bytes
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
 from offload.storage.swap_format import RunId
 
 SCHEMA = "offload commit"

@@ -72,6 +72,7 @@ from offload.optim.adopt import require_sound
 from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
 from offload.storage.chunk_cache import Store, Version
+from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import Stripes
 
 T = TypeVar("T")
@@ -594,10 +595,12 @@ class Commits:
             before = self._versions[0] if self._versions else {}
             changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
             self._masters.store_parameters(changed)
-        own = range(len(self._layout.chunks))  # with replicas a rank keeps parameters that others commit
+        slots = self._slots
+        assert slots is not None
         for store in self._stores[1:]:
             found = store.flush()
-            versions.append({chunk: found[chunk] for chunk in own})
+            # With replicas a rank keeps parameters that others commit.
+            versions.append({chunk: found[chunk] for chunk in slots.map.committed_chunks(ChunkKind.PARAMS)})
         return versions
 
     def _final_if_ambiguous(self, work: Callable[[], None]) -> None:
@@ -627,16 +630,18 @@ class Commits:
     ) -> Manifest:
         slots = self._slots
         assert slots is not None
-        found: list[ChunkFacts] = []
-        for of in versions:
+
+        def facts(kind: ChunkKind, versions: Mapping[int, Version]) -> tuple[ChunkFacts, ...]:
+            rows = []
             for chunk in self._layout.chunks:
-                at, number = of[chunk.index], len(found)
-                checksum = slots.checksum(number) if at.checksum is None else at.checksum
-                path = slots.chosen[number]
-                found.append(
+                at, slot = versions[chunk.index], slots.map.at(kind, chunk.index)
+                checksum = slots.checksum(slot) if at.checksum is None else at.checksum
+                path = slots.chosen[slot]
+                rows.append(
                     ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.slot, at.step, f"{checksum:016x}")
                 )
-        chunks = len(self._layout.chunks)
+            return tuple(rows)
+
         return replace(
             self._wanted,
             run_id=slots.run_id.hex(),
@@ -645,8 +650,8 @@ class Commits:
             parameters=tuple(
                 replace(facts, age=age) for facts, age in zip(self._wanted.parameters, param_steps, strict=True)
             ),
-            chunks=tuple(found[:chunks]),
-            copies=tuple(found[chunks:]),
+            chunks=facts(ChunkKind.STATES, versions[0]),
+            copies=facts(ChunkKind.PARAMS, versions[1]) if self._choice.holds_params else (),
         )
 
 

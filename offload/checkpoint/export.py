@@ -26,7 +26,7 @@ from offload.errors import BudgetError, ConfigError, PathError, missing_parent
 from offload.interrupts import is_of_system
 from offload.io.files import LOCAL, Files
 from offload.sizes import GIB, MIB, format_bytes
-from offload.storage.files import require_file_size
+from offload.storage.directories import require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}

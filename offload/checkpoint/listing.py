@@ -19,7 +19,7 @@ from offload.checkpoint.scan import swaps
 from offload.checkpoint.snapshot import is_snapshot_name
 from offload.errors import ConfigError, OffloadError, explained
 from offload.io.files import LOCAL
-from offload.storage.files import COMMIT_NAME, RECORD_START, file_name
+from offload.storage.directories import COMMIT_NAME, RECORD_START, file_name
 from offload.storage.swap_file import any_is_held
 
 MOST_DIRECTORIES = 20_000

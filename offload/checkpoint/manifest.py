@@ -30,7 +30,7 @@ Of a model with tensor parallelism there are two fields more, which are not spel
     shard_dim          at the end of a parameter that the slices share: the dimension along which it is cut, as
                        torch.chunk cuts. `shape` is that of the part. Of any other parameter all slices hold the same
 
-Two fields have older names than the code: `places` is `slots_per_chunk` there, and `age` a parameter's `step`.
+Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
 
@@ -56,6 +56,7 @@ from msgspec import Meta
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import Layout
 from offload.sizes import format_bytes
+from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     MAX_INT,
     MAX_NUMEL,
@@ -66,7 +67,6 @@ from offload.storage.swap_format import (
     WHOLE,
     RunId,
     SlotArrays,
-    SlotTable,
 )
 
 SCHEMA = "offload manifest"
@@ -204,20 +204,25 @@ class Manifest:
             for param, offset in zip(flat.params, flat.offsets, strict=True)
         }
 
-    def kinds(self, number: int) -> tuple[str, ...]:
-        """The names of the arrays in a slot."""
-        return STATE_KINDS if number < len(self.chunks) else ("param",)
+    @cached_property
+    def slot_map(self) -> SlotMap:
+        """Which slots are committed, numbered as the run has them."""
+
+        def arrays(rows: Sequence[ChunkFacts], whole: tuple[int, ...], split: tuple[int, ...]) -> list[SlotArrays]:
+            return [SlotArrays(row.numel, split if self._has_halves(row.flat) else whole) for row in rows]
+
+        kinds = {ChunkKind.STATES: arrays(self.chunks, WHOLE, SPLIT), ChunkKind.PARAMS: arrays(self.copies, (4,), (2,))}
+        return SlotMap(kinds, self.places, len(self.slots))
 
     @cached_property
-    def slot_arrays(self) -> list[SlotArrays]:
-        """What each slot holds."""
-        found = []
-        for number, slot in enumerate(self.slots):
-            params = self.flats[slot.flat].params
-            halves = self.split_master and any(self.parameters[param].dtype == "bfloat16" for param in params)
-            states = SPLIT if halves else WHOLE
-            found.append(SlotArrays(slot.numel, states if number < len(self.chunks) else (2 if halves else 4,)))
-        return found
+    def slot_tables(self) -> dict[int, SlotTable]:
+        """Where they lie, by the number of their swap file."""
+        return {path: SlotTable(self.slot_map, self.held(path)) for path in {slot.path for slot in self.slots}}
+
+    def _has_halves(self, flat: int) -> bool:
+        """Whether the masters of a flat are split."""
+        params = self.flats[flat].params
+        return self.split_master and any(self.parameters[param].dtype == "bfloat16" for param in params)
 
     def held(self, path: int) -> list[int]:
         """The numbers of the slots in one swap file."""
@@ -240,17 +245,14 @@ class Slot:
 
 def committed_slots(manifest: Manifest) -> list[Slot]:
     """By number: where the committed version lies."""
-    slot_arrays = manifest.slot_arrays
-    tables = {
-        path: SlotTable(slot_arrays, manifest.held(path), manifest.places)
-        for path in {slot.path for slot in manifest.slots}
-    }
+    slots, tables = manifest.slot_map, manifest.slot_tables
     found = []
-    for number, (facts, slot) in enumerate(zip(manifest.slots, slot_arrays, strict=True)):
-        ranges = zip(manifest.kinds(number), slot.ranges(), strict=True)
-        arrays = {kind: (itemsize, start) for kind, (itemsize, start, _) in ranges}
-        offset = tables[facts.path].offset(number, facts.slot)
-        found.append(Slot(number, facts.path, offset, slot.nbytes, arrays))
+    for kind, names in ((ChunkKind.STATES, STATE_KINDS), (ChunkKind.PARAMS, ("param",))):
+        for number, held in zip(slots.of(kind), slots.arrays[kind], strict=True):
+            facts, ranges = manifest.slots[number], zip(names, held.ranges(), strict=True)
+            arrays = {name: (itemsize, start) for name, (itemsize, start, _) in ranges}
+            offset = tables[facts.path].offset(number, facts.slot)
+            found.append(Slot(number, facts.path, offset, held.nbytes, arrays))
     return found
 
 

@@ -8,17 +8,16 @@ pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
-import xxhash
 from torch import Tensor
 
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
@@ -34,14 +33,75 @@ from offload.checkpoint.scan import (
     swaps,
 )
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
-from offload.io.engine import aligned_memory
+from offload.interrupts import wait_for_all
+from offload.io.engine import IOEngine, IOFuture, aligned_memory
 from offload.io.files import LOCAL, Files
-from offload.io.threads import Workers
+from offload.io.threads import ThreadEngine, Workers
 from offload.native import JOIN, Kernels, load
-from offload.sizes import MIB, PAGE_BYTES, format_bytes
-from offload.storage.files import swap_name
-from offload.storage.swap_file import CommittedFile
-from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_header, superblock_padding_is_clean
+from offload.sizes import GIB, MIB, format_bytes
+from offload.storage.directories import swap_name
+from offload.storage.slot_map import ChunkKind
+from offload.storage.swap_file import CommittedFile, SlotFile, memory_of
+from offload.storage.swap_format import STATE_KINDS, superblock_padding_is_clean
+
+
+class CommittedSlots:
+    """The committed slots of one rank, which are only read.
+
+    Args:
+        manifest: says which they are.
+        files: its swap files, by their number; without one that is damaged.
+        engine: reads; has the files.
+        hasher: compares checksums.
+    """
+
+    def __init__(
+        self, manifest: Manifest, files: Mapping[int, CommittedFile], engine: IOEngine, hasher: Workers
+    ) -> None:
+        self._manifest = manifest
+        self._slots = committed_slots(manifest)
+        self._sizes = {path: file.size for path, file in files.items()}
+        self._files = {
+            path: SlotFile(engine, files[path].file, table, manifest.run_id, hasher)
+            for path, table in manifest.slot_tables.items()
+            if path in files
+        }
+
+    def read(self, number: int, data: Tensor) -> IOFuture:
+        """Reads a slot into `data`, which is as long, and compares it with its checksum.
+
+        Raises: CorruptionError if its file is damaged or too short; what `SlotFile.read` raises comes from the future.
+        """
+        facts = self._manifest.slots[number]
+        file = self._whole(number)
+        return file.read(number, memory_of(data), step=facts.step, slot=facts.slot, checksum=facts.checksum)
+
+    def verify(self, number: int, buffer: Tensor) -> None:
+        """Reads a slot through `buffer`, piece by piece, and compares it with its checksum.
+
+        Raises: CorruptionError, TierIOError.
+        """
+        facts = self._manifest.slots[number]
+        file = self._whole(number)
+        file.verify(number, memory_of(buffer), step=facts.step, slot=facts.slot, checksum=facts.checksum)
+
+    def require_whole(self, numbers: Iterable[int]) -> None:
+        """Whether the files are long enough for these slots, before memory is taken: a manifest may say anything.
+
+        Raises: CorruptionError.
+        """
+        for number in numbers:
+            self._whole(number)
+
+    def _whole(self, number: int) -> SlotFile:
+        slot = self._slots[number]
+        if (file := self._files.get(slot.path)) is None:
+            name = swap_name(self._manifest.rank)
+            raise CorruptionError("lies in a swap file that is damaged", chunk=number, file=name)
+        if self._sizes[slot.path] < slot.offset + slot.size:
+            problem = f"the file ends before this slot of {format_bytes(slot.size)} does"
+            raise CorruptionError(problem, chunk=number, file=file.path, offset=slot.offset)
+        return file
 
 
 class CommittedFiles:
@@ -51,31 +111,44 @@ class CommittedFiles:
     Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
     """
 
-    def __init__(self, paths: Sequence[Path], manifests: Sequence[Manifest], files: Files) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        manifests: Sequence[Manifest],
+        files: Files,
+        open_engine: Callable[[], IOEngine],
+    ) -> None:
+        self._open_engine = open_engine
         self._paths = tuple(paths)
         self._disk = files
         self._manifests = tuple(manifests)
         self.ranks: Collection[int] = range(len(manifests))
-        self._files: dict[tuple[int, int], CommittedFile] = {}
+        self._slots: dict[int, CommittedSlots] | None = None
         self._undo = ExitStack()
 
     def close(self) -> None:
         """Closes the files, which frees their locks. May be called again."""
-        self._files.clear()
+        self._slots = None
         self._undo.close()
+
+    def of(self, rank: int) -> CommittedSlots:
+        """The slots of a rank whose files are locked."""
+        assert self._slots is not None
+        return self._slots[rank]
 
     def lock(self, *, exclusive: bool = False, damage: list[tuple[int, OffloadError]] | None = None) -> None:
         """Opens and locks the swap files, if they are not.
 
         Args: exclusive: against other readers, too; damage: gets rank and error of what is wrong with the files
-        themselves, instead of raising it.
+        themselves, instead of raising it. Raises: also BudgetError, if the system refuses threads.
         """
-        if self._files:
+        if self._slots is not None:
             return
         with ExitStack() as undo:
-            files: dict[tuple[int, int], CommittedFile] = {}
+            found: dict[int, dict[int, CommittedFile]] = {}
             for rank in sorted(self.ranks):
                 manifest, is_damaged = self._manifests[rank], False
+                files = found[rank] = {}
                 for path in self._names_of(rank, manifest.run_id):
                     try:
                         file = CommittedFile(path, self._disk, exclusive=exclusive)
@@ -83,7 +156,7 @@ class CommittedFiles:
                         if file.block.run_id != manifest.run_id:
                             file.close()  # and is free for others
                             continue
-                        files[rank, file.block.stripe[0]] = file
+                        files[file.block.stripe[0]] = file
                         _require_superblock(file, manifest)
                     except CorruptionError as error:
                         if damage is None:
@@ -91,9 +164,18 @@ class CommittedFiles:
                         damage.append((rank, error))
                         is_damaged = True
                 for number in sorted({slot.path for slot in manifest.slots}):
-                    if (rank, number) not in files and not is_damaged:
+                    if number not in files and not is_damaged:
                         raise ResumeError(self._missing(rank, number))
-            self._files = files
+            hasher = Workers(1, "offload-checksum")
+            undo.callback(hasher.shutdown)
+            engine = self._open_engine()
+            undo.callback(engine.close)
+            for files in found.values():
+                for file in files.values():
+                    engine.adopt(file.file)
+            self._slots = {
+                rank: CommittedSlots(self._manifests[rank], files, engine, hasher) for rank, files in found.items()
+            }
             self._undo.push(undo.pop_all())
 
     def _missing(self, rank: int, number: int) -> str:
@@ -124,32 +206,6 @@ class CommittedFiles:
                 if swap.is_temporary and (swap.rank, swap.run_id) == (rank, run_id):
                     yield swap.path
 
-    def require_whole(self, rank: int, slot: Slot) -> None:
-        """Whether the file is long enough for a slot, before memory is taken: a manifest may say anything."""
-        file = self._files[rank, slot.path]
-        if file.size < slot.offset + slot.size:
-            _refuse(file, slot, f"the file ends before this slot of {format_bytes(slot.size)} does")
-
-    def check(self, rank: int, slot: Slot, buffer: Tensor) -> None:
-        """Reads a slot through `buffer`, piece by piece if that is smaller. Raises: as `CommittedFiles`."""
-        manifest = self._manifests[rank]
-        if (file := self._files.get((rank, slot.path))) is None:
-            raise CorruptionError("lies in a swap file that is damaged", chunk=slot.chunk, file=swap_name(rank))
-        facts = manifest.slots[slot.chunk]
-        hasher = xxhash.xxh3_64()
-        for start in range(0, slot.size, len(buffer)):
-            data = memoryview(buffer[: min(len(buffer), slot.size - start)].numpy().data)
-            if file.read(data, slot.offset + start) < len(data):
-                _refuse(file, slot, f"the file ends before this slot of {format_bytes(slot.size)} does")
-            if start == 0:
-                header = parse_header(data[:PAGE_BYTES], file.path, slot.offset, slot.chunk)
-                if problem := header.problem(manifest.run_id, slot.chunk, facts.step, facts.numel, facts.checksum):
-                    _refuse(file, slot, problem)
-                data = data[PAGE_BYTES:]
-            hasher.update(data)
-        if hasher.intdigest() != facts.checksum:
-            _refuse(file, slot, "the slot's data does not match its checksum")
-
 
 def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
     """Raises: CorruptionError if a swap file is not the one that the manifest of its rank describes."""
@@ -159,7 +215,7 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
         problem = "belongs to a run that commits nothing, and a commit lies beside it"
     elif (block.places, block.stripe[1]) != (manifest.places, manifest.paths):
         problem = "has more or fewer slots a chunk, or files a rank, than its manifest says"
-    elif not block.describes(described_chunks(manifest.slot_arrays, manifest.held(path))):
+    elif not block.describes(manifest.slot_map.describe(manifest.held(path))):
         problem = "holds other chunks than its manifest says"
     elif not superblock_padding_is_clean(file.page):
         problem = "is damaged after the text of its superblock"
@@ -167,12 +223,15 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
         raise CorruptionError(problem, file=file.path)
 
 
-def _refuse(file: CommittedFile, slot: Slot, problem: str) -> NoReturn:
-    raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
-
-
+KINDS = (ChunkKind.STATES, ChunkKind.PARAMS)
+"""What is committed."""
 PIECE_BYTES = 4 * MIB
 """A read while verifying: enough for any drive at full speed."""
+
+
+def _threads() -> IOEngine:
+    """The engine that reads commits. The kernel parts a slot into requests better than threads that have to wake up."""
+    return ThreadEngine(request_bytes=GIB)
 
 
 @dataclass(frozen=True)
@@ -213,7 +272,12 @@ class Reader:
     COMMIT and manifests are read at once. The swap files are opened and locked (shared: several readers may, but no
     run can write meanwhile) when the first slot is asked for. Not for several threads at a time.
 
-    Args: told: the last commit, where its record is, and its manifests, by rank, where not all of it may be seen here.
+    Args:
+        paths: all directories of the run.
+        files: the file system.
+        told: the last commit, where its record is, and its manifests, by rank, where not all of it may be seen here.
+        open_engine: makes the I/O engine that reads slots.
+
     Attributes: paths; commit; home, the directory of its record; manifests, by rank; swap_files.
     Raises: ResumeError (no commit, a directory is missing, a newer version's), CorruptionError, PathError,
     PathInUseError (a live run, from `verify` and `read` on), TierIOError.
@@ -224,6 +288,7 @@ class Reader:
         paths: Sequence[Path],
         files: Files = LOCAL,
         told: tuple[Path, Commit, tuple[Manifest, ...]] | None = None,
+        open_engine: Callable[[], IOEngine] = _threads,
     ) -> None:
         self.paths = tuple(paths)
         self._disk = files
@@ -233,9 +298,9 @@ class Reader:
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
-        self.swap_files = CommittedFiles(self.paths, self.manifests, files)
+        self.swap_files = CommittedFiles(self.paths, self.manifests, files, open_engine)
+        self._maps = [manifest.slot_map for manifest in self.manifests]
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
-        self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
         self._of_flat: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for rank, manifest in enumerate(self.manifests):
@@ -358,20 +423,18 @@ class Reader:
         self.swap_files.lock()
         wanted = list(wanted)
         for rank, chunk in wanted:
-            for number in self._needed(rank, chunk):
-                self.swap_files.require_whole(rank, self._slots[rank][number])
+            self.swap_files.of(rank).require_whole(self._needed(rank, chunk))
         joined = _buffer(self._joined_bytes())
         both = deque([*map(_buffer, self._largest()), joined] for _ in range(2))
-        with Workers(1, "offload-read") as pool:
-            coming: deque[tuple[int, int, Future[list[Tensor]]]] = deque()
-            for rank, chunk in wanted:
-                coming.append((rank, chunk, pool.submit(self._fetch, rank, self._needed(rank, chunk), both[0])))
-                both.rotate()
-                if len(coming) == len(both):
-                    rank, chunk, read = coming.popleft()
-                    yield self._states(rank, self._needed(rank, chunk), read.result())
-            for rank, chunk, read in coming:
-                yield self._states(rank, self._needed(rank, chunk), read.result())
+        coming: deque[tuple[int, Sequence[int], list[Tensor], list[IOFuture]]] = deque()
+        for rank, chunk in wanted:
+            numbers = self._needed(rank, chunk)
+            coming.append((rank, numbers, both[0], self._begin(rank, numbers, both[0])))
+            both.rotate()
+            if len(coming) == len(both):
+                yield self._states(*coming.popleft())
+        for each in coming:
+            yield self._states(*each)
 
     def slots_bytes(self) -> int:
         """RAM that `slots` takes."""
@@ -379,10 +442,8 @@ class Reader:
 
     def _largest(self) -> list[int]:
         """Bytes of the largest slot of states, and of the 16-bit parameters beside them."""
-        numbers = [(rank, at) for rank in range(len(self._chunks)) for at in range(len(self._slots[rank]))]
-        states = (self._slots[rank][at].size for rank, at in numbers if at < self._chunks[rank])
-        copies = (self._slots[rank][at].size for rank, at in numbers if at >= self._chunks[rank])
-        return [max(states, default=0), max(copies, default=0)]
+        both = [*zip(self._maps, self._slots, strict=True)]
+        return [max((found[at].size for slots, found in both for at in slots.of(kind)), default=0) for kind in KINDS]
 
     def _joined_bytes(self) -> int:
         """Of the largest master that is made of halves."""
@@ -390,14 +451,16 @@ class Reader:
             return 0
         return 4 * max((chunk.numel for manifest in self.manifests for chunk in manifest.chunks), default=0)
 
-    def _numbers(self, rank: int, chunk: int) -> range:
-        """The slots that hold a chunk."""
-        return range(chunk, len(self._slots[rank]), self._chunks[rank])
+    def _numbers(self, rank: int, chunk: int) -> list[int]:
+        """The slots that hold a chunk: of its states, and of the parameters that are committed beside them."""
+        slots = self._maps[rank]
+        return [slots.at(kind, chunk) for kind in KINDS if slots.of(kind)]
 
-    def _needed(self, rank: int, chunk: int, kind: str = "master") -> range:
+    def _needed(self, rank: int, chunk: int, kind: str = "master") -> list[int]:
         """Of these the ones that a state is made of."""
-        is_split = self._slots[rank][chunk].arrays["master"][0] == 2
-        return self._numbers(rank, chunk) if is_split and kind != "exp_avg" else range(chunk, chunk + 1)
+        numbers = self._numbers(rank, chunk)
+        is_split = self._slots[rank][numbers[0]].arrays["master"][0] == 2
+        return numbers if is_split and kind != "exp_avg" else numbers[:1]
 
     def _state(self, rank: int, chunk: int, kind: str) -> Tensor:
         """A state of a chunk, in memory that the next chunk overwrites."""
@@ -405,28 +468,33 @@ class Reader:
             self.swap_files.lock()
             self._loaded = None
             numbers = self._needed(rank, chunk, kind)
-            slots = [self._slots[rank][number] for number in numbers]
-            for slot in slots:
-                self.swap_files.require_whole(rank, slot)
-            joined = 4 * self.manifests[rank].chunks[chunk].numel if len(slots) > 1 else 0
-            for role, size in enumerate([*(slot.size for slot in slots), joined]):
-                if len(self._buffers[role]) < size:
-                    self._buffers[role] = _buffer(size)
-            self._loaded = (rank, chunk), self._states(rank, numbers, self._fetch(rank, numbers, self._buffers))
+            self.swap_files.of(rank).require_whole(numbers)
+            # What is under way when this is interrupted keeps its memory.
+            buffers, self._buffers = self._buffers, [_buffer(0)] * 3
+            joined = 4 * self.manifests[rank].chunks[chunk].numel if len(numbers) > 1 else 0
+            for role, size in enumerate([*(self._slots[rank][number].size for number in numbers), joined]):
+                if len(buffers[role]) < size:
+                    buffers[role] = _buffer(size)
+            self._loaded = (rank, chunk), self._states(rank, numbers, buffers, self._begin(rank, numbers, buffers))
+            self._buffers = buffers
         return self._loaded[1][kind]
 
-    def _fetch(self, rank: int, numbers: range, buffers: list[Tensor]) -> list[Tensor]:
-        """Reads and checks the slots of a chunk."""
-        for number, buffer in zip(numbers, buffers, strict=False):
-            slot = self._slots[rank][number]
-            self.swap_files.check(rank, slot, buffer[: slot.size])
-        return buffers
+    def _begin(self, rank: int, numbers: Sequence[int], buffers: Sequence[Tensor]) -> list[IOFuture]:
+        """Begins to read the slots of a chunk, each into a buffer that is long enough."""
+        slots, sizes = self.swap_files.of(rank), [self._slots[rank][number].size for number in numbers]
+        into = zip(numbers, sizes, buffers, strict=False)
+        return [slots.read(number, buffer[:size]) for number, size, buffer in into]
 
-    def _states(self, rank: int, numbers: range, buffers: list[Tensor]) -> dict[str, Tensor]:
+    def _states(
+        self, rank: int, numbers: Sequence[int], buffers: Sequence[Tensor], reading: Sequence[IOFuture]
+    ) -> dict[str, Tensor]:
         """The states in the slots of a chunk, all of them or those that need no other slot, by kind: fp32.
 
-        Args: buffers: with the slots, and last for masters that are joined of two.
+        Args: buffers: with the slots, and last for masters that are joined of two; reading: into them.
         """
+        wait_for_all(reading)
+        for future in reading:
+            future.result()
         states, copies, joined = buffers
         found = {kind: self._view(rank, numbers[0], kind, states) for kind in STATE_KINDS}
         if found["master"].dtype is torch.int16 and len(numbers) == 1:
@@ -468,7 +536,7 @@ class Reader:
     def _verify_one(self, rank: int, slot: Slot, buffers: deque[Tensor]) -> Verified:
         buffer = buffers.pop()
         try:
-            self.swap_files.check(rank, slot, buffer)
+            self.swap_files.of(rank).verify(slot.chunk, buffer)
         except OffloadError as error:
             return Verified(rank, slot.chunk, slot.size, error)
         finally:

@@ -79,11 +79,12 @@ from offload.io.files import Files
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.dense import is_dense
+from offload.planner.placement import chunk_arrays, slot_map
 from offload.ranks.agreement import all_gather_object, together
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
-from offload.storage.files import COMMIT_NAME, check_directory, holds_commit, swap_name
+from offload.storage.directories import COMMIT_NAME, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
 
 _Identity = tuple[str, int, int]
@@ -446,7 +447,7 @@ def describe(
         chunks=(),
     )
     if choice.commits.every is not None:
-        require_room(manifest, len(layout.chunks) * (2 if choice.commits.holds_params else 1))
+        require_room(manifest, slot_map(choice, chunk_arrays(layout, choice)).committed or 0)
     return manifest
 
 

@@ -19,7 +19,7 @@ from offload.checkpoint.commit import MAX_COMMIT_BYTES, manifest_in, parse_commi
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.io.files import LOCAL
 from offload.sizes import PAGE_BYTES
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
 from offload.storage.swap_file import open_locked
 from offload.storage.swap_format import MAGIC, parse_superblock
 

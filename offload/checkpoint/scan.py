@@ -26,7 +26,7 @@ from offload.errors import CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.files import Files
 from offload.sizes import PAGE_BYTES
-from offload.storage.files import COMMIT_NAME, file_name, holds_commit, swap_name
+from offload.storage.directories import COMMIT_NAME, file_name, holds_commit, swap_name
 from offload.storage.swap_file import open_locked
 from offload.storage.swap_format import Superblock, parse_superblock
 

@@ -32,7 +32,7 @@ from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.io.files import Files
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, file_name, swap_name
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, file_name, swap_name
 from offload.storage.swap_file import open_locked
 
 RUN_DIGITS = 8

@@ -29,6 +29,7 @@ from offload.regions import REST, Region, total_bytes, total_of
 from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.chunk_cache import residents
 from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
+from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (
     STATE_KINDS,
     SlotArrays,
@@ -52,13 +53,20 @@ UNITS_ON_THE_WAY = 4
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
-STATES, PARAMS, GRADS, FROZEN, STAGED = "states", "parameters", "stored gradients", "frozen parameters", "commits"
-"""Of the names of pools' regions."""
+STAGED = "commits"
+"""Of the names of pools' regions, beside those of `ChunkKind`."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
 """Kind of slots that no step writes."""
+ARRAYS = {
+    ChunkKind.STATES: STATE_KINDS,
+    ChunkKind.PARAMS: ("param",),
+    ChunkKind.GRADS: ("grad",),
+    ChunkKind.FROZEN: ("frozen",),
+}
+"""The kinds of the arrays in a slot, as plans call them."""
 
 _MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -71,6 +79,8 @@ class Placement:
     Attributes:
         choice: for which it is.
         regions: what parts reserve in RAM, on the device and on the disk.
+        arrays: what each chunk consists of, by kind.
+        slots: which of the chunks have slots on the disk, and their numbers.
         states: the pool of the states, where they wait for the step.
         params: that of trained parameters that stream, or are copied to RAM for commits; None: they stay on the device.
         grads: that of gradients in slots; None: they are in memory.
@@ -87,6 +97,8 @@ class Placement:
 
     choice: Choice
     regions: Sequence[Region]
+    arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
+    slots: SlotMap
     states: Pool
     params: Pool | None
     grads: Pool | None
@@ -335,24 +347,34 @@ def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
 # What each kind of bytes needs, whatever the budget.
 
 
-def all_slot_arrays(layout: Layout, choice: Choice) -> list[SlotArrays]:
-    """What all slots of a run hold, in this order: the states of each chunk; then parameters, gradients and frozen
-    parameters, if they have slots."""
-    params = param_slot_arrays(layout) if choice.params.tier.is_durable or choice.commits.holds_params else []
-    grads = gradient_slot_arrays(layout, choice.grads.passes) if choice.grads.tier.is_durable else []
-    frozen = frozen_slot_arrays(layout) if choice.params.frozen_tier.is_durable else []
-    return state_slots(layout, choice) + params + grads + frozen
+def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArrays]]:
+    """What each chunk consists of, by kind, whether it has a slot or not.
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        choice: what was decided.
+    """
+    return {
+        ChunkKind.STATES: state_slot_arrays(held, split_master=choice.states.split_master),
+        ChunkKind.PARAMS: param_slot_arrays(held),
+        ChunkKind.GRADS: gradient_slot_arrays(held, choice.grads.passes),
+        ChunkKind.FROZEN: frozen_slot_arrays(held),
+    }
 
 
-def state_slots(layout: Layout, choice: Choice) -> list[SlotArrays]:
-    """The first ones of `all_slot_arrays`, which hold states."""
-    is_there = choice.states.tier.is_durable or choice.commits.every is not None
-    return state_slot_arrays(layout, split_master=choice.states.split_master) if is_there else []
-
-
-def committed_slots(layout: Layout, choice: Choice) -> int:
-    """How many of `all_slot_arrays`, the first ones, are committed."""
-    return len(state_slots(layout, choice)) * (2 if choice.commits.holds_params else 1)
+def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -> SlotMap:
+    """Which slots a run has: those of the kinds that are on NVMe or committed. Args: arrays: from `chunk_arrays`."""
+    commits, params = choice.commits, choice.params
+    has_slots = {
+        ChunkKind.STATES: choice.states.tier.is_durable or commits.every is not None,
+        ChunkKind.PARAMS: params.tier.is_durable or commits.holds_params,
+        ChunkKind.GRADS: choice.grads.tier.is_durable,
+        ChunkKind.FROZEN: params.frozen_tier.is_durable,
+    }
+    kinds = {kind: arrays[kind] for kind, is_there in has_slots.items() if is_there}
+    # With replicas the other parameters are committed by other ranks.
+    committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
+    return SlotMap(kinds, commits.slots_per_chunk, None if commits.every is None else committed)
 
 
 @dataclass(frozen=True)
@@ -378,9 +400,23 @@ class Needs:
         return self.direct or self.choice.states.tier == DEVICE
 
     @cached_property
+    def arrays(self) -> dict[ChunkKind, list[SlotArrays]]:
+        """What each chunk consists of, by kind."""
+        return chunk_arrays(self.held, self.choice)
+
+    @cached_property
+    def slots(self) -> SlotMap:
+        """Which slots this rank has."""
+        return slot_map(self.choice, self.arrays)
+
+    @property
     def states(self) -> list[SlotArrays]:
-        """The slot of each chunk's optimizer states."""
-        return state_slot_arrays(self.layout, split_master=self.choice.states.split_master)
+        """The arrays of each chunk's optimizer states."""
+        return self.arrays[ChunkKind.STATES]
+
+    def _sizes(self, kind: ChunkKind) -> list[int]:
+        """Bytes of each chunk of a kind."""
+        return [one.nbytes for one in self.arrays[kind]]
 
     @property
     def state_bytes(self) -> int:
@@ -390,7 +426,7 @@ class Needs:
     def params(self) -> Pool | None:
         """The pool of streamed parameters: all in RAM, or the fewest that work, because RAM for states saves as many
         bytes of the disk. None if no trained parameters stream."""
-        sizes = [slot.nbytes for slot in param_slot_arrays(self.layout)]
+        sizes = self._sizes(ChunkKind.PARAMS)
         if self.choice.params.tier.is_durable:
             return self._few(sizes)
         if self.choice.params.tier > DEVICE:
@@ -405,18 +441,18 @@ class Needs:
         """The pool of gradients in slots; None if they are not in slots."""
         if not self.choice.grads.tier.is_durable:
             return None
-        return self._few([slot.nbytes for slot in gradient_slot_arrays(self.layout, self.choice.grads.passes)])
+        return self._few(self._sizes(ChunkKind.GRADS))
 
     @cached_property
     def staged(self) -> Pool | None:
         """The pool of buffers through which commits of states on the device go; None if there are no such commits."""
         is_staged = self.choice.states.tier == DEVICE and self.choice.commits.paths
-        return self._few([slot.nbytes for slot in self.states]) if is_staged else None
+        return self._few(self._sizes(ChunkKind.STATES)) if is_staged else None
 
     @cached_property
     def frozen_chunks(self) -> list[int]:
         """Bytes of each chunk of frozen parameters."""
-        return [slot.nbytes for slot in frozen_slot_arrays(self.held)]
+        return self._sizes(ChunkKind.FROZEN)
 
     @cached_property
     def frozen(self) -> Pool | None:
@@ -477,9 +513,9 @@ class Needs:
         is_in_model = self.in_place or choice.params.tier > DEVICE
         found += adam.regions(self.layout, memory, bounces=bounces and not is_in_model)
         if self.params is not None:
-            found += self.params.regions(memory, PARAMS, "param")
+            found += self.params.regions(memory, ChunkKind.PARAMS, "param")
         if self.grads is not None:
-            found += self.grads.regions(memory, GRADS, "grad")
+            found += self.grads.regions(memory, ChunkKind.GRADS, "grad")
         if choice.states.tier == DEVICE and not self.direct:
             largest = max((spec.numel for spec in self.layout.specs), default=0)
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
@@ -495,13 +531,13 @@ class Needs:
         """What the pool of frozen parameters takes."""
         if frozen is None:
             return []
-        return list(frozen.regions(CPU if self.frozen_beside_slab else self.memory, FROZEN, "frozen"))
+        return list(frozen.regions(CPU if self.frozen_beside_slab else self.memory, ChunkKind.FROZEN, "frozen"))
 
     def of_states(self, states: Pool) -> list[Region]:
         """What the states take, and the buffers of their commits."""
         holds = [kinds_held(slot, STATE_KINDS) for slot in self.states]
         staged = [] if self.staged is None else self.staged.regions(CPU, STAGED, BUFFERS)
-        return [*states.regions(self.memory, STATES, REST, holds), *staged]
+        return [*states.regions(self.memory, ChunkKind.STATES, REST, holds), *staged]
 
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
         """Args: nbytes: of the region in which activations wait; spill_bytes: of the one in RAM for what a region on
@@ -540,21 +576,19 @@ class Needs:
 
     def of_files(self, states: Pool) -> list[Region]:
         """What this rank's swap files take: the slots. Each file after the first takes a page more."""
-        layout, choice = self.layout, self.choice
-        if not choice.commits.paths:
+        if not self.choice.commits.paths:
             return []
-        found = [Region(NVME, SUPERBLOCK, PAGE_BYTES)]
-        for chunk, slot in enumerate(state_slots(layout, choice)):
-            found.append(_slot(STATES, slot, STATE_KINDS, is_moved=chunk not in states.resident))
-        every = all_slot_arrays(self.held, choice)
-        others = iter(every[len(found) - 1 :])
-        params, moves_params = len(layout.param_chunks), choice.params.tier.is_durable
-        kinds = [("param", moves_params)] * (params if moves_params or choice.commits.holds_params else 0)
-        kinds += [("grad", True)] * (len(layout.chunks) if choice.grads.tier.is_durable else 0)
-        kinds += [("frozen", True)] * (len(self.held.frozen) if choice.params.frozen_tier.is_durable else 0)
-        found += [_slot(kind, slot, (kind,), is_moved=moves) for (kind, moves), slot in zip(kinds, others, strict=True)]
-        second = every[: committed_slots(layout, choice)] * (choice.commits.slots_per_chunk - 1)
-        return found + [Region(NVME, SECOND, slot.nbytes, kind=SLOTS) for slot in second]
+        found, slots = [Region(NVME, SUPERBLOCK, PAGE_BYTES)], self.slots
+        for kind, arrays in slots.arrays.items():
+            for chunk, one in enumerate(arrays):
+                stays = chunk in states.resident if kind is ChunkKind.STATES else not self._moves(kind)
+                found.append(_slot(kind, one, is_moved=not stays))
+        second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
+        return found + [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
+
+    def _moves(self, kind: ChunkKind) -> bool:
+        """Whether steps read or write slots of a kind. Parameters that are elsewhere are in slots for commits only."""
+        return kind is not ChunkKind.PARAMS or self.choice.params.tier.is_durable
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -581,20 +615,20 @@ class Needs:
         passes = self.choice.grads.passes
         params = tiled = grads = 0
         if self.choice.params.tier.is_durable:
-            for chunk, slot in zip(self.layout.param_chunks, param_slot_arrays(self.layout), strict=True):
+            for chunk, slot in zip(self.layout.param_chunks, self.arrays[ChunkKind.PARAMS], strict=True):
                 params += slot.nbytes
                 tiled += slot.nbytes if self.layout.tile_of(chunk.flat) else 0
         if self.choice.grads.tier.is_durable:
-            grads = passes * sum(slot.nbytes for slot in gradient_slot_arrays(self.layout, passes))
+            grads = passes * sum(self._sizes(ChunkKind.GRADS))
         return (2 * passes - 1) * params + tiled + grads, params + grads
 
 
-def _slot(name: str, slot: SlotArrays, kinds: Sequence[str], *, is_moved: bool) -> Region:
-    """A chunk's first slot. Args: kinds: of its arrays; is_moved: whether steps read and write it."""
-    what = f"slots of {name}"
+def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
+    """A chunk's first slot. Args: one: what it holds; is_moved: whether steps read or write it."""
+    what = f"slots of {kind}"
     if not is_moved:
-        return Region(NVME, what, slot.nbytes, kind=SLOTS)
-    return Region(NVME, what, slot.nbytes, holds=kinds_held(slot, kinds))
+        return Region(NVME, what, one.nbytes, kind=SLOTS)
+    return Region(NVME, what, one.nbytes, holds=kinds_held(one, ARRAYS[kind]))
 
 
 # Where the states go.
@@ -613,7 +647,7 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
         raise ConfigError(f'grad_tier="nvme": {few if choice.params.keeps_trained else others}')
     room = Room() if room is None else room
     needs = Needs(layout, choice, direct)
-    sizes, tier = [slot.nbytes for slot in needs.states], choice.states.tier
+    sizes, tier = [one.nbytes for one in needs.states], choice.states.tier
     is_on_device, streams = tier == DEVICE, tier.is_durable
     activations = needs.of_activations(needs.activation_bytes, 0)
     fixed = [*needs.regions, *needs.of_frozen(needs.frozen)]
@@ -656,6 +690,8 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
     return Placement(
         choice,
         regions,
+        arrays=needs.arrays,
+        slots=needs.slots,
         states=pool,
         params=needs.params,
         grads=needs.grads,

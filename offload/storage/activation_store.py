@@ -37,7 +37,7 @@ from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.io.files import Files
 from offload.profiling import Event, Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, option_bytes, round_up
-from offload.storage.files import require_file_size
+from offload.storage.directories import require_file_size
 from offload.storage.swap_file import memory_of
 
 Range = tuple[int, int]

@@ -25,15 +25,13 @@ from offload.io.files import BUSY, LOCAL, Files
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.storage.files import NEW_SUFFIX, check_directory, require_file_size, swap_name
+from offload.storage.directories import NEW_SUFFIX, check_directory, require_file_size, swap_name
+from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HEADER_BYTES,
     MAGIC,
-    SlotArrays,
     SlotHeader,
-    SlotTable,
     Superblock,
-    described_chunks,
     parse_header,
     parse_superblock,
 )
@@ -155,10 +153,7 @@ class RunFiles:
     """Whose swap files these are, and how they begin.
 
     Attributes:
-        slots_per_chunk: 1 or 2.
-        committed: how many of the chunks, the first ones, are committed and have all the slots; None: this run does
-            not commit.
-        resumed: the number of each committed chunk's directory, if the files are there and are used where they lie.
+        resumed: the number of each committed slot's directory, if the files are there and are used where they lie.
         is_temporary: the directory may hold the run that this one continues, so the file has a temporary name until
             `was_renamed`.
         is_known: whether the directory holds a commit has been checked already.
@@ -167,8 +162,6 @@ class RunFiles:
         files: the run's file system, which holds the directories from then on.
     """
 
-    slots_per_chunk: int = 1
-    committed: int | None = None
     resumed: Sequence[int] | None = None
     is_temporary: bool = False
     is_known: bool = False
@@ -177,108 +170,47 @@ class RunFiles:
     files: Files = field(default_factory=Files)
 
 
-class SwapFile:
-    """The slots of one rank in one directory; see [Note: swap file format 1].
+class SlotFile:
+    """The slots in one open swap file, as they are read.
 
-    Args: directory: made with mode 0700 if missing; slot_arrays: of each chunk of the run; held: chunks in this file,
-    in the order in which they lie (None: all); stripe: which of the rank's files this is, of how many.
-    Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
+    A slot is called by its number (`SlotMap`), and its version A or B by 0 or 1.
+
+    Args:
+        engine: moves the bytes, and has the file.
+        file: the swap file.
+        table: where its slots lie.
+        run_id: 32 hex digits, of the run that writes it.
+        hasher: takes and compares checksums, beside the transfers.
+        timeline: of the run.
+        stripe: which of the rank's files this is.
     """
 
     def __init__(
         self,
         engine: IOEngine,
-        directory: Path,
-        slot_arrays: Sequence[SlotArrays],
-        run: RunFiles,
-        *,
-        held: Sequence[int] | None = None,
-        stripe: tuple[int, int] = (0, 1),
+        file: IOFile,
+        table: SlotTable,
+        run_id: str,
+        hasher: Workers,
         timeline: Timeline | None = None,
+        stripe: int = 0,
     ) -> None:
-        self._run_id = run.run_id.hex()
-        resumes = run.resumed is not None
-        self._disk = files = run.files
-        check_directory(directory, files, resumes=resumes or run.is_temporary or run.is_known)
-        self._slot_arrays = tuple(slot_arrays)
-        held = range(len(self._slot_arrays)) if held is None else held
-        self._table = SlotTable(self._slot_arrays, held, run.slots_per_chunk, run.committed)
-        self._checksums: dict[int, int] = {}
         self._engine = engine
+        self._file = file
+        self._table = table
+        self._run_id = run_id
+        self._hasher = hasher
         self._timeline = timeline or Timeline()
-        self._reads, self._writes, self._hashes = drive_lanes(stripe[0])
-        self._final_path = directory / swap_name(run.rank)
-        self._is_disposable = run.is_temporary
-        self._size_before: int | None = None
-        path = self._final_path.with_name(self._final_path.name + NEW_SUFFIX) if run.is_temporary else self._final_path
-        advice = "give path several directories, which share the chunks"
-        require_file_size(str(path), self._table.nbytes, advice=advice)
-        with ExitStack() as undo:
-            if not files.holds(directory) and _make(directory, files):
-                undo.callback(_remove_if_empty, directory, files)
-            dir_fd = files.hold(directory)
-            is_new = path.name not in files.names(directory)
-            if is_new and resumes:
-                raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
-            self._file = engine.open(str(path), dir_fd=dir_fd)
-            undo.callback(self._file.close)
-            lock(self._file, files)
-            if is_new:
-                undo.callback(self._remove)
-            is_blank = _is_blank(self._file, files)
-            described = self._slot_arrays[: run.committed]
-            chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
-            superblock = Superblock(self._run_id, run.slots_per_chunk, stripe, run.committed is not None, chunks)
-            block = aligned_memory(PAGE_BYTES)
-            block[:] = superblock.encode()
-            if resumes:
-                _require_same(self._file, files, block)
-                self._size_before = files.size(self._file)
-            # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
-            is_marked = is_blank and not resumes and self._mark(block)
-            reserve(self._file, files, self._table.nbytes, self._table.nbytes_of_one)
-            if not (resumes or is_marked):
-                result_of(self._engine.write(self._file, 0, block))
-            # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
-            self._hasher = Workers(1, "offload-checksum")
-            self._undo = undo.pop_all()
+        self._reads, self._writes, self._hashes = drive_lanes(stripe)
 
     @property
     def path(self) -> str:
         return self._file.path
 
-    @property
-    def direct(self) -> bool:
-        """Whether O_DIRECT is on."""
-        return self._file.direct
-
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
-        """Adds padding, checksum and header to `data` and writes it to slot A (0) or B (1) of the chunk.
-
-        Args: data: a whole slot, of which the first page is for the header; step: the step whose result it is.
-        The future's errors are those of the engine.
-        """
-        self._size_before = None
-        transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
-        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step)
-        return transfer
-
-    def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
-        data, slot = transfer.view, self._slot_arrays[chunk]
-        with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
-            for _, _, end in slot.ranges():
-                data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
-            checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
-            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, slot.numel, checksum).encode()
-        moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
-        if moving is not None:
-            transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
-        self._engine.submit(transfer)
-
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        """Reads a slot into `data` and checks that it is what `write(chunk, ..., step)` wrote.
+        """Reads a slot into `data` and checks that it is what was written there as `step`'s.
 
-        Args: checksum: the one that the header has to name; None: any.
+        Args: data: as long as the slot; checksum: the one that the header has to name; None: any.
 
         The future raises CorruptionError if it is not, and the engine's errors.
         """
@@ -297,13 +229,131 @@ class SwapFile:
     def _check(self, transfer: Transfer, chunk: int, step: int, checksum: int | None) -> None:
         data, offset = transfer.view, transfer.offset
         with self._timeline.event(self._hashes, "check", chunk=chunk, size=len(data)):
-            header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
-            problem = header.problem(self._run_id, chunk, step, self._slot_arrays[chunk].numel, checksum)
-            if not problem and xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != header.checksum:
-                problem = "the slot's data does not match its checksum"
-        if problem:
-            raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
+            header = self._header(data, chunk, offset, step, checksum)
+            self._require_sum(xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]), header, offset)
         transfer.resolve()
+
+    def verify(self, chunk: int, buffer: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> None:
+        """Reads a slot piece by piece and checks it as `read` does, which takes no more memory than `buffer`.
+
+        Args: buffer: whole pages. Raises: CorruptionError, TierIOError.
+        """
+        offset, size = self._table.offset(chunk, slot), self._table.slots.all_arrays[chunk].nbytes
+        hasher, header = xxhash.xxh3_64(), None
+        for start in range(0, size, len(buffer)):
+            data = buffer[: min(len(buffer), size - start)]
+            result_of(self._engine.read(self._file, offset + start, data))
+            if header is None:
+                header = self._header(data, chunk, offset, step, checksum)
+                data = data[PAGE_BYTES:]
+            hasher.update(data)
+        assert header is not None
+        self._require_sum(hasher.intdigest(), header, offset)
+
+    def _header(self, data: memoryview, chunk: int, offset: int, step: int, checksum: int | None) -> SlotHeader:
+        """The header of a slot, of which `data` is the beginning. Raises: CorruptionError if it is not the wanted."""
+        header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
+        numel = self._table.slots.all_arrays[chunk].numel
+        if problem := header.problem(self._run_id, chunk, step, numel, checksum):
+            raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
+        return header
+
+    def _require_sum(self, found: int, header: SlotHeader, offset: int) -> None:
+        """Raises: CorruptionError if the data of a slot has another checksum than its header names."""
+        if found != header.checksum:
+            problem = "the slot's data does not match its checksum"
+            raise CorruptionError(problem, chunk=header.chunk, file=self.path, offset=offset)
+
+
+class SwapFile(SlotFile):
+    """The slots of one rank in one directory; see [Note: swap file format 1].
+
+    Args: directory: made with mode 0700 if missing; slots: all of the rank; held: those in this file, in the order in
+    which they lie (None: all); stripe: which of the rank's files this is, of how many.
+    Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
+    """
+
+    def __init__(
+        self,
+        engine: IOEngine,
+        directory: Path,
+        slots: SlotMap,
+        run: RunFiles,
+        *,
+        held: Sequence[int] | None = None,
+        stripe: tuple[int, int] = (0, 1),
+        timeline: Timeline | None = None,
+    ) -> None:
+        resumes = run.resumed is not None
+        self._disk = files = run.files
+        check_directory(directory, files, resumes=resumes or run.is_temporary or run.is_known)
+        held = range(slots.total) if held is None else held
+        table = SlotTable(slots, held)
+        self._checksums: dict[int, int] = {}
+        self._final_path = directory / swap_name(run.rank)
+        self._is_disposable = run.is_temporary
+        self._size_before: int | None = None
+        path = self._final_path.with_name(self._final_path.name + NEW_SUFFIX) if run.is_temporary else self._final_path
+        advice = "give path several directories, which share the chunks"
+        require_file_size(str(path), table.nbytes, advice=advice)
+        with ExitStack() as undo:
+            if not files.holds(directory) and _make(directory, files):
+                undo.callback(_remove_if_empty, directory, files)
+            dir_fd = files.hold(directory)
+            is_new = path.name not in files.names(directory)
+            if is_new and resumes:
+                raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
+            file = engine.open(str(path), dir_fd=dir_fd)
+            undo.callback(file.close)
+            # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
+            hasher = Workers(1, "offload-checksum")
+            undo.callback(hasher.shutdown)
+            super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
+            lock(file, files)
+            if is_new:
+                undo.callback(self._remove)
+            is_blank = _is_blank(file, files)
+            commits = slots.committed is not None
+            superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(held))
+            block = aligned_memory(PAGE_BYTES)
+            block[:] = superblock.encode()
+            if resumes:
+                _require_same(file, files, block)
+                self._size_before = files.size(file)
+            # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
+            is_marked = is_blank and not resumes and self._mark(block)
+            reserve(file, files, table.nbytes, table.nbytes_of_one)
+            if not (resumes or is_marked):
+                result_of(engine.write(file, 0, block))
+            self._undo = undo.pop_all()
+
+    @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT is on."""
+        return self._file.direct
+
+    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+        """Adds padding, checksum and header to `data` and writes it to slot A (0) or B (1) of the chunk.
+
+        Args: data: a whole slot, of which the first page is for the header; step: the step whose result it is.
+        The future's errors are those of the engine.
+        """
+        self._size_before = None
+        transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
+        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step)
+        return transfer
+
+    def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
+        data, slot = transfer.view, self._table.slots.all_arrays[chunk]
+        with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
+            for _, _, end in slot.ranges():
+                data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
+            checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, slot.numel, checksum).encode()
+        moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
+        if moving is not None:
+            transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
+        self._engine.submit(transfer)
 
     def checksum(self, chunk: int) -> int:
         """The XXH3-64 of the slot's data that the last `write` of `chunk`, which has ended, wrote."""
@@ -450,34 +500,34 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 class Slots:
-    """The slots of some chunks. Args: files: of all chunks of the run, by number; first: of these the one that is chunk
-    0 here."""
+    """The slots of the chunks of one kind.
 
-    def __init__(self, files: Mapping[int, SwapFile], first: int = 0) -> None:
+    Args:
+        files: of all slots of the rank, by number.
+        numbers: of the slots, by chunk.
+    """
+
+    def __init__(self, files: Mapping[int, SwapFile], numbers: Sequence[int]) -> None:
         self._files = files
-        self._first = first
+        self._numbers = numbers
 
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """See SwapFile.write."""
-        chunk += self._first
-        return self._files[chunk].write(chunk, data, step=step, slot=slot)
+        number = self._numbers[chunk]
+        return self._files[number].write(number, data, step=step, slot=slot)
 
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        """See SwapFile.read."""
-        chunk += self._first
-        return self._files[chunk].read(chunk, data, step=step, slot=slot, checksum=checksum)
-
-    def starting_at(self, first: int) -> Slots:
-        """The slots from number `first` on, which is chunk 0 there."""
-        return Slots(self._files, first)
+        """See SlotFile.read."""
+        number = self._numbers[chunk]
+        return self._files[number].read(number, data, step=step, slot=slot, checksum=checksum)
 
 
-class Stripes(Slots):
-    """The slots of all chunks over several directories, found by chunk.
+class Stripes:
+    """All slots of a rank over several directories.
 
-    Args: directories: one or more, all different; weights: their bandwidths; slot_arrays: what each chunk holds;
-    resident: chunks that stay in RAM, and seldom move.
-    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
+    Args: directories: one or more, all different; weights: their bandwidths; slots: of the rank; resident: slots of
+    what stays in RAM, and seldom moves.
+    Attributes: map: of the slots; run_id, 16 bytes; chosen: the number of each slot's directory.
     Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -486,7 +536,7 @@ class Stripes(Slots):
         engine: IOEngine,
         directories: Sequence[Path],
         weights: Sequence[float],
-        slot_arrays: Sequence[SlotArrays],
+        slots: SlotMap,
         run: RunFiles | None = None,
         *,
         timeline: Timeline | None = None,
@@ -495,35 +545,40 @@ class Stripes(Slots):
         run = run or RunFiles()
         for directory in directories:
             check_directory(directory, run.files, resumes=run.is_temporary or run.is_known or run.resumed is not None)
-        chosen = assign([slot.nbytes for slot in slot_arrays], weights)
+        chosen = assign([slot.nbytes for slot in slots.all_arrays], weights)
         if run.resumed is not None:
             chosen[: len(run.resumed)] = run.resumed
+        self.map = slots
         self.run_id = run.run_id
         self.chosen = tuple(chosen)
         self._stripes: list[SwapFile] = []
-        of: dict[int, SwapFile] = {}
-        super().__init__(of)
+        self._files: dict[int, SwapFile] = {}
         self._syncs: list[IOFuture] = []
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
                 # The chunks that move lie side by side: a drive reads on faster than it skips.
-                held = [chunk for chunk, path in enumerate(chosen) if path == number]
-                held.sort(key=lambda chunk: chunk in resident)
+                held = [slot for slot, path in enumerate(chosen) if path == number]
+                held.sort(key=lambda slot: slot in resident)
                 stripe = (number, len(directories))
-                file = SwapFile(engine, directory, slot_arrays, run, held=held, stripe=stripe, timeline=timeline)
+                file = SwapFile(engine, directory, slots, run, held=held, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._stripes.append(file)
-                of |= dict.fromkeys(held, file)
+                self._files |= dict.fromkeys(held, file)
             undo.pop_all()
+
+    def of(self, kind: ChunkKind) -> Slots | None:
+        """Those of the chunks of one kind; None if it has none."""
+        numbers = self.map.of(kind)
+        return Slots(self._files, numbers) if numbers else None
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The swap files."""
         return tuple(file.path for file in self._stripes)
 
-    def checksum(self, chunk: int) -> int:
+    def checksum(self, slot: int) -> int:
         """See SwapFile.checksum."""
-        return self._files[chunk].checksum(chunk)
+        return self._files[slot].checksum(slot)
 
     def sync(self) -> None:
         """Makes durable, in all files, what was written before.
@@ -568,7 +623,7 @@ class CommittedFile:
     """A swap file opened to be read: past the page cache where that works, locked against a run, never changed.
 
     Args: exclusive: locked against other readers, too.
-    Attributes: path; page, the first one; block, the superblock in it; size in bytes.
+    Attributes: path; file, for an engine; page, the first one; block, the superblock in it; size in bytes.
 
     Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile.
     Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
@@ -579,7 +634,7 @@ class CommittedFile:
         self._disk = files
         try:
             # NFS gives an exclusive lock only to who may write.
-            self._file = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
+            self.file = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
         except OSError as error:
             if not is_of_system(error):
                 raise
@@ -588,35 +643,27 @@ class CommittedFile:
                 why = f"cannot open the swap file: {error.strerror}"
             raise PathError(error.errno, why, self.path) from error
         try:
-            info = files.stat(self._file)
+            info = files.stat(self.file)
             if not stat.S_ISREG(info.st_mode):
                 raise PathError(errno.EINVAL, "is no regular file", self.path)
             self.size = info.st_size
-            _lock(self._file, files, exclusive=exclusive)
+            _lock(self.file, files, exclusive=exclusive)
             page = aligned_memory(PAGE_BYTES)
-            self.page = bytes(page[: self.read(page, 0)])
+            self.page = bytes(page[: self._read(page)])
             self.block = parse_superblock(self.page, self.path)
         except BaseException:
             self.close()
             raise
 
-    def read(self, data: memoryview, offset: int) -> int:
-        """Fills `data` from `offset`, all in whole pages. Returns: bytes read, fewer only at the end of the file."""
-        done = 0
-        while done < len(data):
-            try:
-                got = self._disk.read_at(self._file, offset + done, data[done:])
-            except OSError as error:
-                if not is_of_system(error):
-                    raise
-                code = error.errno or errno.EIO
-                raise TierIOError("read", code, self.path, offset + done, len(data) - done) from error
-            # Past the page cache, what is no whole page was the last of the file.
-            done += got
-            if not got or got % PAGE_BYTES:
-                break
-        return done
+    def _read(self, page: memoryview) -> int:
+        """Fills `page` from the beginning. Returns: bytes read, fewer only at the end of the file."""
+        try:
+            return self._disk.read_at(self.file, 0, page)
+        except OSError as error:
+            if not is_of_system(error):
+                raise
+            raise TierIOError("read", error.errno or errno.EIO, self.path, 0, len(page)) from error
 
     def close(self) -> None:
         """May be called again."""
-        self._file.close()
+        self.file.close()

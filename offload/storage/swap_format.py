@@ -26,7 +26,6 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Annotated, NamedTuple, TypedDict
 
 import msgspec
@@ -113,44 +112,6 @@ def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[SlotArrays]:
     return [SlotArrays(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in chunks]
 
 
-class SlotTable:
-    """Where the slots lie in one swap file.
-
-    Args: slot_arrays: of each chunk of the run; held: the chunks in this file, in the order in which they lie;
-    slots_per_chunk: 1 or 2; committed: how many of the run's chunks, the first ones, have all slots; None: all of them.
-    Attributes: nbytes, of the file; nbytes_of_one: with one slot a chunk.
-    """
-
-    def __init__(
-        self, slot_arrays: Sequence[SlotArrays], held: Sequence[int], slots_per_chunk: int, committed: int | None = None
-    ) -> None:
-        both = [chunk for chunk in held if committed is None or chunk < committed]
-        once = [chunk for chunk in held if committed is not None and chunk >= committed]
-        *starts, self._step = accumulate((slot_arrays[chunk].nbytes for chunk in both), initial=0)
-        self._starts = dict(zip(both, starts, strict=True))
-        *starts, end = accumulate((slot_arrays[chunk].nbytes for chunk in once), initial=slots_per_chunk * self._step)
-        self._starts |= zip(once, starts, strict=True)
-        self.nbytes = PAGE_BYTES + end
-        self.nbytes_of_one = self.nbytes - (slots_per_chunk - 1) * self._step
-
-    def offset(self, chunk: int, slot: int = 0) -> int:
-        """Of a chunk's slot A (0) or B (1) in the file, in bytes."""
-        return PAGE_BYTES + slot * self._step + self._starts[chunk]
-
-
-def file_bytes(slot_arrays: Sequence[SlotArrays], slots_per_chunk: int, committed: int | None = None) -> int:
-    """Bytes of the swap file if all chunks lie in one. Args: as of `SlotTable`."""
-    return SlotTable(slot_arrays, range(len(slot_arrays)), slots_per_chunk, committed).nbytes
-
-
-def described_chunks(slot_arrays: Sequence[SlotArrays], held: Sequence[int]) -> Chunks:
-    """The "chunks" of a superblock. Args: slot_arrays: of the chunks to be described; held: those in the file."""
-    found: Chunks = {"held": [*held], "numels": [slot.numel for slot in slot_arrays]}
-    if any(slot.itemsizes != WHOLE for slot in slot_arrays):
-        found["itemsizes"] = [[*slot.itemsizes] for slot in slot_arrays]
-    return found
-
-
 class Chunks(TypedDict, total=False):
     """What a superblock says of the chunks: all but xxh3, where itemsizes may be missing, or xxh3 alone."""
 
@@ -165,7 +126,7 @@ class Superblock:
     """Page 0 of a swap file; see [Note: swap file format 1].
 
     run_id: 32 hex digits; places: slots a chunk; stripe: which of a rank's files this is, of how many.
-    chunks: as described by `described_chunks`, or {"xxh3": the digest of that}.
+    chunks: as described by `SlotMap.describe`, or {"xxh3": the digest of that}.
     """
 
     run_id: RunId

@@ -63,14 +63,13 @@ def try_one(kind: str, data: bytes) -> None:
 def _manifest(data: bytes) -> None:
     from offload.checkpoint.commit import agree
     from offload.checkpoint.manifest import committed_slots, parse, serialise
-    from offload.storage.swap_format import described_chunks
 
     manifest = parse(data)
     assert serialise(manifest) == data
     slots = committed_slots(manifest)
     assert len(slots) == len(manifest.slots)
     for path in range(min(manifest.paths, 4)):
-        described_chunks(manifest.slot_arrays, manifest.held(path))
+        manifest.slot_map.describe(manifest.held(path))
     if manifest.world == 1:
         agree([manifest], "manifest")
 

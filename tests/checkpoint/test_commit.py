@@ -32,7 +32,7 @@ from offload.checkpoint.commit import (
 from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.io.files import Files
-from offload.storage.files import COMMIT_NAME
+from offload.storage.directories import COMMIT_NAME
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.damage import flipped
 from tests.support.simulated_files import PowerCut, SimulatedFiles

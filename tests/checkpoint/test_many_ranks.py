@@ -27,7 +27,7 @@ from offload.model.units import specs_of
 from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.ranks.communicator import Communicator
-from offload.storage.files import swap_name
+from offload.storage.directories import swap_name
 from tests.support.committed import RUN, STEP, superblock
 from tests.support.threads import Threads
 

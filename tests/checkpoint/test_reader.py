@@ -20,23 +20,22 @@ from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.devices.copies import HostCopier
 from offload.errors import ConfigError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
-from offload.io.engine import IOFile
+from offload.io.engine import Transfer
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import SWAP_NAME, swap_name
-from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile, memory_of
+from offload.storage.directories import SWAP_NAME, swap_name
+from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import (
     STATE_KINDS,
-    SlotArrays,
-    described_chunks,
-    file_bytes,
     parse_header,
     parse_superblock,
 )
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 from tests.support.damage import flip
+from tests.support.faulty_engine import FaultyEngine
+from tests.support.slot_maps import file_bytes, slots_of
 
 
 @pytest.fixture
@@ -90,8 +89,9 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     """The format is said in store.slots; this is the same file, written by it."""
     numels, steps = (1000, 1, 1500), (3, 5, 4)
     engine = ThreadEngine()
-    slot_arrays = [SlotArrays(numel) for numel in numels]
-    file = SwapFile(engine, tmp_path / "run", slot_arrays, RunFiles(slots_per_chunk=2, committed=len(slot_arrays)))
+    slots = slots_of(numels, 2, is_committed=True)
+    slot_arrays = slots.all_arrays
+    file = SwapFile(engine, tmp_path / "run", slots, RunFiles())
     for place in (0, 1):
         for chunk, numel in enumerate(numels):
             slot = slot_arrays[chunk]
@@ -110,9 +110,9 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
         for chunk, numel, place in zip(made.chunks, numels, (1, 0, 1), strict=False)
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
-    assert block.chunks == described_chunks(manifest.slot_arrays, manifest.held(0))
+    assert block.chunks == manifest.slot_map.describe(manifest.held(0))
     assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
-    assert len(data) == file_bytes(slot_arrays, 2)
+    assert len(data) == file_bytes(slots)
     for slot in committed_slots(manifest):
         place = chunks[slot.chunk].slot
         assert slot.size == slot_arrays[slot.chunk].nbytes
@@ -135,19 +135,42 @@ def test_the_table_has_every_parameter(places: list[Path], split_master: bool) -
     assert [row.chunks for row in table] == [((0, 0), (0, 1), (0, 2)), ((0, 3),), ((0, 3),), (), ((0, 4),)]
 
 
-def test_slots_are_read_once_in_the_order_of_the_flats(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = write_run(places[:1])[0]
+def test_slots_are_read_once_in_the_order_of_the_flats(places: list[Path]) -> None:
     read: list[int] = []
-    real = CommittedFile.read
 
-    def counted(file: CommittedFile, data: memoryview, offset: int) -> int:
-        read.append(len(data))
-        return real(file, data, offset)
+    class Counting(ThreadEngine):
+        def submit(self, transfer: Transfer) -> Transfer:
+            read.append(len(transfer.view))
+            return super().submit(transfer)
 
-    with Reader(places[:1]) as reader:
-        monkeypatch.setattr(CommittedFile, "read", counted)
+    manifest = write_run(places[:1])[0]
+    with Reader(places[:1], open_engine=Counting) as reader:
         export(places[1], entries(reader))
-    assert sum(read) == PAGE_BYTES + sum(slot.size for slot in committed_slots(manifest))
+    assert read == [slot.size for slot in committed_slots(manifest)]
+
+
+@pytest.mark.parametrize("split_master", [False, True])
+def test_chunks_that_are_read_ahead_have_their_own_values(places: list[Path], split_master: bool) -> None:
+    """Transfers begin and end late, in random order."""
+    engines: list[FaultyEngine] = []
+
+    def open_engine() -> FaultyEngine:
+        engines.append(FaultyEngine())
+        return engines[-1]
+
+    manifests = write_run(places[:2], world=2, split_master=split_master)
+    wanted = [(rank, chunk) for rank, made in enumerate(manifests) for chunk in range(len(made.chunks))]
+    with Reader(places[:2], open_engine=open_engine) as reader:
+        for order in (wanted, wanted[::-1], wanted[1:2], []):
+            for (rank, chunk), states in zip(order, reader.slots(order), strict=True):
+                facts = manifests[rank].chunks[chunk]
+                for kind in STATE_KINDS:
+                    whole = value_of(kind, facts.flat, FLATS[facts.flat][2])
+                    assert torch.equal(states[kind], whole[facts.start : facts.start + facts.numel])
+        # What is not waited for any more may still be under way.
+        next(reader.slots(wanted))
+    (engine,) = engines
+    assert engine.most_at_once == (4 if split_master else 2)
 
 
 @pytest.mark.parametrize("kind", STATE_KINDS)
@@ -332,18 +355,43 @@ def test_a_swap_file_of_another_run_or_layout_is_refused(
 
 
 def test_an_io_error_is_one_slots_error(places: list[Path]) -> None:
-    class Failing(Files):
-        def read_at(self, file: IOFile, offset: int, data: memoryview) -> int:
-            if offset > PAGE_BYTES:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().read_at(file, offset, data)
+    manifest = write_run(places[:1])[0]
+    slot, engine = committed_slots(manifest)[2], FaultyEngine()
+    engine.fail("read", errno.EIO, nth=2)
+    with Reader(places[:1], open_engine=lambda: engine) as reader:
+        found = [(one.chunk, one.error) for one in reader.verify(threads=1)]
+    assert [chunk for chunk, error in found if error] == [2]
+    error = found[2][1]
+    assert isinstance(error, TierIOError)
+    path = str(places[0] / swap_name(0))
+    assert (error.operation, error.errno, error.filename, error.offset) == ("read", errno.EIO, path, slot.offset)
 
+
+def test_what_a_disk_gives_wrong_or_not_at_all_is_found_and_can_be_read_again(places: list[Path]) -> None:
     write_run(places[:1])
-    with Reader(places[:1], Failing()) as reader:
-        found = list(reader.verify())
-    errors = [one.error for one in found if one.error]
-    assert len(errors) == len(found) - 1
-    assert all(isinstance(error, TierIOError) and error.errno == errno.EIO for error in errors)
+    engine = FaultyEngine()
+    with Reader(places[:1], open_engine=lambda: engine) as reader:
+        for at in (20, PAGE_BYTES, PAGE_BYTES + 3999):
+            engine.flip("read", at)
+            with pytest.raises(CorruptionError):
+                reader.read("embed.weight", "master")
+        engine.fail("read", errno.EIO)
+        with pytest.raises(TierIOError):
+            list(reader.slots([(0, 0), (0, 1)]))
+        engine.flip("read", PAGE_BYTES, nth=1)
+        with pytest.raises(CorruptionError, match="does not match its checksum"):
+            list(reader.slots([(0, 0), (0, 1), (0, 2)]))
+        assert torch.equal(reader.read("embed.weight", "master"), expected(0, "master"))
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(places: list[Path]) -> None:
+    slot = max(committed_slots(write_run(places[:1])[0]), key=lambda slot: slot.offset)
+    with Reader(places[:1]) as reader:
+        reader.swap_files.lock()
+        os.truncate(places[0] / swap_name(0), slot.offset + PAGE_BYTES)
+        found = {one.chunk: one.error for one in reader.verify() if one.error}
+    assert found.keys() == {slot.chunk}
+    assert isinstance(found[slot.chunk], TierIOError)
 
 
 @pytest.mark.parametrize("piece", [PAGE_BYTES, 3 * PAGE_BYTES, 1 << 22])
@@ -360,6 +408,28 @@ def test_verifying_in_pieces_of_any_size_finds_the_same(
     assert [one.chunk for one in found] == [0, 1, 2, 3, 4]
     assert [one.chunk for one in found if one.error] == [2]
     assert sum(one.nbytes for one in found) == sum(slot.size for slot in committed_slots(manifest))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_verifying_reads_one_piece_a_thread_at_a_time(
+    places: list[Path], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the pieces are all the memory that it takes."""
+    lengths: list[int] = []
+
+    class Counting(FaultyEngine):
+        def submit(self, transfer: Transfer) -> Transfer:
+            lengths.append(len(transfer.view))
+            return super().submit(transfer)
+
+    manifest = write_run(places[:1])[0]
+    engine = Counting()
+    monkeypatch.setattr(reading, "PIECE_BYTES", 2 * PAGE_BYTES)
+    with Reader(places[:1], open_engine=lambda: engine) as reader:
+        assert all(one.error is None for one in reader.verify(threads))
+    assert max(lengths) == 2 * PAGE_BYTES
+    assert sum(lengths) == sum(slot.size for slot in committed_slots(manifest))
+    assert engine.most_at_once <= threads
 
 
 # Whose the path is.

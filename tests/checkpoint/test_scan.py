@@ -19,7 +19,7 @@ from offload.errors import PathError, PathInUseError, ResumeError
 from offload.io.files import LOCAL, Files
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
-from offload.storage.files import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from offload.storage.swap_file import open_locked
 from tests.support.committed import manifest_of, superblock, superblock_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from offload import OffloadZero
 from offload.checkpoint import listing
 from offload.cli.main import app
-from offload.storage.files import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.support.toy import take_step
 
 

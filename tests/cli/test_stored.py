@@ -18,7 +18,7 @@ from offload.checkpoint.reader import Reader
 from offload.cli.main import app
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from tests.support.toy import take_step
 
 

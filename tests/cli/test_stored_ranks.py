@@ -18,7 +18,7 @@ from offload.checkpoint.commit import MAX_COMMIT_BYTES, read_commit
 from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import in_shape
 from offload.sizes import PAGE_BYTES
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, swap_name
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, swap_name
 from tests.cli.test_stored import call, trained
 from tests.support.command import printed
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, value_of, write_run

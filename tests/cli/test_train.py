@@ -18,7 +18,7 @@ from offload.cli.main import app
 from offload.cli.options import TrainOptions
 from offload.demo import gpt, loop, text
 from offload.demo.gpt import PRESETS, GPTConfig
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from tests.support.command import printed
 
 FIELDS = {

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from offload.checkpoint.reader import Reader
-from offload.storage.swap_file import CommittedFile
+from offload.io.engine import IOFuture
+from offload.storage.swap_file import SlotFile
 from tests.distributed.test_commits import Training, same
 from tests.support.ranks import Worlds
 from tests.support.toy import take_step
@@ -25,17 +26,18 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
     Returns: the losses; how many bytes of states this rank read from swap files of the commit.
     """
     read: list[int] = []
-    real = CommittedFile.read
+    real = SlotFile.read
 
-    def counted(file: CommittedFile, data: memoryview, offset: int) -> int:
-        read.append(len(data) if offset else 0)
-        return real(file, data, offset)
+    def counted(file: SlotFile, chunk: int, data: memoryview, **version: Any) -> IOFuture:
+        if type(file) is SlotFile:  # and not one of this run's own
+            read.append(len(data))
+        return real(file, chunk, data, **version)
 
-    CommittedFile.read = counted  # type: ignore[method-assign]
+    SlotFile.read = counted  # type: ignore[method-assign, assignment]
     try:
         training = Training([f"{base}/a", f"{base}/b"], **options, resume="auto")
     finally:
-        CommittedFile.read = real  # type: ignore[method-assign]
+        SlotFile.read = real  # type: ignore[method-assign]
     with training.optimizer as optimizer:
         if number:
             assert optimizer.resumed is not None

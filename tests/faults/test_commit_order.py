@@ -18,7 +18,7 @@ from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY
 from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed

@@ -33,8 +33,7 @@ from offload.health import State
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.planner import least_cpu_memory
-from offload.planner.placement import all_slot_arrays
-from offload.storage.files import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.damage import flip
 from tests.support.disks import SwitchedFiles, on_disk
@@ -521,7 +520,7 @@ def test_what_only_ram_has_goes_to_the_disk_at_commits_only(make: Make, tier: st
         one_step(model, optimizer, step)
         optimizer.synchronize()
         written.append(optimizer.stats()["nvme_written_bytes"])
-    slot_arrays = all_slot_arrays(optimizer._layout, optimizer._choice)
+    slot_arrays = optimizer._placement.slots.all_arrays
     each = sum(slot.nbytes for slot in slot_arrays)
     assert len(slot_arrays) == len(optimizer._layout.chunks) * (2 if split_master else 1)
     # The second step is known to be committed; what is on the device, and parameters, are brought by the commit itself.

@@ -34,7 +34,7 @@ from offload import (
 )
 from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
-from offload.storage.files import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.before import Before
 from tests.support.disks import FreeFiles, on_disk

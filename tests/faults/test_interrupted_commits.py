@@ -27,7 +27,7 @@ from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.storage import swap_file
-from offload.storage.files import COMMIT_NAME
+from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.faulty_engine import resolved

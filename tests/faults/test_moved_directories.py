@@ -15,7 +15,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
 from offload.io.engine import IOFile
 from offload.io.files import Files
-from offload.storage.files import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 from tests.support.disks import SwitchedFiles, on_disk

@@ -13,7 +13,7 @@ from offload.checkpoint import committer, recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import CorruptionError, PathInUseError, ResumeError
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER, contents

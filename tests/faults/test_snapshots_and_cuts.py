@@ -10,7 +10,7 @@ import pytest
 
 from offload import OffloadZero
 from offload.checkpoint.reader import Reader
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX
 from tests.faults.conftest import Make, Tiny, assert_same, bits
 from tests.faults.test_commits import Cuts, cut_power
 from tests.support.processes import run_killed

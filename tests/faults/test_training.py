@@ -31,7 +31,7 @@ from offload import (
     Tuning,
 )
 from offload.sizes import MIB, PAGE_BYTES
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, batch, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import holds_in_child, proportional_bytes, region_of

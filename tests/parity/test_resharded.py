@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
+from offload.io.engine import IOFuture
 from offload.planner import least_cpu_memory
-from offload.storage.swap_file import CommittedFile
+from offload.storage.swap_file import SlotFile
 from tests.faults.conftest import assert_same, bits
 from tests.parity.test_resumed import HALF, assert_goes_on, commit_at, resume, uninterrupted
 from tests.support.toy import take_step
@@ -187,15 +188,15 @@ def test_directories_that_are_used_no_more_are_left_empty_and_the_run_goes_on(tm
 def test_every_committed_byte_is_read_once(tmp_path: Path, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     committed(tmp_path)
     with Reader([tmp_path / "a"]) as reader:
-        slots = sum(slot.size for slot in reader._slots[0])
+        slots = sum(slot.size for slot in committed_slots(reader.manifests[0]))
     read: list[int] = []
-    real: Callable[..., int] = CommittedFile.read
+    real = SlotFile.read
 
-    def counted(file: CommittedFile, data: memoryview, offset: int) -> int:
-        read.append(len(data) if offset else 0)
-        return real(file, data, offset)
+    def counted(file: SlotFile, chunk: int, data: memoryview, **version: Any) -> IOFuture:
+        read.append(len(data))
+        return real(file, chunk, data, **version)
 
-    monkeypatch.setattr(CommittedFile, "read", counted)
+    monkeypatch.setattr(SlotFile, "read", counted)
     with resumed(Named(order), path=tmp_path / "a", tuning=in_chunks("8KiB")) as optimizer:
         assert sum(read) == slots
         assert optimizer.stats()["nvme_read_bytes"] == 0

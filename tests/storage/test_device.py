@@ -22,10 +22,12 @@ from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Lease, Store, Version
 from offload.storage.device_store import DeviceArena, DeviceStore
-from offload.storage.swap_file import RunFiles, Stripes
+from offload.storage.slot_map import ChunkKind
+from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import SlotArrays
 from tests.storage.conftest import put, value_in
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.slot_maps import slots_of
 
 NUMELS = (1024, 700, 5, 1500)
 CPU = torch.device("cpu")
@@ -36,11 +38,11 @@ pytestmark = pytest.mark.timeout(60)
 @contextmanager
 def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[DeviceStore]:
     slot_arrays = [SlotArrays(numel) for numel in NUMELS]
-    slots = Stripes(engine, [path], [1.0], slot_arrays, RunFiles(slots_per_chunk=2))
+    slots = Stripes(engine, [path], [1.0], slots_of(NUMELS, 2))
     ram, arena = Arena(MIB, HostCopier()), DeviceArena(MIB, CPU)
     passing = [ram.carve(max(slot.nbytes for slot in slot_arrays)) for _ in range(buffers)]
     health = Health()
-    beneath = Store(slot_arrays, {}, passing, slots, Timeline(), health)
+    beneath = Store(slot_arrays, {}, passing, slots.of(ChunkKind.STATES), Timeline(), health)
     resident = {chunk: arena.carve(slot.nbytes) for chunk, slot in enumerate(slot_arrays)}
     store = DeviceStore(slot_arrays, resident, arena, beneath, Timeline(), health)
     try:

@@ -20,14 +20,14 @@ from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME, check_directory
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
-from offload.storage.swap_format import SlotArrays, file_bytes
+from offload.storage.swap_format import SlotArrays
 from tests.support.damage import flipped
 from tests.support.disks import FreeFiles
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
-from tests.support.slot_arrays import slot_arrays
+from tests.support.slot_maps import file_bytes, slots_of
 
 NUMELS = (1024, 1, 1500)
 WAIT_S = 30
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slots(engine: FaultyEngine, path: Path) -> Iterator[SwapFile]:
-    made = SwapFile(engine, path, slot_arrays(NUMELS), RunFiles(slots_per_chunk=2))
+    made = SwapFile(engine, path, slots_of(NUMELS, 2), RunFiles())
     yield made
     made.close()
 
@@ -95,7 +95,7 @@ def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SwapFile) -> 
 
 def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SwapFile, path: Path) -> None:
     info = os.stat(path / SWAP_NAME)
-    assert info.st_size == file_bytes(slot_arrays(NUMELS), 2)
+    assert info.st_size == file_bytes(slots_of(NUMELS, 2))
     assert info.st_blocks * 512 >= info.st_size
     assert info.st_mode & 0o777 == 0o600
     assert os.stat(path).st_mode & 0o777 == 0o700
@@ -111,7 +111,7 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SwapFile, path: Pa
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
-    SwapFile(engine, path, slot_arrays([1] * 5000), RunFiles()).close()
+    SwapFile(engine, path, slots_of([1] * 5000), RunFiles()).close()
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
     assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
@@ -175,7 +175,7 @@ def test_a_slot_that_was_never_written_is_found(slots: SwapFile) -> None:
 
 
 def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
-    twins = SwapFile(engine, path, slot_arrays((1024, 1024)), RunFiles())
+    twins = SwapFile(engine, path, slots_of((1024, 1024)), RunFiles())
     size = SlotArrays(1024).nbytes
     write(twins, 0, 1)
     whole = (path / SWAP_NAME).read_bytes()
@@ -187,12 +187,12 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
 
 def test_another_runs_slot_is_found(path: Path) -> None:
     first = ThreadEngine()
-    old = SwapFile(first, path, slot_arrays(NUMELS), RunFiles())
+    old = SwapFile(first, path, slots_of(NUMELS), RunFiles())
     write(old, 0, 1)
     old.close()
     first.close()
     second = ThreadEngine()
-    new = SwapFile(second, path, slot_arrays(NUMELS), RunFiles())
+    new = SwapFile(second, path, slots_of(NUMELS), RunFiles())
     with pytest.raises(CorruptionError, match="not by "):
         read(new, 0)
     new.close()
@@ -234,7 +234,7 @@ def test_two_runs_of_one_process_cannot_share_a_path(slots: SwapFile, path: Path
     write(slots, 0, 1)
     other = ThreadEngine()
     with pytest.raises(PathInUseError) as caught:
-        SwapFile(other, path, slot_arrays(NUMELS), RunFiles())
+        SwapFile(other, path, slots_of(NUMELS), RunFiles())
     assert caught.value.filename == str(path / SWAP_NAME)
     assert open_files().count(str(path / SWAP_NAME)) == 1
     other.close()
@@ -245,9 +245,10 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from offload.io.threads import ThreadEngine
-from offload.storage.swap_file import SlotArrays, RunFiles, SwapFile
+from offload.storage.swap_file import RunFiles, SwapFile
+from tests.support.slot_maps import slots_of
 engine = ThreadEngine()
-slots = SwapFile(engine, Path(sys.argv[1]), [SlotArrays(1024)], RunFiles())
+slots = SwapFile(engine, Path(sys.argv[1]), slots_of([1024]), RunFiles())
 child = os.fork() if sys.argv[2] == "fork" else None
 if child == 0:
     import time
@@ -261,7 +262,7 @@ sys.stdin.read()
 def opens(path: Path, files: Files | None = None) -> bool:
     engine = ThreadEngine()
     try:
-        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles(files=files or Files())).close()
+        SwapFile(engine, path, slots_of(NUMELS), RunFiles(files=files or Files())).close()
     except PathInUseError:
         return False
     finally:
@@ -290,7 +291,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path) -> N
 
     engine = ThreadEngine()
     with pytest.raises(PathInUseError, match="another run has just removed this file"):
-        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles(files=Removed()))
+        SwapFile(engine, path, slots_of(NUMELS), RunFiles(files=Removed()))
     engine.close()
 
 
@@ -306,10 +307,10 @@ def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
 
 def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
     engine = ThreadEngine()
-    SwapFile(engine, path, slot_arrays([50_000]), RunFiles()).close()
+    SwapFile(engine, path, slots_of([50_000]), RunFiles()).close()
     engine.close()
     assert opens(path)
-    assert os.stat(path / SWAP_NAME).st_size == file_bytes(slot_arrays([50_000]), 1)
+    assert os.stat(path / SWAP_NAME).st_size == file_bytes(slots_of([50_000]))
 
 
 @pytest.mark.parametrize("content", [b"my thesis", b"my thesis" * 1000, bytes(100) + b"my disk image"])
@@ -455,9 +456,9 @@ def test_the_current_directory_can_be_the_path(tmp_path: Path, monkeypatch: pyte
 def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
     engine, run = ThreadEngine(), RunFiles()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", slot_arrays([MIB]), run)
+        SwapFile(engine, small_disk / "run", slots_of([MIB]), run)
     run.files.let_go()
-    assert caught.value.needed == file_bytes(slot_arrays([MIB]), 1)
+    assert caught.value.needed == file_bytes(slots_of([MIB]))
     assert 0 < caught.value.available <= MIB
     assert caught.value.option == "path"
     assert list(small_disk.iterdir()) == []
@@ -469,7 +470,7 @@ def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(sm
     (small_disk / "run").mkdir()
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", slot_arrays([MIB]), RunFiles(files=FreeFiles(1 << 42)))
+        SwapFile(engine, small_disk / "run", slots_of([MIB]), RunFiles(files=FreeFiles(1 << 42)))
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert list((small_disk / "run").iterdir()) == []
@@ -482,7 +483,7 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     before = (small_disk / SWAP_NAME).read_bytes()
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, small_disk, slot_arrays([MIB]), RunFiles())
+        SwapFile(engine, small_disk, slots_of([MIB]), RunFiles())
     assert (small_disk / SWAP_NAME).read_bytes() == before
     engine.close()
     assert opens(small_disk)
@@ -500,7 +501,7 @@ def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path) -> N
 
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, slot_arrays([MIB]), RunFiles(files=Half()))
+        SwapFile(engine, path, slots_of([MIB]), RunFiles(files=Half()))
     engine.close()
     assert os.stat(path / SWAP_NAME).st_size == size
 
@@ -509,7 +510,7 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
     numels = [50_000]
     for _ in range(2):
         engine = ThreadEngine()
-        SwapFile(engine, small_disk, slot_arrays(numels), RunFiles()).close()
+        SwapFile(engine, small_disk, slots_of(numels), RunFiles()).close()
         engine.close()
 
 
@@ -517,11 +518,11 @@ def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(path: 
     engine = FaultyEngine()
     engine.fail("write", errno.ENOSPC)
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, slot_arrays([MIB]), RunFiles(files=FreeFiles(0)))
+        SwapFile(engine, path, slots_of([MIB]), RunFiles(files=FreeFiles(0)))
     assert not path.exists()
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, slot_arrays([MIB]), RunFiles(files=FreeFiles(0)))
+        SwapFile(engine, path, slots_of([MIB]), RunFiles(files=FreeFiles(0)))
     assert not path.exists()
     engine.close()
 
@@ -537,6 +538,6 @@ def test_space_that_the_file_system_denies_is_a_budget_error(path: Path) -> None
 def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine, path: Path) -> None:
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles())
+        SwapFile(engine, path, slots_of(NUMELS), RunFiles())
     assert not path.exists()
     assert str(path / SWAP_NAME) not in open_files()

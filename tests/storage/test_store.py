@@ -23,11 +23,13 @@ from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
+from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import SlotArrays
 from tests.storage.conftest import put, value_in
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
+from tests.support.slot_maps import slots_of
 
 NUMELS = (1024, 700, 1024, 5, 1500, 1024)
 
@@ -46,7 +48,8 @@ def store_on(
     health: Health | None = None,
 ) -> Iterator[Store]:
     slot_arrays = [SlotArrays(numel) for numel in NUMELS]
-    slots = Stripes(engine, [path], [1.0], slot_arrays)
+    stripes = Stripes(engine, [path], [1.0], slots_of(NUMELS))
+    slots = stripes.of(ChunkKind.STATES)
     arena = Arena(MIB, HostCopier())
     resident = {chunk: arena.carve(slot_arrays[chunk].nbytes) for chunk in sorted(kept)}
     passing = [arena.carve(max(slot.nbytes for slot in slot_arrays)) for _ in range(buffers)]
@@ -56,7 +59,7 @@ def store_on(
         yield store
     finally:
         store.close()
-        slots.close()
+        stripes.close()
 
 
 @pytest.fixture

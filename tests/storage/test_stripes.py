@@ -19,10 +19,11 @@ from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.files import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
+from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes, assign, memory_of
 from offload.storage.swap_format import SlotArrays
-from tests.support.slot_arrays import slot_arrays
+from tests.support.slot_maps import slots_of
 
 NUMELS = (1024, 700, 1024, 5, 1500, 1024, 1024)
 
@@ -56,18 +57,20 @@ def test_one_path_gets_all_and_a_twice_as_fast_one_twice_as_much() -> None:
 
 def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    stripes = Stripes(engine, paths, [2.0, 1.0], slot_arrays(NUMELS))
+    stripes = Stripes(engine, paths, [2.0, 1.0], slots_of(NUMELS))
     assert stripes.paths == tuple(str(path / SWAP_NAME) for path in paths)
     arena = Arena(len(NUMELS) * SlotArrays(max(NUMELS)).nbytes, HostCopier())
     buffers = [arena.carve(SlotArrays(numel).nbytes) for numel in NUMELS]
     for chunk, buffer in enumerate(buffers):
         buffer[PAGE_BYTES:] = chunk
-    for future in [stripes.write(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
+    slots = stripes.of(ChunkKind.STATES)
+    assert slots is not None
+    for future in [slots.write(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
         future.result(30)
     wanted = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
         buffer.zero_()
-    for future in [stripes.read(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
+    for future in [slots.read(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
         future.result(30)
     assert all(torch.equal(buffer, want) for buffer, want in zip(buffers, wanted, strict=True))
     sizes = [os.stat(path).st_size for path in stripes.paths]
@@ -79,9 +82,9 @@ def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: P
 def test_a_locked_path_among_several_is_named_and_the_others_are_left_as_they_were(
     engine: ThreadEngine, tmp_path: Path
 ) -> None:
-    held = Stripes(engine, [tmp_path / "b"], [1.0], slot_arrays(NUMELS))
+    held = Stripes(engine, [tmp_path / "b"], [1.0], slots_of(NUMELS))
     with pytest.raises(PathInUseError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slot_arrays(NUMELS))
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slots_of(NUMELS))
     assert str(tmp_path / "b") in str(caught.value)
     assert not (tmp_path / "a").exists()
     held.close()
@@ -95,7 +98,7 @@ def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(engine: T
             super().allocate(file, offset, length)
 
     with pytest.raises(BudgetError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slot_arrays(NUMELS), RunFiles(files=Full()))
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slots_of(NUMELS), RunFiles(files=Full()))
     assert str(tmp_path / "b") in str(caught.value)
     assert caught.value.option == "path"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == []

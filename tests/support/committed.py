@@ -18,8 +18,8 @@ from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, Paramet
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
-from offload.storage.files import swap_name
-from offload.storage.swap_format import MAGIC, described_chunks
+from offload.storage.directories import swap_name
+from offload.storage.swap_format import MAGIC
 
 RUN = "0123456789abcdef" * 2
 STEP = 7
@@ -71,7 +71,7 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
 
 def superblock(manifest: Manifest, path: int, **changes: object) -> bytes:
     """As `Superblock.encode` writes it, with `commits` true."""
-    chunks = described_chunks(manifest.slot_arrays, manifest.held(path))
+    chunks = manifest.slot_map.describe(manifest.held(path))
     known = {"run_id": manifest.run_id, "places": manifest.places, "stripe": [path, manifest.paths], "commits": True}
     text = json.dumps({**known, "chunks": chunks, **changes}).encode()
     return superblock_of(text)

@@ -23,7 +23,7 @@ from torch import nn
 
 from offload import OffloadZero
 from offload.checkpoint.reader import Reader
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX
+from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX
 from tests.support.killed import EVERY, Layout, begin, finish, fork, require_same, states, train
 
 KEEP = 2

@@ -1,0 +1,126 @@
+"""Which slot each chunk of a rank has, and where the slots lie in a file. Pure arithmetic.
+
+[Note: numbers of slots]
+The slots of a rank are numbered through all its files: those of one kind of chunks after those of another, in the order
+of `ChunkKind`. A kind that is kept elsewhere has none. The number of its slot is what a chunk is called in the slot's
+header, in a superblock and in a manifest.
+
+            states        parameters    gradients     frozen
+    chunk   0   1   2     0   1   2     0   1   2     0   1
+    slot    0   1   2     3   4   5     6   7   8     9  10
+            committed ----------|
+
+What is committed are the first slots: states, and with split masters the rank's own parameters, which are the other
+halves. With replicas a rank keeps parameters of other ranks as well, which these commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from offload.sizes import PAGE_BYTES
+from offload.storage.swap_format import WHOLE, Chunks, SlotArrays
+
+
+class ChunkKind(StrEnum):
+    """The chunks of one store, in the order of their slots. The value is what plans call them."""
+
+    STATES = "states"
+    PARAMS = "parameters"
+    GRADS = "stored gradients"
+    FROZEN = "frozen parameters"
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """See [Note: numbers of slots].
+
+    Attributes:
+        arrays: what the slot of each chunk holds, by kind, of the kinds that have slots.
+        versions: how many versions a committed slot has, 1 or 2: A, or A and B. Any other slot has one.
+        committed: how many slots, the first ones, are committed; None: nothing ever is, and `versions` is that of all.
+    """
+
+    arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
+    versions: int = 1
+    committed: int | None = None
+
+    @cached_property
+    def _ranges(self) -> dict[ChunkKind, range]:
+        kinds = [kind for kind in ChunkKind if kind in self.arrays]
+        ends = accumulate((len(self.arrays[kind]) for kind in kinds), initial=0)
+        return {kind: range(*both) for kind, both in zip(kinds, pairwise(ends), strict=True)}
+
+    @property
+    def total(self) -> int:
+        """How many slots there are."""
+        return len(self.all_arrays)
+
+    @cached_property
+    def all_arrays(self) -> tuple[SlotArrays, ...]:
+        """What each slot holds, by its number."""
+        return tuple(arrays for kind in self._ranges for arrays in self.arrays[kind])
+
+    def of(self, kind: ChunkKind) -> range:
+        """The slots of a kind, by chunk; empty if it has none."""
+        return self._ranges.get(kind, range(0))
+
+    def at(self, kind: ChunkKind, chunk: int) -> int:
+        """The number of a chunk's slot. Raises: IndexError if it has none."""
+        return self.of(kind)[chunk]
+
+    def committed_chunks(self, kind: ChunkKind) -> range:
+        """The chunks of a kind that are committed."""
+        slots = self.of(kind)
+        return range(max(min(self.committed or 0, slots.stop) - slots.start, 0))
+
+    def versions_of(self, slot: int) -> int:
+        """How many versions a slot has in its file."""
+        return self.versions if self.committed is None or slot < self.committed else 1
+
+    def describe(self, held: Sequence[int]) -> Chunks:
+        """What a superblock says of the slots: of those that are committed, or of all if nothing is.
+
+        Args:
+            held: those in the file.
+        """
+        told = range(self.total)[: self.committed]
+        arrays = [self.all_arrays[slot] for slot in told]
+        found: Chunks = {"held": [slot for slot in held if slot in told], "numels": [one.numel for one in arrays]}
+        if any(one.itemsizes != WHOLE for one in arrays):
+            found["itemsizes"] = [[*one.itemsizes] for one in arrays]
+        return found
+
+
+class SlotTable:
+    """Where the slots lie in one swap file: the versions A of all that have two, their versions B, then the others.
+
+    Args:
+        slots: of the rank.
+        held: those in this file, in the order in which they lie.
+
+    Attributes:
+        slots: see above.
+        nbytes: of the file.
+        nbytes_of_one: with one version of each slot.
+    """
+
+    def __init__(self, slots: SlotMap, held: Sequence[int]) -> None:
+        self.slots = slots
+        sizes = {slot: slots.all_arrays[slot].nbytes for slot in held}
+        several = [slot for slot in held if slots.versions_of(slot) == slots.versions]
+        once = [slot for slot in held if slots.versions_of(slot) < slots.versions]
+        *starts, self._step = accumulate((sizes[slot] for slot in several), initial=0)
+        self._starts = dict(zip(several, starts, strict=True))
+        *starts, end = accumulate((sizes[slot] for slot in once), initial=slots.versions * self._step)
+        self._starts |= zip(once, starts, strict=True)
+        self.nbytes = PAGE_BYTES + end
+        self.nbytes_of_one = self.nbytes - (slots.versions - 1) * self._step
+
+    def offset(self, slot: int, version: int = 0) -> int:
+        """Of version A (0) or B (1) of a slot in the file, in bytes."""
+        return PAGE_BYTES + version * self._step + self._starts[slot]
