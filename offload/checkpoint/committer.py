@@ -71,7 +71,8 @@ from offload.optim.adam import NewParameters
 from offload.optim.adopt import require_sound
 from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
-from offload.storage.chunk_cache import Store, Version
+from offload.storage.cached_chunk import Version
+from offload.storage.chunk_cache import Store
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import Stripes
 

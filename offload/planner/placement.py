@@ -27,7 +27,7 @@ from offload.planner.machine import free_memory
 from offload.ranks import exchange
 from offload.regions import REST, Region, total_bytes, total_of
 from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
-from offload.storage.chunk_cache import residents
+from offload.storage.policy import residents
 from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
 from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (

@@ -7,26 +7,7 @@ the present one ends, into half of the buffers: the next step then reads and wri
 chunks are written for commits only: behind the step that is to be committed, if that is known beforehand, else by
 `flush`.
 
-[Note: residency]
-| state   | RAM     | slot  | meaning                                                        |
-|---------|---------|-------|----------------------------------------------------------------|
-| EMPTY   | -       | -     | nothing: before the first lease, or used up                    |
-| STORED  | -       | valid | only in the swap file                                          |
-| READING | filling | valid | being read                                                     |
-| CLEAN   | valid   | valid | both hold the same                                             |
-| LEASED  | in use  | maybe | the holder of the lease may write to it                        |
-| DIRTY   | valid   | old   | RAM is newer                                                   |
-| WRITING | valid   | torn  | being written; readers wait                                    |
-
-A STORED chunk is LEASED at once if its user overwrites all of it, and STORED again if that is cut off. A LEASED chunk
-becomes EMPTY if nobody needs it any more. Residency is a state, never a count.
-
-[Note: policy]
-Training uses chunks in the same order every step, so the future is known and the best policy can be computed (Belady,
-"A study of replacement algorithms for a virtual-storage computer", 1966): evict what is used furthest ahead. Where a
-step uses every chunk once, that is always the chunk just used, so a fixed resident set is best: `residents`. Where a
-step returns to a chunk sooner, the chunk is retained until then if a buffer can wait with it: `belady`. Reading ahead
-never evicts a chunk that is used earlier, so it costs no extra byte.
+cached_chunk.py has what is known of a chunk, and the states that it goes through; policy.py which chunks stay.
 """
 
 from __future__ import annotations
@@ -35,152 +16,25 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from offload.errors import CLOSED, ClosedError, StateError
+from offload.errors import CLOSED, ClosedError
 from offload.health import Health
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
+from offload.storage.cached_chunk import Buffer, CachedChunk, Residency, Version
+from offload.storage.policy import belady, reservations, victim
 from offload.storage.pool import LEAST_IN_FLIGHT
-from offload.storage.swap_file import Slots, memory_of
+from offload.storage.swap_file import Slots
 from offload.storage.swap_format import STATE_KINDS, SlotArrays
-
-
-class Residency(Enum):
-    __hash__ = object.__hash__  # Enum's own, of the name, is a call in Python
-
-    EMPTY = "empty"
-    STORED = "stored"
-    READING = "reading"
-    CLEAN = "clean"
-    LEASED = "leased"
-    DIRTY = "dirty"
-    WRITING = "writing"
-
-
-_LEGAL: dict[Residency, frozenset[Residency]] = {
-    Residency.EMPTY: frozenset({Residency.LEASED}),
-    Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
-    Residency.READING: frozenset({Residency.CLEAN, Residency.STORED}),
-    Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
-    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED}),
-    Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
-    Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
-}
-
-
-class ResidencyTable:
-    """The state of every chunk; all begin EMPTY."""
-
-    def __init__(self, chunks: int) -> None:
-        self._states = [Residency.EMPTY] * chunks
-
-    def __getitem__(self, chunk: int) -> Residency:
-        return self._states[chunk]
-
-    def change(self, chunk: int, to: Residency) -> None:
-        """Raises: StateError if the change is not legal."""
-        now = self._states[chunk]
-        if to not in _LEGAL[now]:
-            legal = ", ".join(sorted(state.value for state in _LEGAL[now]))
-            raise StateError(f"chunk {chunk} is {now.value} and cannot become {to.value}, only {legal}")
-        self._states[chunk] = to
-
-    def reset(self, chunk: int, to: Residency) -> None:
-        """Whatever it was: for a return to the last commit, when nobody uses the chunk."""
-        self._states[chunk] = to
-
-
-def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
-    """The chunks that never leave RAM.
-
-    Args: order: ids as a step uses them, each once; sizes: bytes of each in RAM, by id; budget: bytes for them.
-    They are spread evenly over the order: then the disk works while the kernels are busy with what is there, and any
-    stretch of a step moves the same share of bytes.
-    """
-    total = sum(sizes[chunk] for chunk in order)
-    share = min(budget / total, 1.0) if total else 0.0
-    chosen: set[int] = set()
-    due = 0.0
-    for chunk in order:
-        due += share * sizes[chunk]
-        if due >= sizes[chunk] * (1 - 1e-9) and sizes[chunk] <= budget:
-            chosen.add(chunk)
-            budget -= sizes[chunk]
-            due -= sizes[chunk]
-    for chunk in order:
-        if chunk not in chosen and sizes[chunk] <= budget:
-            chosen.add(chunk)
-            budget -= sizes[chunk]
-    return frozenset(chosen)
-
-
-def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
-    """The positions of `order` after which a chunk is retained in RAM until its next use.
-
-    Args: order: chunks as they are used; waiting: how many chunks may wait in RAM beside the one in use; fresh:
-    positions of uses that overwrite the chunk, for which nothing has to be retained.
-    All others are read again at their next use; no other choice reads fewer.
-    """
-    following = [len(order) if use in fresh else use for use in _next_uses(order)]
-    retained: set[int] = set()
-    held: dict[int, int] = {}  # chunk: position after which it stays
-    for position, chunk in enumerate(order):
-        if chunk in held:
-            retained.add(held.pop(chunk))
-        while len(held) > waiting:
-            del held[max(held, key=lambda other: following[held[other]])]
-        if following[position] < len(order):
-            held[chunk] = position
-    return frozenset(retained)
-
-
-def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
-    """Yields (chunk, should_prefetch, buffers reserved by earlier uses) for each use to come.
-
-    Args: ahead: (chunk, whether the use overwrites all of it); in_ram: chunks that have a buffer.
-    A chunk that is overwritten before it is read is not prefetched, but reserves a buffer.
-    """
-    overwritten: set[int] = set()
-    taken = 0
-    for chunk, is_fresh in ahead:
-        if is_fresh:
-            overwritten.add(chunk)
-            taken += chunk not in in_ram
-        yield chunk, chunk not in overwritten, taken
-
-
-def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:
-    """The candidate to evict: it is used furthest ahead, or never again. None without candidates.
-
-    Args: candidates: chunks whose eviction costs no write; ahead: the uses to come.
-    """
-    left = dict.fromkeys(candidates)
-    for chunk in ahead:
-        if len(left) <= 1:
-            break
-        left.pop(chunk, None)
-    return next(iter(left), None)
-
-
-def _next_uses(order: Sequence[int]) -> list[int]:
-    """For each position, that of the next use of the same chunk; len(order) without one."""
-    following = [len(order)] * len(order)
-    seen: dict[int, int] = {}
-    for position in range(len(order) - 1, -1, -1):
-        following[position] = seen.get(order[position], len(order))
-        seen[order[position]] = position
-    return following
 
 
 class Lease(AbstractContextManager["Lease"]):
@@ -237,37 +91,6 @@ class Lease(AbstractContextManager["Lease"]):
     def _give_back(self) -> None:
         if self.is_held and self._life == self._store.life:
             self._store.release(self)
-
-
-class _Buffer:
-    """Memory for a chunk, and views of it, which are made once."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self._arrays: dict[SlotArrays, Sequence[Tensor]] = {}
-
-    def arrays(self, slot: SlotArrays) -> Sequence[Tensor]:
-        """Tensors in its memory, for a chunk with such a slot."""
-        arrays = self._arrays.get(slot)
-        if arrays is None:
-            with torch.inference_mode(False):  # those of a first lease inside it could not be written to outside
-                arrays = self._arrays[slot] = slot.views(self.memory)
-        return arrays
-
-    @cached_property
-    def data(self) -> memoryview:
-        return memory_of(self.memory)
-
-
-class Version(NamedTuple):
-    """Which content of a chunk a slot holds: slot A (0) or B (1), and the step whose result it is.
-
-    checksum: the one that the commit names; None: the one in the slot's header.
-    """
-
-    step: int
-    slot: int
-    checksum: int | None = None
 
 
 LOOKS_BEFORE_COLLECTING = 20
@@ -341,37 +164,24 @@ class Store:
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.lease_wanted: Callable[[int], None] = _nobody
-        self._slot_arrays = tuple(slot_arrays)
-        self._sizes = [slot.nbytes for slot in slot_arrays]
+        self._chunks = tuple(CachedChunk(index, slot, resident.get(index)) for index, slot in enumerate(slot_arrays))
         self._is_due = is_due
         self._slots = slots
         self._timeline = timeline
-        self._table = ResidencyTable(len(self._slot_arrays))
         self._in_flight = len(buffers)
-        self._free = [_Buffer(memory) for memory in buffers]
+        self._free = [Buffer(memory) for memory in buffers]
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
-        # Of the resident chunks, and of others that are in RAM now.
-        self._resident = {chunk: _Buffer(memory) for chunk, memory in resident.items()}
-        self._buffers: dict[int, _Buffer] = {}
-        self._at: dict[int, Version] = {}
-        self._committed: dict[int, int] = {}
-        # Resident chunks that are newer in RAM, and since which step.
-        self._newer: dict[int, int] = {}
+        self._in_buffers: dict[CachedChunk, None] = {}  # the streamed chunks that have one, the oldest first
+        self._moving: set[CachedChunk] = set()
         self._ahead: deque[_Use] = deque()
         self._announced: list[tuple[int, bool]] = []
         self._order: tuple[_Use, ...] = ()  # of what was announced, the uses of chunks that are not resident
         self._is_between = False  # the order has been used up, and has not begun again
         self._used: list[tuple[int, bool]] = []
-        self._retained: set[int] = set()
-        self._moving: dict[int, IOFuture] = {}
-        # Left unfinished, and newer in RAM: nobody has it yet, or somebody holds it now.
-        self._unwritten: dict[int, int] = {}
-        self._owed: set[int] = set()
         self._health = health.part("came while a chunk moved between RAM and disk")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._books = _Books(self)
-        self._holders: dict[int, weakref.ref[Lease]] = {}
         self.life = 0  # ends with `reset`, after which the leases of before mean nothing
 
     @uninterrupted
@@ -390,11 +200,12 @@ class Store:
 
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM: then all of its leases have the same arrays."""
-        return chunk in self._resident
+        return self._chunks[chunk].is_resident
 
     def is_ready(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM, and nothing is under way with it: a lease does not wait."""
-        return chunk in self._resident and self._table[chunk] in (Residency.CLEAN, Residency.DIRTY)
+        one = self._chunks[chunk]
+        return one.is_resident and one.state in (Residency.CLEAN, Residency.DIRTY)
 
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
         """Waits until `chunk` is in RAM and acquires it. A dirty one is written back after its release.
@@ -418,11 +229,11 @@ class Store:
                     gc.collect()
                 self._want(lease.chunk)
 
-            with self._waiting_for(lease.chunk):
+            with self._waiting_for(self._chunks[lease.chunk]):
                 wait_until(self._lock, self._changed, lambda: self._acquire(lease), meanwhile=meanwhile)
 
     def _want(self, chunk: int) -> None:
-        if self._table[chunk] not in (Residency.READING, Residency.WRITING):
+        if self._chunks[chunk].state not in (Residency.READING, Residency.WRITING):
             self.lease_wanted(chunk)
 
     def release(self, lease: Lease) -> None:
@@ -438,7 +249,7 @@ class Store:
             self._wait_for_transfer(moving[0])
         self.check()
 
-    def _wait_for_transfer(self, chunk: int) -> None:
+    def _wait_for_transfer(self, chunk: CachedChunk) -> None:
         with self._waiting_for(chunk):
             wait_until(self._lock, self._changed, lambda: not self._health.is_sound or chunk not in self._moving)
 
@@ -455,19 +266,22 @@ class Store:
     @uninterrupted
     def _write_newer(self) -> None:
         with self._lock, self._books:
-            for chunk, step in [*self._newer.items(), *self._unwritten.items()]:
-                self._write(chunk, step, Residency.CLEAN)
+            for chunk in self._chunks:
+                if chunk.newer is not None:
+                    self._write(chunk, Residency.CLEAN)
 
     @uninterrupted
     def _now(self) -> dict[int, Version]:
         with self._lock:
-            return dict(self._at)
+            return {chunk.index: chunk.stored for chunk in self._chunks if chunk.stored is not None}
 
     @uninterrupted
     def set_committed(self, versions: Mapping[int, Version]) -> None:
         """These versions, from `flush`, are committed now: their slots are not written to before the next call."""
         with self._lock:
-            self._committed = {chunk: version.slot for chunk, version in versions.items()}
+            for chunk in self._chunks:
+                version = versions.get(chunk.index)
+                chunk.committed = None if version is None else version.slot
 
     @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
@@ -483,16 +297,14 @@ class Store:
         self._health.reset()
         self.life += 1
         self._forget_order()
-        for left in (self._ahead, self._used, self._retained, self._unwritten, self._owed, self._newer, self._holders):
-            left.clear()
-        for chunk in range(len(self._slot_arrays)):
-            self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
-            if chunk in self._buffers:
-                self._free.append(self._buffers.pop(chunk))
-        self._at = dict(versions)
-        self._committed = {chunk: version.slot for chunk, version in versions.items()}
-        for chunk in self._resident:
-            if chunk in versions:
+        self._ahead.clear()
+        self._used.clear()
+        for chunk in self._chunks:
+            chunk.reset(versions.get(chunk.index))
+            if chunk in self._in_buffers:
+                self._free_buffer(chunk)
+        for chunk in self._chunks:
+            if chunk.is_resident and chunk.stored is not None:
                 self._read(chunk)
         self._changed.notify_all()
 
@@ -517,7 +329,7 @@ class Store:
     def _announce(self, order: list[tuple[int, bool]]) -> None:
         if order != self._announced:
             self._announced = order
-            streamed = [use for use in order if use[0] not in self._resident]
+            streamed = [use for use in order if not self._chunks[use[0]].is_resident]
             fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
             retained = belady([chunk for chunk, _ in streamed], self._waiting, fresh)
             self._order = tuple(_Use(use[0], position in retained, use[1]) for position, use in enumerate(streamed))
@@ -531,118 +343,116 @@ class Store:
 
     def _acquire(self, lease: Lease) -> bool:
         """Moves the chunk to LEASED, if it has a buffer in RAM with its data; whether."""
-        chunk = lease.chunk
+        chunk = self._chunks[lease.chunk]
         with self._books:
             if not self._is_ready(chunk, lease.is_fresh):
                 return False
-            lease.is_blank = lease.is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
-            lease.arrays = self._buffer(chunk).arrays(self._slot_arrays[chunk])
-            self._table.change(chunk, Residency.LEASED)
+            lease.is_blank = lease.is_fresh and chunk.state in (Residency.EMPTY, Residency.STORED)
+            lease.arrays = chunk.arrays
+            chunk.change(Residency.LEASED)
             lease.is_held = True
-            self._holders[chunk] = weakref.ref(lease)
-            if chunk in self._unwritten:
-                del self._unwritten[chunk]
-                self._owed.add(chunk)
-            self._used.append((chunk, lease.is_fresh))
-            if chunk not in self._resident:
+            chunk.holder = weakref.ref(lease)
+            self._used.append((chunk.index, lease.is_fresh))
+            if not chunk.is_resident:
                 self._has_begun(chunk)
             return True
 
-    def _has_begun(self, chunk: int) -> None:
+    def _has_begun(self, chunk: CachedChunk) -> None:
         """The next use of a chunk is not ahead any more."""
-        use = next((use for use in self._ahead if use.chunk == chunk), None)
+        use = next((use for use in self._ahead if use.chunk == chunk.index), None)
         if use is not None:
             self._ahead.remove(use)
-            if use.is_retained:
-                self._retained.add(chunk)
+            chunk.is_retained = chunk.is_retained or use.is_retained
             self._is_between = not self._ahead
         if not self._ahead:
             self._ahead.extend(self._order)
         self._read_ahead()
 
-    def _buffer(self, chunk: int) -> _Buffer:
-        return self._resident.get(chunk) or self._buffers[chunk]
+    def _waiting_for(self, chunk: CachedChunk) -> AbstractContextManager[None]:
+        what = _WAITS_FOR.get(chunk.state, "wait for buffer")
+        return self._timeline.waiting(what, chunk=chunk.index, tier="nvme")
 
-    def _waiting_for(self, chunk: int) -> AbstractContextManager[None]:
-        what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
-        return self._timeline.waiting(what, chunk=chunk, tier="nvme")
-
-    def _is_ready(self, chunk: int, is_fresh: bool) -> bool:
+    def _is_ready(self, chunk: CachedChunk, is_fresh: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
         self.check()
-        state = self._table[chunk]
+        state = chunk.state
         if state in (Residency.CLEAN, Residency.DIRTY):
             return True
-        if state is Residency.LEASED:
-            holder = self._holders.get(chunk)
-            if holder is not None and holder() is None:
-                # What another thread threw in has parted the lease from its holder: nobody will give it back.
-                raise self._health.interrupted(f"the lease of chunk {chunk} was lost")
+        if state is Residency.LEASED and chunk.holder is not None and chunk.holder() is None:
+            # What another thread threw in has parted the lease from its holder: nobody will give it back.
+            raise self._health.interrupted(f"the lease of chunk {chunk.index} was lost")
         if state not in (Residency.EMPTY, Residency.STORED):
             return False
-        if chunk not in self._resident and not self._free:
+        if not chunk.is_resident and not self._free:
             self._drop_one()
             if not self._free:
                 return False
         if state is Residency.STORED and not is_fresh:
             self._read(chunk)
             # It may have ended before it could be waited for.
-            return self._table[chunk] is Residency.CLEAN
-        if chunk not in self._resident:
-            self._buffers[chunk] = self._free.pop()
+            return chunk.state is Residency.CLEAN
+        self._take_buffer(chunk)
         if not is_fresh:
-            self._buffer(chunk).memory.zero_()
+            assert chunk.buffer is not None
+            chunk.buffer.memory.zero_()
         return True
 
     def _release(self, lease: Lease) -> None:
-        chunk, step = lease.chunk, lease.step
+        chunk, step = self._chunks[lease.chunk], lease.step
         with self._books:
-            is_retained, is_owed = chunk in self._retained, chunk in self._owed
-            self._retained.discard(chunk)
-            self._owed.discard(chunk)
-            self._holders.pop(chunk, None)
+            is_retained, chunk.is_retained = chunk.is_retained, False
+            chunk.holder = None
             if lease.is_spent:
-                self._at.pop(chunk, None)
-                self._newer.pop(chunk, None)
+                chunk.stored = chunk.newer = None
             if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
-                self._table.change(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
-                if chunk not in self._resident:
-                    self._free.append(self._buffers.pop(chunk))
-            elif chunk in self._resident:
-                if lease.dirty or chunk not in self._at:
-                    self._newer[chunk] = step
-                self._table.change(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
-                if lease.dirty and not lease.is_unfinished and self._is_due(step):
-                    self._write(chunk, step, Residency.CLEAN)
-            elif not (lease.dirty or is_owed) and chunk in self._at:
-                self._table.change(chunk, Residency.CLEAN)
-                if not is_retained:
-                    self._drop(chunk)
+                chunk.change(Residency.EMPTY if chunk.stored is None else Residency.STORED)
+                self._free_buffer(chunk)
             else:
-                self._table.change(chunk, Residency.DIRTY)
-                if lease.is_unfinished or (is_owed and not lease.dirty):
-                    self._unwritten[chunk] = step
+                # What a lease has left unfinished, and what no slot has yet, is newer in RAM until it is written.
+                is_new = lease.dirty or (chunk.newer is None and chunk.stored is None)
+                chunk.newer = step if is_new else chunk.newer
+                if chunk.newer is None:
+                    chunk.change(Residency.CLEAN)
+                    if not (chunk.is_resident or is_retained):
+                        self._drop(chunk)
                 else:
-                    self._write(chunk, step, Residency.CLEAN if is_retained else Residency.STORED)
+                    chunk.change(Residency.DIRTY)
+                    is_wanted = is_new and not lease.is_unfinished
+                    if chunk.is_resident:
+                        is_wanted = lease.dirty and not lease.is_unfinished and self._is_due(step)
+                    if is_wanted:
+                        self._write(chunk, Residency.CLEAN if chunk.is_resident or is_retained else Residency.STORED)
             self._changed.notify_all()
-            if chunk not in self._resident:
+            if not chunk.is_resident:
                 self._read_ahead()
 
-    def _drop(self, chunk: int) -> None:
-        self._table.change(chunk, Residency.STORED)
-        self._free.append(self._buffers.pop(chunk))
+    def _take_buffer(self, chunk: CachedChunk) -> None:
+        if not chunk.is_resident:
+            chunk.buffer = self._free.pop()
+            self._in_buffers[chunk] = None
+
+    def _free_buffer(self, chunk: CachedChunk) -> None:
+        if not chunk.is_resident:
+            assert chunk.buffer is not None
+            del self._in_buffers[chunk]
+            self._free.append(chunk.buffer)
+            chunk.buffer = None
+
+    def _drop(self, chunk: CachedChunk) -> None:
+        chunk.change(Residency.STORED)
+        self._free_buffer(chunk)
 
     def _drop_one(self) -> None:
         """Takes the buffer of a chunk that is not needed now, for one that is."""
-        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN]
-        chunk = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
-        if chunk is not None:
-            self._drop(chunk)
-        elif not any(self._table[c] is Residency.WRITING for c in self._buffers):
-            dirty = [c for c in self._unwritten if self._table[c] is Residency.DIRTY]
-            chunk = victim(dirty, (use.chunk for use in self._ahead))
-            if chunk is not None:
-                self._write(chunk, self._unwritten[chunk], Residency.STORED)
+        clean = [chunk.index for chunk in self._in_buffers if chunk.state is Residency.CLEAN]
+        index = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
+        if index is not None:
+            self._drop(self._chunks[index])
+        elif not any(chunk.state is Residency.WRITING for chunk in self._in_buffers):
+            dirty = [chunk.index for chunk in self._in_buffers if chunk.state is Residency.DIRTY]
+            index = victim(dirty, (use.chunk for use in self._ahead))
+            if index is not None:
+                self._write(self._chunks[index], Residency.STORED)
 
     def _read_ahead(self) -> None:
         """Reads what is expected next, as far as there are free buffers."""
@@ -652,38 +462,43 @@ class Store:
         if len(self._free) <= left_free:
             return
         uses = ((use.chunk, use.is_fresh) for use in self._ahead)
-        for chunk, is_read, taken in reservations(uses, self._buffers):
+        in_buffers = {chunk.index for chunk in self._in_buffers}
+        for index, is_read, taken in reservations(uses, in_buffers):
             if len(self._free) <= left_free + taken or not self._health.is_sound:
                 return
-            state = self._table[chunk]
-            if state is Residency.EMPTY and is_read:
+            chunk = self._chunks[index]
+            if chunk.state is Residency.EMPTY and is_read:
                 left_free += 1  # for its first use
-            if state in (Residency.WRITING, Residency.LEASED):
+            if chunk.state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
-            if state is Residency.STORED and is_read:
+            if chunk.state is Residency.STORED and is_read:
                 self._read(chunk)
 
-    def _read(self, chunk: int) -> None:
-        self._table.change(chunk, Residency.READING)
-        if chunk not in self._resident:
-            self._buffers[chunk] = self._free.pop()
-        at = self._at[chunk]
-        future = self._swap.read(chunk, self._bytes(chunk), step=at.step, slot=at.slot, checksum=at.checksum)
+    def _read(self, chunk: CachedChunk) -> None:
+        version = chunk.stored
+        assert version is not None
+        chunk.change(Residency.READING)
+        self._take_buffer(chunk)
+        future = self._swap.read(
+            chunk.index, chunk.data, step=version.step, slot=version.slot, checksum=version.checksum
+        )
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
-    def _write(self, chunk: int, step: int, then: Residency) -> None:
-        self._unwritten.pop(chunk, None)
-        self._newer.pop(chunk, None)
-        self._table.change(chunk, Residency.WRITING)
-        slot = 1 - self._committed[chunk] if chunk in self._committed else 0
-        self._at[chunk] = Version(step, slot)
-        future = self._swap.write(chunk, self._bytes(chunk), step=step, slot=slot)
+    def _write(self, chunk: CachedChunk, then: Residency) -> None:
+        step = chunk.newer
+        assert step is not None
+        chunk.newer = None
+        chunk.change(Residency.WRITING)
+        slot = 0 if chunk.committed is None else 1 - chunk.committed
+        chunk.stored = Version(step, slot)
+        future = self._swap.write(chunk.index, chunk.data, step=step, slot=slot)
         self._follow(future, chunk, then, "nvme_written_bytes")
 
-    def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
+    def _follow(self, future: IOFuture, chunk: CachedChunk, then: Residency, counter: str) -> None:
         moved = partial(self._moved, chunk, then, counter)
-        self._moving[chunk] = future
+        chunk.transfer = future
+        self._moving.add(chunk)
         try:
             future.add_done_callback(moved)
         except BaseException:  # thrown in, before it was added or after: the first of two counts
@@ -691,24 +506,22 @@ class Store:
             raise
 
     @uninterrupted
-    def _moved(self, chunk: int, then: Residency, counter: str, future: IOFuture) -> None:
+    def _moved(self, chunk: CachedChunk, then: Residency, counter: str, future: IOFuture) -> None:
         """Called in a thread of the engine when a transfer has ended."""
         with self._lock:
-            if self._moving.get(chunk) is not future:
+            if chunk.transfer is not future:
                 return
-            del self._moving[chunk]
+            chunk.transfer = None
+            self._moving.discard(chunk)
             try:
                 self._timeline.count(counter, future.result())
-                self._table.change(chunk, then)
+                chunk.change(then)
                 if then is Residency.STORED:
-                    self._free.append(self._buffers.pop(chunk))
+                    self._free_buffer(chunk)
                 self._read_ahead()
             except BaseException as error:
                 self._health.fail(error)  # a future's callback would swallow it
             self._changed.notify_all()
-
-    def _bytes(self, chunk: int) -> memoryview:
-        return self._buffer(chunk).data[: self._sizes[chunk]]
 
     @property
     def _swap(self) -> Slots:

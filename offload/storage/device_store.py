@@ -19,7 +19,8 @@ from offload.interrupts import uninterrupted
 from offload.profiling import Timeline
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.arena import Lender
-from offload.storage.chunk_cache import Lease, Residency, Store, Version
+from offload.storage.cached_chunk import Version
+from offload.storage.chunk_cache import Lease, Store
 from offload.storage.swap_format import SlotArrays
 
 
@@ -115,8 +116,10 @@ class DeviceStore(Store):
     def flush(self) -> dict[int, Version]:
         beneath = self._committing
         self.drain()
-        for chunk, step in dict(self._newer).items():
-            with self._both(chunk, step) as (here, there):
+        for chunk in self._chunks:
+            if chunk.newer is None:
+                continue
+            with self._both(chunk.index, chunk.newer) as (here, there):
                 for held, into in zip(here.arrays, there.arrays, strict=True):
                     into.copy_(held)
         versions = beneath.flush()
@@ -166,6 +169,4 @@ class DeviceStore(Store):
 
     def _now_in_slots(self, versions: Mapping[int, Version]) -> None:
         for chunk, version in versions.items():
-            self._newer.pop(chunk, None)
-            self._at[chunk] = version
-            self._table.reset(chunk, Residency.CLEAN)
+            self._chunks[chunk].matches_slot(version)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.storage.chunk_cache import belady, residents, victim
+from offload.storage.policy import belady, residents, victim
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(0, 400), st.randoms())

@@ -20,7 +20,8 @@ from offload.io.engine import IOEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.chunk_cache import Lease, Store, Version
+from offload.storage.cached_chunk import Version
+from offload.storage.chunk_cache import Lease, Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import Stripes

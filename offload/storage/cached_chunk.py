@@ -1,0 +1,195 @@
+"""A chunk in the cache: one object of all that is known of it.
+
+[Note: residency]
+| state   | RAM     | slot  | meaning                                                        |
+|---------|---------|-------|----------------------------------------------------------------|
+| EMPTY   | -       | -     | nothing: before the first lease, or used up                    |
+| STORED  | -       | valid | only in the swap file                                          |
+| READING | filling | valid | being read                                                     |
+| CLEAN   | valid   | valid | both hold the same                                             |
+| LEASED  | in use  | maybe | the holder of the lease may write to it                        |
+| DIRTY   | valid   | old   | RAM is newer                                                   |
+| WRITING | valid   | torn  | being written; readers wait                                    |
+
+|   | from and to                   | by         | before                        | after                               |
+|---|-------------------------------|------------|-------------------------------|-------------------------------------|
+| 1 | EMPTY, STORED -> LEASED       | `_acquire` | it has a buffer               | zeros; of a use that overwrites all |
+|   |                               |            |                               | of it, anything                     |
+| 2 | STORED -> READING             | `_read`    | a buffer was free             | the engine fills it                 |
+| 3 | READING -> CLEAN              | `_moved`   | checksum and step are right   | somebody may lease it               |
+| 4 | CLEAN, DIRTY -> LEASED        | `_acquire` | nobody has it                 | `holder` has it                     |
+| 5 | LEASED -> CLEAN               | `_release` | it was not written to         | its slot holds the same             |
+| 6 | LEASED -> DIRTY               | `_release` | it was written to             | 7 at once, or later: see `newer`    |
+| 7 | DIRTY -> WRITING              | `_write`   | the slot is not committed     | `stored` is what the slot will hold |
+| 8 | WRITING -> STORED, CLEAN      | `_moved`   | all bytes are written         | its buffer is free; or retained     |
+| 9 | LEASED -> EMPTY, STORED       | `_release` | nobody needs it any more; or  | its buffer is free                  |
+|   |                               |            | the use was cut off before it |                                     |
+|   |                               |            | wrote                         |                                     |
+| 10| CLEAN -> STORED               | `_drop`    | another one needs its buffer  | its buffer is free                  |
+
+Methods of `Store` (chunk_cache.py) make them, with its lock held. `reset` alone goes anywhere, for a return to the last
+commit. Residency is a state, never a count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.errors import StateError
+from offload.io.engine import IOFuture
+from offload.storage.swap_file import memory_of
+from offload.storage.swap_format import SlotArrays
+
+if TYPE_CHECKING:
+    from offload.storage.chunk_cache import Lease
+
+
+class Residency(Enum):
+    """Where a chunk's content is; see [Note: residency]."""
+
+    __hash__ = object.__hash__  # Enum's own, of the name, is a call in Python
+
+    EMPTY = "empty"
+    STORED = "stored"
+    READING = "reading"
+    CLEAN = "clean"
+    LEASED = "leased"
+    DIRTY = "dirty"
+    WRITING = "writing"
+
+
+_TRANSITIONS: dict[Residency, frozenset[Residency]] = {
+    Residency.EMPTY: frozenset({Residency.LEASED}),
+    Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
+    Residency.READING: frozenset({Residency.CLEAN}),
+    Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
+    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED}),
+    Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
+    Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
+}
+
+
+class Buffer:
+    """Memory for a chunk, and views of it, which are made once."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._arrays: dict[SlotArrays, Sequence[Tensor]] = {}
+
+    def arrays(self, slot: SlotArrays) -> Sequence[Tensor]:
+        """Tensors in its memory, for a chunk with such a slot."""
+        arrays = self._arrays.get(slot)
+        if arrays is None:
+            with torch.inference_mode(False):  # those of a first lease inside it could not be written to outside
+                arrays = self._arrays[slot] = slot.views(self.memory)
+        return arrays
+
+    @cached_property
+    def data(self) -> memoryview:
+        return memory_of(self.memory)
+
+
+class Version(NamedTuple):
+    """Which content of a chunk a slot holds: slot A (0) or B (1), and the step whose result it is.
+
+    checksum: the one that the commit names; None: the one in the slot's header.
+    """
+
+    step: int
+    slot: int
+    checksum: int | None = None
+
+
+class CachedChunk:
+    """What is known of one chunk of a store.
+
+    Args:
+        index: its number.
+        slot: what it holds.
+        memory: uint8, 1-D, for a chunk that never leaves RAM; None for one that streams.
+
+    Attributes:
+        is_resident: whether it never leaves RAM.
+        buffer: its memory; None while it has none.
+        state: see [Note: residency].
+        stored: which version its slot holds, or will hold when a write has ended; None: none.
+        committed: the slot, A (0) or B (1), that the last commit names, which is never written to; None: none.
+        newer: the step whose result is in RAM and in no slot, where nothing writes it yet; None: RAM has nothing newer.
+        is_retained: whether its buffer waits with it for its next use.
+        transfer: the read or write under way.
+        holder: the lease that it was given to.
+    """
+
+    __slots__ = (
+        "buffer",
+        "committed",
+        "holder",
+        "index",
+        "is_resident",
+        "is_retained",
+        "newer",
+        "slot",
+        "state",
+        "stored",
+        "transfer",
+    )
+
+    state: Residency
+    stored: Version | None
+    committed: int | None
+    newer: int | None
+    is_retained: bool
+    transfer: IOFuture | None
+    holder: weakref.ref[Lease] | None
+
+    def __init__(self, index: int, slot: SlotArrays, memory: Tensor | None = None) -> None:
+        self.index = index
+        self.slot = slot
+        self.is_resident = memory is not None
+        self.buffer = None if memory is None else Buffer(memory)
+        self.reset(None)
+
+    def __repr__(self) -> str:
+        return f"<chunk {self.index}, {self.state.value}>"
+
+    def change(self, state: Residency) -> None:
+        """Makes a transition.
+
+        Raises:
+            StateError: if there is none to that state.
+        """
+        if state not in _TRANSITIONS[self.state]:
+            legal = ", ".join(sorted(one.value for one in _TRANSITIONS[self.state]))
+            raise StateError(f"chunk {self.index} is {self.state.value} and cannot become {state.value}, only {legal}")
+        self.state = state
+
+    def reset(self, version: Version | None) -> None:
+        """Forgets all but its buffer: it is as its slot has it, which is committed, or new."""
+        self.state = Residency.EMPTY if version is None else Residency.STORED
+        self.stored = version
+        self.committed = None if version is None else version.slot
+        self.newer = self.transfer = self.holder = None
+        self.is_retained = False
+
+    def matches_slot(self, version: Version) -> None:
+        """Records that a slot holds what is in RAM, whatever its state was."""
+        self.state, self.stored, self.newer = Residency.CLEAN, version, None
+
+    @property
+    def arrays(self) -> Sequence[Tensor]:
+        """Its tensors in RAM, as its slot says: shape (chunk.numel,) each."""
+        assert self.buffer is not None
+        return self.buffer.arrays(self.slot)
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes in RAM."""
+        assert self.buffer is not None
+        return self.buffer.data[: self.slot.nbytes]
