@@ -297,6 +297,10 @@ class SwapFile(SlotFile):
         advice = "give path several directories, which share the chunks"
         require_file_size(str(path), table.nbytes, advice=advice)
         with ExitStack() as undo:
+            # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core. Its thread may
+            # be refused, so it begins before there are files.
+            hasher = Workers(1, "offload-checksum")
+            undo.callback(hasher.shutdown)
             if not files.holds(directory) and _make(directory, files):
                 undo.callback(_remove_if_empty, directory, files)
             dir_fd = files.hold(directory)
@@ -305,9 +309,6 @@ class SwapFile(SlotFile):
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
             file = engine.open(str(path), dir_fd=dir_fd)
             undo.callback(file.close)
-            # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
-            hasher = Workers(1, "offload-checksum")
-            undo.callback(hasher.shutdown)
             super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
             lock(file, files)
             if is_new:
