@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import module_from_spec, spec_from_file_location
@@ -18,6 +16,7 @@ import pytest
 
 import offload
 from offload import OffloadZero, Tuning, errors
+from tests.support.scripts import run_script
 from tests.test_rooms import FLOORS, sources
 
 ROOT = Path(__file__).parent.parent
@@ -68,13 +67,6 @@ def scripts(document: Path, *, run: bool) -> Iterator[tuple[str, str]]:
 
 def cases(*, run: bool) -> list[Any]:
     return [pytest.param(code, id=name) for document in DOCUMENTS for name, code in scripts(document, run=run)]
-
-
-def run_script(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script in `folder`, where nothing is but what it makes, with warnings as errors."""
-    (folder / "script.py").write_text(code)
-    command = [sys.executable, "-W", "error", "script.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("code", cases(run=True))
