@@ -277,7 +277,11 @@ class OffloadZero(torch.optim.Optimizer):
     ) -> tuple[torch.optim.Optimizer, Source, RecoveryPlan | None]:
         """Decides what is where, finds the commit to resume, and gets memory and files. The model stays as it is.
 
-        Args: undo: gives all of it back. Returns: the optimizer to take over, and where the values come from.
+        Args:
+            undo: gives all of it back.
+
+        Returns:
+            the optimizer to take over, and where the values come from.
         """
         model, disk = self._model, DISK.get()
         files = disk.files()
@@ -323,7 +327,8 @@ class OffloadZero(torch.optim.Optimizer):
     def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> Original:
         """Takes the model: its parameters go to their tiers, with their own values or those of the commit.
 
-        Returns: what gives it back, until it forgets what the model was.
+        Returns:
+            what gives it back, until it forgets what the model was.
         """
         self._owner = Owner(
             step=lambda: self._step,
@@ -427,7 +432,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @uninterrupted
     def _advance(self, active: Sequence[int], factor: float | None) -> None:
-        """Makes all changes of a step, or none of them. Args: factor: of the gradients; None: the step is skipped."""
+        """Makes all changes of a step, or none of them.
+
+        Args:
+            factor: of the gradients; None: the step is skipped.
+        """
         if factor is None:
             self._skipped += 1
         else:
@@ -535,7 +544,11 @@ class OffloadZero(torch.optim.Optimizer):
             raise
 
     def _is_to_step(self, active: Sequence[int]) -> bool:
-        """Whether this step is made, and not skipped. Raises: NonFiniteGradientError."""
+        """Whether this step is made, and not skipped.
+
+        Raises:
+            NonFiniteGradientError: a gradient is not finite.
+        """
         if self._is_of_scaler:
             return math.isfinite(self._parts.gradients.norm(active))
         return self._all_finite(active)
@@ -559,7 +572,9 @@ class OffloadZero(torch.optim.Optimizer):
     def _agreed_factor(self, active: Sequence[int]) -> float | None:
         """What the step multiplies all gradients by, alike on all ranks; None: a GradScaler has found an Inf elsewhere.
 
-        Raises: ConfigError on all ranks if one of them cannot step, or they would step differently; RankError.
+        Raises:
+            ConfigError: on all ranks if one of them cannot step, or they would step differently.
+            RankError: another rank failed, or cannot be reached.
         """
         factor = math.nan
         fault: ConfigError | None = None
@@ -589,7 +604,9 @@ class OffloadZero(torch.optim.Optimizer):
     def _agree_on_factors(self) -> None:
         """A rank that has no gradient of a parameter gets the factor by which users multiplied it on the others.
 
-        Raises: ConfigError on all ranks if they multiplied it by different numbers; RankError.
+        Raises:
+            ConfigError: on all ranks if they multiplied it by different numbers.
+            RankError: another rank failed, or cannot be reached.
         """
         factors = self._parts.gradients.factors
         own = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
@@ -666,7 +683,11 @@ class OffloadZero(torch.optim.Optimizer):
             self._parts.gradients.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
-        """Clears the gradients. Args: used: the parameters whose gradients a step has used."""
+        """Clears the gradients.
+
+        Args:
+            used: the parameters whose gradients a step has used.
+        """
         self._held.answers.begin_anew(used)
         self._parts.gradients.reset_factors()
         self._parts.gradients.clear_all()
@@ -953,14 +974,22 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("commit")
     def _begin_commit(self) -> int:
-        """Applies all of the last step. Returns: its number."""
+        """Applies all of the last step.
+
+        Returns:
+            its number.
+        """
         self._require_usable()
         self._held.step_begins()
         return self._step
 
     @exclusive_entry("commit")
     def _commit_of(self, step: int, extra: object) -> bool:
-        """Commits, unless another thread has made a step since `extra` was captured. Returns: whether it did."""
+        """Commits, unless another thread has made a step since `extra` was captured.
+
+        Returns:
+            whether it did.
+        """
         if self._step == step:
             self._require_usable()
             self._commit(extra)
@@ -1051,7 +1080,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("rollback")
     def _roll_back(self) -> Carried:
-        """Returns: what the commit carries of attached objects."""
+        """TODO.
+
+        Returns:
+            what the commit carries of attached objects.
+        """
         self._health.require_mendable()
         self._commits.require_last()
         try:
@@ -1125,7 +1158,11 @@ class OffloadZero(torch.optim.Optimizer):
             return export(Path(directory), entries, shared=ranks.size > 1 and not is_shared, files=files)
 
     def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
-        """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""
+        """TODO.
+
+        Raises:
+            BudgetError: if tensors that ranks share do not fit in RAM together.
+        """
         needed, available = sum(t.nbytes for t in tensors if is_dtensor(t)), self._placement.budget_bytes
         if needed > available:
             raise BudgetError(
@@ -1187,7 +1224,11 @@ class OffloadZero(torch.optim.Optimizer):
             self.commit()
 
     def _name_commit(self) -> str | None:
-        """Returns: what the commit of this step is called; None where there is nothing to resume from."""
+        """TODO.
+
+        Returns:
+            what the commit of this step is called; None where there is nothing to resume from.
+        """
         if not self._adopted:
             return None
         if self._choice.commits.every is None:
@@ -1261,7 +1302,11 @@ class OffloadZero(torch.optim.Optimizer):
     @exclusive_entry("load_state_dict")
     @torch.no_grad()
     def _go_to(self, state_dict: Mapping[str, Any]) -> Carried | None:
-        """Goes to the step of a state dict. Returns: what its commit carries of attached objects, if it went back."""
+        """Goes to the step of a state dict.
+
+        Returns:
+            what its commit carries of attached objects, if it went back.
+        """
         step, commit = require_matching(self.param_groups, state_dict)
         is_committed = commit is not None and self._commits.has(step)
         if step != self._step or (is_committed and commit != self._commits.last_id):
@@ -1390,8 +1435,12 @@ class OffloadZero(torch.optim.Optimizer):
 
 
 class _First(NamedTuple):
-    """A commit of step 0 that a state dict names, and that is not made yet. Attributes: name: what state dicts call it;
-    carries: of attached objects."""
+    """A commit of step 0 that a state dict names, and that is not made yet.
+
+    Attributes:
+        name: what state dicts call it.
+        carries: of attached objects.
+    """
 
     name: str
     carries: object

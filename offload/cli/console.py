@@ -56,8 +56,11 @@ class Commands(TyperGroup):
 
 
 def in_options(message: str, options: Collection[str]) -> str:
-    """A message of the library with arguments of Python, such as `resume=True`, as options of a command. Args: options:
-    that the command has; other arguments stay as they are."""
+    """A message of the library with arguments of Python, such as `resume=True`, as options of a command.
+
+    Args:
+        options: that the command has; other arguments stay as they are.
+    """
 
     def shown(found: re.Match[str]) -> str:
         option, value = "--" + found[1].replace("_", "-"), found[2].strip("\"'")
@@ -122,5 +125,9 @@ def _narrow(table: Table, excess: int) -> None:
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """One object on stdout. Raises: ValueError for NaN and infinities, which JSON does not have."""
+    """One object on stdout.
+
+    Raises:
+        ValueError: for NaN and infinities, which JSON does not have.
+    """
     print(json.dumps(values, indent=2, allow_nan=False))

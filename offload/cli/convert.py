@@ -31,8 +31,12 @@ MOST_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class Row:
-    """One option of the file. Attributes: becomes: what to use here instead; is_served: whether there is such a
-    thing."""
+    """One option of the file.
+
+    Attributes:
+        becomes: what to use here instead.
+        is_served: whether there is such a thing.
+    """
 
     option: str
     value: Any
@@ -176,7 +180,11 @@ def _activations(call: Call, value: Any) -> str:
 
 
 def _optimizer(call: Call, config: dict[str, Any]) -> str:
-    """Raises: ConfigError for an optimizer that is not Adam."""
+    """TODO.
+
+    Raises:
+        ConfigError: for an optimizer that is not Adam.
+    """
     kind, params = str(config.get("type", "AdamW")), dict(config.get("params") or {})
     if kind.lower() not in ("adam", "adamw"):
         raise ConfigError(f"optimizer.type is {kind!r}: this library runs Adam and AdamW: choose one of them")
@@ -291,7 +299,11 @@ def convert(
 
 
 def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
-    """The call, and each option of `config` in the order of the file. Raises: ConfigError."""
+    """The call, and each option of `config` in the order of the file.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+    """
     call = Call()
     options = list(_options(config))
     rows = []
@@ -356,7 +368,11 @@ def _scaler(fp16: dict[str, Any]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The configuration in a JSON file. Raises: ConfigError."""
+    """The configuration in a JSON file.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+    """
     try:
         return read_json(file, MOST_BYTES)
     except OSError as error:

@@ -24,8 +24,13 @@ NETWORK = ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "lustre")
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. Attributes: key: its name in the JSON, which never changes; shown: the value in words; hint: what to
-    do if it makes the machine slower."""
+    """One finding.
+
+    Attributes:
+        key: its name in the JSON, which never changes.
+        shown: the value in words.
+        hint: what to do if it makes the machine slower.
+    """
 
     key: str
     item: str

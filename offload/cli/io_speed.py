@@ -75,7 +75,12 @@ class Contestant(ABC):
 
     @abstractmethod
     def run(self, operation: str, nbytes: int) -> float:
-        """Moves `nbytes`; returns the seconds it took. Raises: LeftOutError, OSError."""
+        """Moves `nbytes`; returns the seconds it took.
+
+        Raises:
+            LeftOutError: it failed.
+            OSError: the operating system refused.
+        """
 
     @property
     def settings(self) -> str:
@@ -85,8 +90,12 @@ class Contestant(ABC):
 
 @dataclass
 class Speeds:
-    """What a contestant reached. Attributes: seconds: time of each round, by operation; cpu_s: CPU seconds of this
-    process for each GiB moved, by round."""
+    """What a contestant reached.
+
+    Attributes:
+        seconds: time of each round, by operation.
+        cpu_s: CPU seconds of this process for each GiB moved, by round.
+    """
 
     contestant: Contestant
     nbytes: int
@@ -209,7 +218,8 @@ def measure(
     """Runs all contestants in every round, in another order each time: a drive's bandwidth drifts by up to 2x in
     minutes.
 
-    Returns: the speeds of those that could run, in their order, and why the others could not.
+    Returns:
+        the speeds of those that could run, in their order, and why the others could not.
     """
     shuffle, left_out = random.Random(0), []
     found = {one: Speeds(one, nbytes) for one in contestants}
@@ -234,7 +244,8 @@ def recommended(found: Sequence[Speeds]) -> Contestant:
     """The fastest of our engines. Of those that are about as fast, the one that takes the least CPU time; of those, the
     one with the fewest bytes under way.
 
-    Raises: ConfigError if none could run.
+    Raises:
+        ConfigError: if none could run.
     """
     ours = [one for one in found if isinstance(one.contestant, Ours)]
     if not ours:
@@ -249,7 +260,9 @@ class Result:
     """The result for one path: a sweep of all settings, then a race of the best setting of each contestant, of which
     `chosen` is listed first.
 
-    Attributes: nbytes: what one measurement of the race moves; left_out: who could not run, and why.
+    Attributes:
+        nbytes: what one measurement of the race moves.
+        left_out: who could not run, and why.
     """
 
     path: Path
@@ -300,8 +313,10 @@ def measure_all(
 ) -> list[Result]:
     """Every path, after all of them were checked.
 
-    Raises: PathError for what is no writable directory; ConfigError for a size too small to measure; BudgetError for
-    one that does not fit: before anything is written. TierIOError.
+    Raises:
+        PathError: for what is no writable directory.
+        ConfigError: for a size too small to measure.
+        BudgetError: for one that does not fit: before anything is written. TierIOError.
     """
     wanted = None if size is None else parse_bytes(size, "--size")
     sizes = [checked_size(path, wanted, QUICK_BYTES if quick else GIB) for path in paths]
@@ -312,7 +327,11 @@ def measure_all(
 
 
 def checked_size(path: Path, size: int | None, default: int) -> int:
-    """The size of the file to measure in `path`, in bytes. Writes nothing. Raises: as `measure_all`."""
+    """The size of the file to measure in `path`, in bytes. Writes nothing.
+
+    Raises:
+        OffloadError: as `measure_all` does.
+    """
     if not path.is_dir():
         raise PathError(errno.ENOTDIR, "cannot measure here: give a directory on the drive", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
@@ -334,7 +353,13 @@ def checked_size(path: Path, size: int | None, default: int) -> int:
 
 
 def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Console, peers: Peers | None) -> Result:
-    """One path, in a file of `size` bytes. Raises: PathError, TierIOError; ConfigError where no engine works."""
+    """One path, in a file of `size` bytes.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+        ConfigError: where no engine works.
+    """
     with contextlib.closing(Arena(MEMORY_BYTES, HostCopier())) as arena, _file_in(path) as file:
         memory = arena.memory
         memory[:] = os.urandom(len(memory))  # a drive that compresses would be faster with equal bytes
@@ -359,7 +384,11 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
 
 @contextlib.contextmanager
 def _file_in(path: Path) -> Iterator[Path]:
-    """A name for a new file, in a new folder in `path` that is removed at the end. Raises: PathError."""
+    """A name for a new file, in a new folder in `path` that is removed at the end.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix=".offload-bench-io-", dir=path) as folder:
             yield Path(folder) / "file"
@@ -373,9 +402,11 @@ def _lay_out(file: Path, size: int, memory: memoryview) -> int:
     """Writes the file once before it is measured: the first write into reserved space is slower than any later one, and
     a read of it does not reach the drive.
 
-    Returns: the bytes of one measurement: the whole file, or on a slow drive as many as it moves in WISHED_S.
+    Returns:
+        the bytes of one measurement: the whole file, or on a slow drive as many as it moves in WISHED_S.
 
-    Raises: OSError.
+    Raises:
+        OSError: the operating system refused.
     """
     opened = open_file(str(file))
     try:
@@ -391,7 +422,11 @@ def _lay_out(file: Path, size: int, memory: memoryview) -> int:
 
 
 def remember_settings(result: Result) -> str:
-    """For `io_engine="auto"`, and for the shares of several paths. Returns: what was done, for people."""
+    """For `io_engine="auto"`, and for the shares of several paths.
+
+    Returns:
+        what was done, for people.
+    """
     best, bandwidth = result.chosen.contestant, result.chosen.speed("mixed") * 1e9
     try:
         file = remember(result.path, Settings(best.name, best.request_bytes, best.depth, bandwidth))

@@ -52,7 +52,8 @@ class RunOptions:
     """The options that `offload train` and `offload plan` share; `--help` describes them. Sizes are as given ("64MiB"),
     and None where the library chooses.
 
-    Raises: ConfigError naming the option, its value and what is allowed.
+    Raises:
+        ConfigError: naming the option, its value and what is allowed.
     """
 
     preset: str
@@ -223,7 +224,11 @@ class TrainOptions(RunOptions):
         return self.out / "timeline.json"
 
     def prepare_out(self) -> None:
-        """Make --out, where the pictures go. Raises: ConfigError where it cannot be made or written to."""
+        """Make --out, where the pictures go.
+
+        Raises:
+            ConfigError: where it cannot be made or written to.
+        """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -177,9 +177,14 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
 
 
 def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Planned:
-    """The plan of the run. Raises: ConfigError; BudgetError if a GPU's memory does not suffice for activations.
+    """The plan of the run.
 
-    Args: waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
+    Raises:
+        ConfigError: what was given cannot be served.
+        BudgetError: if a GPU's memory does not suffice for activations.
+
+    Args:
+        waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
     """
     from offload import Tuning
     from offload.devices.copies import accelerator
@@ -247,7 +252,11 @@ def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
 
 
 def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) -> int | str | None:
-    """What is given, or what activations leave of the GPU's memory. Raises: BudgetError if they leave nothing."""
+    """What is given, or what activations leave of the GPU's memory.
+
+    Raises:
+        BudgetError: if they leave nothing.
+    """
     if options.gpu_bytes is None or options.device_memory is not None:
         return options.device_memory
     computing = computing_of(options, model, waiting)
@@ -267,8 +276,11 @@ def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) 
 
 
 def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
-    """All figures of the run, as --json prints them and the tables show them. Raises: BudgetError, as
-    `OffloadZero`."""
+    """All figures of the run, as --json prints them and the tables show them.
+
+    Raises:
+        BudgetError: as `OffloadZero`.
+    """
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
@@ -277,7 +289,11 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
 
 
 def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
-    """What lies where, and what a step moves. Raises: BudgetError."""
+    """What lies where, and what a step moves.
+
+    Raises:
+        BudgetError: memory or disk space is missing.
+    """
     from offload.devices.copies import accelerator
     from offload.planner import explain
     from offload.tiers import DEVICE
@@ -320,7 +336,11 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
 
 
 def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """Figures of tensor parallelism; see `zero_r`. Raises: BudgetError."""
+    """Figures of tensor parallelism; see `zero_r`.
+
+    Raises:
+        BudgetError: memory or disk space is missing.
+    """
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
@@ -331,7 +351,11 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
 
 
 def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """How long a step takes, and for which rates that was computed. Raises: BudgetError."""
+    """How long a step takes, and for which rates that was computed.
+
+    Raises:
+        BudgetError: memory or disk space is missing.
+    """
     from offload.io.select import recall
     from offload.planner.verdict import Work, step_time
 
@@ -368,7 +392,10 @@ def _verdict(
 ) -> dict[str, Any]:
     """Whether all of it fits.
 
-    Args: found: figures; computing: None: what a batch takes is unknown, and not counted; beside: what else a GPU has.
+    Args:
+        found: figures.
+        computing: None: what a batch takes is unknown, and not counted.
+        beside: what else a GPU has.
     """
     from offload.planner.machine import free_memory
 

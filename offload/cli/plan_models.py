@@ -18,8 +18,14 @@ from offload.model.units import ROOT, blocks_of, encloses
 
 @dataclass(frozen=True)
 class Sized:
-    """A model on the meta device. Attributes: blocks: how many it has; width: elements of each token between blocks;
-    embeddings: before the blocks; numel: elements of all parameters."""
+    """A model on the meta device.
+
+    Attributes:
+        blocks: how many it has.
+        width: elements of each token between blocks.
+        embeddings: before the blocks.
+        numel: elements of all parameters.
+    """
 
     module: nn.Module
     blocks: int
@@ -32,7 +38,11 @@ class Sized:
 
 
 def sized(options: PlanOptions) -> Sized:
-    """The model of these options. Raises: ConfigError."""
+    """The model of these options.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+    """
     model = _preset(options) if options.config is None else _configured(options.config)
     _freeze(model, options.frozen)
     if options.lora_rank is not None:

@@ -20,7 +20,11 @@ def can_draw() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches. Raises: ConfigError without matplotlib."""
+    """An empty figure of so many inches.
+
+    Raises:
+        ConfigError: without matplotlib.
+    """
     if not can_draw():
         raise ConfigError(f"pictures cannot be drawn, because {MISSING}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -37,8 +37,11 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Tell]:
 
 
 def training_status(loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> str:
-    """A line with the loss, the speed, and the bytes moved so far to and from each tier. Args: stats: of the
-    optimizer."""
+    """A line with the loss, the speed, and the bytes moved so far to and from each tier.
+
+    Args:
+        stats: of the optimizer.
+    """
     ways = {
         "disk": stats["nvme_read_bytes"] + stats["nvme_written_bytes"],
         "device": stats["device_to_host_bytes"] + stats["host_to_device_bytes"],

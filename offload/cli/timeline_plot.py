@@ -48,7 +48,12 @@ THINNEST = 0.0008
 
 @dataclass(frozen=True)
 class Bar:
-    """One event of a lane. Attributes: kind: a key of COLOURS; start and length in ms; size: bytes moved."""
+    """One event of a lane.
+
+    Attributes:
+        kind: a key of COLOURS; start and length in ms.
+        size: bytes moved.
+    """
 
     kind: str
     start: float
@@ -77,7 +82,8 @@ def timeline_picture(source: Path, picture: Path, title: str) -> None:
     """Write a PNG of a timeline file. Beside each lane stand the part of the time in which it was busy, and how much
     its transfers moved.
 
-    Raises: ConfigError without matplotlib.
+    Raises:
+        ConfigError: without matplotlib.
     """
     lanes = read_lanes(source)
     ends = [bar.start + bar.length for bars in lanes.values() for bar in bars]

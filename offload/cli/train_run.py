@@ -85,8 +85,11 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
 
 
 def _build_model(config: GPTConfig, options: TrainOptions, device: torch.device) -> GPT:
-    """The model in fp32 on `device`, or, where its parameters stream, on the meta device. Raises: BudgetError, before
-    anything is allocated, if RAM has no room for that."""
+    """The model in fp32 on `device`, or, where its parameters stream, on the meta device.
+
+    Raises:
+        BudgetError: before anything is allocated, if RAM has no room for that.
+    """
     shapes = GPT(config, device="meta", checkpoint_activations=options.checkpoint_activations)
     if options.param_tier != "device":
         return shapes

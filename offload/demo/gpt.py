@@ -143,9 +143,13 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) int64 in 0..255, T at most `config.context`.
             targets: (B, T) int64, the byte that follows each token, or None.
-        Returns: logits (B, T, 256) in the parameters' dtype; the mean cross entropy in nats a byte,
-            a 0-dim fp32 tensor, or None without targets.
-        Raises: ConfigError where T is longer than the context.
+
+        Returns:
+            logits (B, T, 256) in the parameters' dtype; the mean cross entropy in nats a byte, a 0-dim fp32 tensor, or
+            None without targets.
+
+        Raises:
+            ConfigError: where T is longer than the context.
         """
         length = tokens.shape[1]
         if length > self.config.context:
@@ -175,7 +179,9 @@ class GPT(nn.Module):
             count: bytes to sample.
             temperature: the logits' divisor; 0 takes the likeliest byte each time.
             generator: a CPU generator, so that a seed gives the same text on every device's logits.
-        Returns: (T + count,) int64 on the prompt's device.
+
+        Returns:
+            (T + count,) int64 on the prompt's device.
         """
         tokens = prompt
         for _ in range(count):

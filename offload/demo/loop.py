@@ -179,7 +179,8 @@ def train_loop(
         measured: is filled in.
         on_step: called after each step with how many are done.
 
-    Raises: SystemExit(143) on SIGTERM, where it commits: after the step it is in, and its commit.
+    Raises:
+        SystemExit(143): on SIGTERM, where it commits: after the step it is in, and its commit.
     """
     clock = Clock(measured.seconds, device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, recipe.steps))
@@ -233,8 +234,11 @@ def train_loop(
 def _continue(
     optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, steps: int
 ) -> int:
-    """Continues the schedule and the batches of the run that this one resumes. Returns: the steps that it did, 0 if
-    none is resumed."""
+    """Continues the schedule and the batches of the run that this one resumes.
+
+    Returns:
+        the steps that it did, 0 if none is resumed.
+    """
     if optimizer.resumed is None:
         return 0
     step, extra = optimizer.resumed

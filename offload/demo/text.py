@@ -29,7 +29,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and to validate with. Attributes: source: where they come from, in words."""
+    """Bytes to train on and to validate with.
+
+    Attributes:
+        source: where they come from, in words.
+    """
 
     train: Bytes
     validation: Bytes
@@ -43,8 +47,11 @@ def standard_library() -> Path:
 def load_text(data: Path | None, seq: int) -> Text:
     """Read `data` (a file, a folder, or None for the standard library) and hold out its end.
 
-    Args: seq: tokens a sequence; each part must hold at least one sequence and the byte after it.
-    Raises: ConfigError where there is nothing to read, or too little, or too much for RAM.
+    Args:
+        seq: tokens a sequence; each part must hold at least one sequence and the byte after it.
+
+    Raises:
+        ConfigError: where there is nothing to read, or too little, or too much for RAM.
     """
     if data is None:
         source = f"Python's standard library, {standard_library()}"
@@ -93,7 +100,11 @@ def _library_files(library: Path) -> Iterator[bytes]:
 
 
 def _folder_files(folder: Path) -> Iterator[bytes]:
-    """The text files of a user's folder, in the order of relative paths. Raises: ConfigError."""
+    """The text files of a user's folder, in the order of relative paths.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+    """
     total = 0
     for file in _walk(folder, skip=frozenset()):
         try:

@@ -70,11 +70,14 @@ def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
 class NewParameters:
     """Writes new parameters into the model; see [Note: a step does not block].
 
-    Args: flats: the model's flat parameters on its device; gradients: whose memory holds new parameters on their way to
-    a device; streamed: the store of all parameters, if they are on the device only around their use: then the new
-    values are written there.
     Attribute: chunk_updated: called with each chunk and its new values when they are about to be in that store, those
     from other ranks too.
+
+    Args:
+        flats: the model's flat parameters on its device.
+        gradients: whose memory holds new parameters on their way to a device.
+        streamed: the store of all parameters, if they are on the device only around their use: then the new values are
+            written there.
     """
 
     def __init__(
@@ -122,7 +125,9 @@ class NewParameters:
     def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
         """Gives the memory to which the kernels write the new parameters of `chunk`: (chunk.numel,), in its dtype.
 
-        Args: step: that they are the result of; is_whole: whether all parameters of the chunk are written.
+        Args:
+            step: that they are the result of.
+            is_whole: whether all parameters of the chunk are written.
         """
         if self.is_in_place:
             return nullcontext(self.in_place(chunk))
@@ -149,7 +154,8 @@ class NewParameters:
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         """The 16-bit parameters of `chunk` before the step: shape (chunk.numel,), on the CPU.
 
-        Args: target: from `writing`, for a chunk that is not whole.
+        Args:
+            target: from `writing`, for a chunk that is not whole.
         """
         if self._streamed is not None:
             return target
@@ -178,7 +184,11 @@ class NewParameters:
 
     def wait_for_transfers(self) -> None:
         """Waits until all that was sent is on the device, and what other ranks sent. The memory that it was sent from
-        holds gradients again. Raises: RankError."""
+        holds gradients again.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         while self._copies:
             self._finish_copy()
         self._exchange.wait()
@@ -196,20 +206,32 @@ class NewParameters:
 
     def start_gather(self, flat: int, step: int) -> None:
         """Starts getting the new parameters that other ranks made in step `step`, after those of this rank that were
-        sent. Raises: RankError."""
+        sent.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         with self._copier.after_uploads() if self._streamed is None else nullcontext():
             self._step.wait_on_device()  # also where this rank has sent nothing
             self._exchange.start(flat, step)
 
     def finish(self, flat: int) -> None:
-        """What is queued from now on sees the new value of all of a flat parameter. Raises: RankError."""
+        """What is queued from now on sees the new value of all of a flat parameter.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         for chunk, copy, _ in self._copies:
             if chunk.flat == flat:
                 copy.wait_on_device()
         self._exchange.finish(flat)
 
     def all_gather(self, flat: int, step: int) -> None:
-        """Gets the other ranks' shards of a flat parameter, of which this rank's is in the model. Raises: RankError."""
+        """Gets the other ranks' shards of a flat parameter, of which this rank's is in the model.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.begin()
         self._exchange.start(flat, step)
         self.finish(flat)
@@ -272,7 +294,11 @@ class _Work:
 
 
 class Step:
-    """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
+    """Runs Adam over the chunks of a layout; see [Note: a step does not block].
+
+    Args:
+        store: of the states.
+    """
 
     def __init__(
         self, run: Run, choice: StateChoice, store: Store, gradients: GradientBuffer, params: NewParameters
@@ -309,8 +335,12 @@ class Step:
     ) -> None:
         """Queues one step; all of the one before has been applied.
 
-        Args: step: its number, from 1; keys: of each parameter that has a gradient; groups: the optimizer's
-        param_groups; scale: factor of all gradients; flats: all of them, in the order in which they will be needed.
+        Args:
+            step: its number, from 1.
+            keys: of each parameter that has a gradient.
+            groups: the optimizer's param_groups.
+            scale: factor of all gradients.
+            flats: all of them, in the order in which they will be needed.
         """
         self._number = step
         scalars = {key: scalars_of(groups[key[0]], key[1], scale * key[2]) for key in set(keys.values())}
@@ -405,7 +435,11 @@ class Step:
         done.result()
 
     def _run_after(self, before: Future[None] | None, work: _Work) -> None:
-        """In the worker. Args: before: of the chunk before, which has ended; what it raised, this one raises, too."""
+        """In the worker.
+
+        Args:
+            before: of the chunk before, which has ended; what it raised, this one raises, too.
+        """
         if before is not None:
             before.result()
         self._run(work)

@@ -54,7 +54,11 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: ConfigError unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks."""
+    """TODO.
+
+    Raises:
+        ConfigError: unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks.
+    """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigError(_why_not(optimizer))
     if "step" in vars(optimizer) and getattr(optimizer.step, "taken_over", False):
@@ -105,7 +109,11 @@ def move_hooks(given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -
 
 
 def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises: ConfigError if a group wants a variant of Adam that this library lacks, or a value is out of range."""
+    """TODO.
+
+    Raises:
+        ConfigError: if a group wants a variant of Adam that this library lacks, or a value is out of range.
+    """
     for number, group in enumerate(groups):
         for option in UNSUPPORTED:
             if group.get(option):
@@ -194,9 +202,14 @@ _GIVE = "give what state_dict() of an OffloadZero of this model returned"
 
 
 def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> tuple[int, object]:
-    """Whether a state dict is of an optimizer with these groups. Returns: its step, and the commit that it names.
+    """Whether a state dict is of an optimizer with these groups.
 
-    Raises: ResumeError, ConfigError for a value out of range.
+    Returns:
+        its step, and the commit that it names.
+
+    Raises:
+        ResumeError: what is committed cannot be resumed.
+        ConfigError: for a value out of range.
     """
     theirs = state_dict.get("param_groups")
     if not isinstance(theirs, list | tuple) or not all(isinstance(one, Mapping) and "params" in one for one in theirs):

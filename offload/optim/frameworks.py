@@ -24,7 +24,11 @@ def is_loading_a_checkpoint() -> bool:
 
 
 def warn_of_new_loop(step: int) -> None:
-    """Warns if a framework is among the callers. Args: step: that the run was resumed at."""
+    """Warns if a framework is among the callers.
+
+    Args:
+        step: that the run was resumed at.
+    """
     found = [_RESUMES[package] for package, _ in _callers() if package in _RESUMES]
     if found:  # the outermost one: Trainer calls Accelerate
         warnings.warn(

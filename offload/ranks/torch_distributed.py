@@ -60,9 +60,12 @@ class Group(Communicator):
     RankError after `timeout_s`, but the backend goes on until the group's own timeout: until then gloo's threads keep
     the process from ending, and after it NCCL's watchdog kills it.
 
-    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError; None: TIMEOUT_S, or
-    the group's own timeout where that is shorter. shard_group, replicate_group: see Communicator; what they do is
-    counted here, too. health: of the run; None: the group serves none.
+    Args:
+        members: None: all ranks.
+        timeout_s: seconds from the launch of a collective to RankError; None: TIMEOUT_S, or the group's own timeout
+            where that is shorter; shard_group.
+        replicate_group: see Communicator; what they do is counted here, too.
+        health: of the run; None: the group serves none.
     """
 
     def __init__(
@@ -118,7 +121,11 @@ class Group(Communicator):
         return self._everyone or self
 
     def joined_by(self, tensor_parallel: dist.ProcessGroup, everyone: dist.ProcessGroup) -> Communicator:
-        """This group as a slice of a model. Returns: itself."""
+        """This group as a slice of a model.
+
+        Returns:
+            itself.
+        """
         self._tensor_parallel, self._everyone = (
             self._subgroup(tensor_parallel),
             Group(everyone, timeout_s=self.timeout_s, timeline=self._timeline),
@@ -197,7 +204,11 @@ class Group(Communicator):
         return all(quiet)
 
     def check(self) -> None:
-        """Raises: RankError if a collective failed before."""
+        """TODO.
+
+        Raises:
+            RankError: if a collective failed before.
+        """
         self._shared.health.check()
 
     def require_device(self, device: torch.device) -> None:
@@ -224,7 +235,12 @@ class Group(Communicator):
         sent_numel: int,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Args: tensor: one of those that travel; sent_numel: elements that this rank sends to others."""
+        """TODO.
+
+        Args:
+            tensor: one of those that travel.
+            sent_numel: elements that this rank sends to others.
+        """
         self.check()
         size = sent_numel * tensor.element_size()
         event = self._timeline.begin(COLLECTIVES, name, size=size)
@@ -246,7 +262,12 @@ class Group(Communicator):
 
 
 class _GroupWork(Work):
-    """Args: launched: on the clock of time.monotonic. finish: what remains to do when all has arrived."""
+    """TODO.
+
+    Args:
+        launched: on the clock of time.monotonic.
+        finish: what remains to do when all has arrived.
+    """
 
     def __init__(
         self,
@@ -334,12 +355,17 @@ def connect(
 ) -> Communicator:
     """The communicator of this process.
 
-    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
-        all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second is
-        `shard_group`, as FSDP2 has them. timeout_s: as Group's. mesh: of the tensor-parallel ranks; None: the model has
-        none. health: as Group's.
-    Raises: ConfigError if it is neither, if this process is not in it, if a launcher started several processes and
-    nobody connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
+    Args:
+        process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None: all
+            ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second is
+            `shard_group`, as FSDP2 has them.
+        timeout_s: as Group's.
+        mesh: of the tensor-parallel ranks; None: the model has none.
+        health: as Group's.
+
+    Raises:
+        ConfigError: if it is neither, if this process is not in it, if a launcher started several processes and nobody
+            connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
     """
     if mesh is not None and mesh.size() > 1:
         return _connect_slice(process_group, mesh, timeout_s, timeline or Timeline(), health)
@@ -452,10 +478,14 @@ def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
 
 
 def require_backend(backends: str, device: torch.device, current: int | None) -> None:
-    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the current
-    accelerator.
+    """TODO.
 
-    Raises: ConfigError if tensors on `device` cannot travel in that group.
+    Args:
+        backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl".
+        current: number of the current accelerator.
+
+    Raises:
+        ConfigError: if tensors on `device` cannot travel in that group.
     """
     by_type = dict(part.split(":") for part in backends.split(","))
     backend = by_type.get(device.type)
