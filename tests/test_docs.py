@@ -32,7 +32,6 @@ WITH_INLINE_SECTIONS = {
     "cli",
     "demo",
     "layout.py",
-    "optimizer.py",
     "planner/placement.py",
     "ranks/torch_distributed.py",
     "storage",
