@@ -176,7 +176,7 @@ class OffloadZero(torch.optim.Optimizer):
         partition_activations: with an `activation_tier` and tensor parallelism, whether each tensor-parallel rank keeps
             only a part of what enters a unit, where that is the same on all of them. It is gathered before the unit is
             recomputed.
-        tuning: options that only change speed.
+        tuning: options that only change speed, but for `tile`, which changes results within rounding.
 
     Raises:
         ConfigError: an option, or a combination of options, cannot work with this model.
