@@ -30,7 +30,6 @@ NAMED = ("Args", "Raises", "Attributes")
 WITH_INLINE_SECTIONS = {
     "checkpoint",
     "cli",
-    "demo",
     "layout.py",
     "planner/placement.py",
     "storage",
