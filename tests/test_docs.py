@@ -29,7 +29,6 @@ NAMED = ("Args", "Raises", "Attributes")
 """Sections of which each line begins with a name."""
 WITH_INLINE_SECTIONS = {
     "checkpoint",
-    "cli",
     "layout.py",
     "planner/placement.py",
     "storage",

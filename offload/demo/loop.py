@@ -72,7 +72,7 @@ class Measured:
         seconds: the time that each phase took: "forward", "backward", "step" and "evaluate".
         tokens: how many tokens this process trained on.
         begun: how many steps an earlier process had done.
-        committed: the step of this process's last commit; None: there is none.
+        committed: the step of the run's last commit, also by an earlier process; None: there is none.
     """
 
     losses: list[float] = field(default_factory=list)
