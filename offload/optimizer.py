@@ -118,7 +118,7 @@ class OffloadZero(torch.optim.Optimizer):
             optimizer.close()
 
     Args:
-        model: any nn.Module with dense floating-point parameters on one device. Of a DistributedDataParallel, the
+        model: any nn.Module with dense floating-point parameters on one device. If it is a DistributedDataParallel, the
             module inside is trained, and DDP's own reduction of gradients is switched off.
         optimizer: a fresh torch.optim.Adam or AdamW, also as wrapped by Accelerate or Lightning. Its param groups are
             adopted (the same dicts), and hooks that were registered on it move along. Its own `step()` raises
@@ -404,9 +404,11 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: a hyper-parameter is out of range; a parameter of the model was replaced, added or unfrozen;
                 fp16 is trained without a GradScaler, or with one that is used in a wrong order; or several ranks are
                 about to step differently. Nothing is changed.
-            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
-            StaleParameterError: a parameter was written to through a view from before the last step, whose update would
-                undo that.
+            AccumulationError: over several ranks, some dropped gradients that others use.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
+            StaleActivationError: with partition_activations, the tensor-parallel ranks had different batches. The state
+                is untouched.
             PathError: for a commit that is due, a directory or a swap file was moved, removed or cut off.
             BudgetError: for a commit that is due, the disk has no space for a snapshot of the one before, which a state
                 dict names.
@@ -520,7 +522,7 @@ class OffloadZero(torch.optim.Optimizer):
             NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise". Not where a GradScaler has
                 unscaled the gradients, which then skips the step.
             ConfigError: `max_norm` is no number of at least 0, or fp16 gradients were not unscaled.
-            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
+            AccumulationError: over several ranks, some dropped gradients that others use.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             RankError: another rank does not take part.
@@ -791,7 +793,7 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: the tensor is no trained parameter.
-            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
+            AccumulationError: over several ranks, some dropped gradients that others use.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             RankError: another rank does not take part.
@@ -830,8 +832,8 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: a tensor is no parameter of the model.
             BudgetError: it is entered by a thread beside the one that trains, and `device_memory` has no room for them.
             ReleasedParameterError: it is entered by such a thread, and their values are on several ranks.
-            StaleParameterError: one was written to through a view from before the last step, whose update would undo
-                that.
+            StaleParameterError: one was written to, through a view from before the last step, while its new value was
+                pending.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             RankError: another rank does not take part.
@@ -854,8 +856,8 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: the tensor is no trained parameter.
-            StaleParameterError: a parameter was written to through a view from before the last step, whose update would
-                undo that.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             RankError: another rank does not take part.
@@ -1250,8 +1252,8 @@ class OffloadZero(torch.optim.Optimizer):
             PathError: it is no directory, or has an export already.
             BudgetError: the disk lacks space, or RAM lacks room for the whole tensors.
             ConfigError: safetensors cannot hold a name or a dtype.
-            StaleParameterError: a parameter was written to through a view from before the last step, whose update would
-                undo that.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             RankError: where all ranks call it, another one does not take part.
@@ -1496,8 +1498,8 @@ class OffloadZero(torch.optim.Optimizer):
         """Applies all pending updates and waits for all transfers.
 
         Raises:
-            StaleParameterError: a parameter was written to through a view from before the last step, whose update would
-                undo that.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             RankError: another rank does not take part.

@@ -129,8 +129,9 @@ def _folder_files(folder: Path) -> Iterator[bytes]:
 
 
 def _walk(folder: Path, skip: frozenset[str]) -> list[Path]:
-    """Regular files below `folder`, sorted by relative path. What is hidden, and folders named in `skip`, are left
-    out.
+    """Regular files below `folder`, sorted by relative path, without hidden ones and those in folders named in `skip`.
+
+    What lies in hidden folders is left out, too.
     """
     found = []
     for directory, folders, files in os.walk(folder):
