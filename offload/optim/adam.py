@@ -492,7 +492,7 @@ class Step:
         done.result()
 
     def _run_after(self, before: Future[None] | None, work: _Work) -> None:
-        """Runs in the worker: steps one chunk after another.
+        """Steps a chunk in the worker, after the chunk before it.
 
         Args:
             before: the future of the chunk before, which has ended; None: there is none. What it raised is raised here,
