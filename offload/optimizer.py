@@ -11,7 +11,7 @@ A GradScaler uses an optimizer in two ways:
   During that call the optimizer has two more attributes: `found_inf`, and the scale as `grad_scale`, which is None
   after `unscale_`.
 
-The sums of squares, which tell whether gradients are finite, are those of all ranks: so all ranks skip a step together,
+The sums of squares, which tell whether gradients are finite, are those of all ranks. So all ranks skip a step together,
 and their scalers stay alike.
 """
 
@@ -99,10 +99,10 @@ _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_devi
 class OffloadZero(torch.optim.Optimizer):
     """Trains `model` with Adam or AdamW, with the fp32 masters and moments on the device, in RAM or on NVMe.
 
-    The model is hooked in place: its parameters become `compute_dtype` on the device to train on, and its class,
-    names and `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays
-    ordinary PyTorch: whoever reads a parameter or a gradient gets its current value, and what is written to one in
-    place counts, also while it is on another tier. docs/compatibility.md lists the exceptions.
+    The model is hooked in place. Its parameters become `compute_dtype` on the device to train on. Its class, its names
+    and its `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays ordinary
+    PyTorch: whoever reads a parameter or a gradient gets its current value, and what is written to one in place counts,
+    also while it is on another tier. docs/compatibility.md lists the exceptions.
 
     Example:
         The loop of plain PyTorch, with one more line:
@@ -118,72 +118,83 @@ class OffloadZero(torch.optim.Optimizer):
             optimizer.close()
 
     Args:
-        model: any nn.Module with dense floating-point parameters on one device. Of a DistributedDataParallel, the
+        model: any nn.Module with dense floating-point parameters on one device. If it is a DistributedDataParallel, the
             module inside is trained, and DDP's own reduction of gradients is switched off.
         optimizer: a fresh torch.optim.Adam or AdamW, also as wrapped by Accelerate or Lightning. Its param groups are
-            adopted (the same dicts), hooks that were registered on it move along, and its own `step()` raises from then
-            on. None: AdamW(model.parameters()).
+            adopted (the same dicts), and hooks that were registered on it move along. Its own `step()` raises
+            GradientMovedError from then on. None: AdamW(model.parameters()).
         tier: where the optimizer states are: "device", "cpu" or "nvme". None: "nvme" if `path` is given, else "cpu".
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
-        param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme"; see
-            docs/tiers.md for what is different then. Frozen parameters go there, and trained ones unless their states
-            are on a faster tier, or they are so few that they stay. None: the fastest that fits the budgets.
+        param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme";
+            docs/tiers.md says what is different then. Frozen parameters go there. Trained ones do, too, unless their
+            states are on a faster tier, or they are so few that they stay. None: the fastest that fits the budgets.
         grad_tier: where gradients wait for the step: "cpu" or "nvme"; on the device if the states are there. None: the
             fastest that fits the budgets.
-        cpu_memory: limit of RAM for everything this library holds: bytes, or such as "48GiB". None: half of what is
-            free.
-        device_memory: limit of device memory, likewise, for the parameters and buffers that are there at once and for
-            what `tier` puts there, but not for activations and gradients in transfer. None: what the model takes now,
-            and half of what is free.
-        compute_dtype: of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which needs a
-            torch.amp.GradScaler.
+        cpu_memory: the limit of RAM for everything that this library holds, in bytes or such as "48GiB". None: half of
+            what is free.
+        device_memory: the limit of device memory, in bytes or such as "48GiB", for the parameters and buffers that are
+            there at once and for what `tier` puts there. Activations and gradients in transfer do not count. None: what
+            the model takes now, and half of what is free.
+        compute_dtype: the dtype of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which
+            needs a torch.amp.GradScaler.
         keep_fp32: modules, or module types, that stay fp32. Modules with running statistics (BatchNorm, spectral norm)
             always do.
-        accumulation: backward passes for each step. With more than one, gradients are summed in fp32. "auto": as
-            many as come, with the bits of a fixed number of at least 2. See the attribute of that name.
-        nonfinite: for NaN or Inf in a gradient: "raise" NonFiniteGradientError, or "skip" the step and count it.
-        commit_every: steps between commits; a commit is made at the start of the next step. 0: only `commit()`. None:
-            no commits, which halves the disk space. "auto": 100 if a `path` is given, else None.
-        resume: True: continue the run committed in `path`; "auto": do so if there is one; or the directories of the
-            run, as a list, if they are not all in `path`. Where the layout differs (chunks, directories, ranks, split
-            masters), the commit is first written in the new layout, and the old one is removed when that is committed.
-            See `resumed`.
+        accumulation: how many backward passes come before each step. With more than one, gradients are summed in fp32.
+            "auto": as many as come, with the bits of a fixed number of at least 2. See the attribute of that name.
+        nonfinite: what a NaN or Inf in a gradient does: "raise" raises NonFiniteGradientError, "skip" skips the step
+            and counts it.
+        commit_every: how many steps come between commits; a commit is made at the start of the next step. 0: only
+            `commit()` commits. None: there are no commits, which halves the disk space. "auto": 100 if a `path` is
+            given, else None.
+        resume: False: begin a new run. True: continue the run committed in `path`. "auto": continue it if there is one.
+            A Path, or a list: the directories of the run, if they are not all in `path`. Where the layout differs
+            (chunks, directories, ranks, split masters), the commit is first written in the new layout, and the old one
+            is removed when that is committed. See `resumed`.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
-            may be larger than the device. None: where it is; of the meta device, the CPU.
-        init: how a model that was built on the meta device gets its values: a function called with each name and
-            tensor, a directory with model.safetensors or its index, a safetensors file, or the index of several. None:
-            `reset_parameters()` of its modules.
-        init_missing: whether parameters without a value in the files are made by the model's own initialisation, as
-            buffers that are not saved are in any case: `_init_weights(module)` or `reset_parameters()`.
-        stage: of ZeRO, over several ranks of torch.distributed: 1, 2 or 3. None: 3 if parameters stream, else 2.
-        process_group: the data-parallel ranks, a ProcessGroup or a DeviceMesh; None: all ranks. Of a mesh with two
-            dimensions, the second shards parameters (at stage 3), and the first replicates them.
+            may be larger than the device. None: where it is; for the meta device, the CPU.
+        init: where the values of a model come from that was built on the meta device: a function that is called with
+            each name and tensor and fills the tensor; a directory with model.safetensors or its index; a safetensors
+            file; or the index of several. None: `reset_parameters()` of its modules.
+        init_missing: whether parameters without a value in the files are made by the model's own initialisation:
+            `_init_weights(module)` or `reset_parameters()`. Buffers that are not saved are made so in any case.
+        stage: the stage of ZeRO over several ranks of torch.distributed: 1, 2 or 3. None: 3 if parameters stream, else
+            2.
+        process_group: the data-parallel ranks, as a ProcessGroup or a DeviceMesh. Of a mesh with two dimensions, the
+            second shards parameters (at stage 3), and the first replicates them. None: all ranks.
         cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
             for models that cast their inputs where they have to (time steps, positions).
         keep: how many of the commits that `state_dict()` has named stay, beside the last commit.
-        activation_tier: where activations wait between a forward and its backward: "device", "cpu" or "nvme". Of each
-            unit only what enters it is kept, and its forward runs again in its backward; see Tuning.recompute. What
-            torch.utils.checkpoint keeps in the model waits there, too. None: as the model has it.
-        activation_memory: bytes, or such as "4GiB", of the region that is reserved for them: on the device, or in RAM,
-            where it counts as `cpu_memory`. What does not fit on the device goes to RAM (as much again, of a quarter
-            of what is left of `cpu_memory` at most), what does not fit in RAM to files in `path`, if there is one;
-            without, the forward raises BudgetError. None: a quarter of the RAM that is left, or, where activations
-            stay on the device that they are made on, no region.
-        partition_activations: with an `activation_tier` and tensor parallelism, whether each tensor-parallel rank
-            keeps a part of what enters a unit, where it is the same on all of them. It is gathered before the unit is
+        activation_tier: where activations wait between a forward and its backward: "device", "cpu" or "nvme". Only what
+            enters a unit is kept, and the unit's forward runs again in its backward; see Tuning.recompute. What
+            torch.utils.checkpoint keeps in the model waits there, too. None: they stay where they are made.
+        activation_memory: the size of the region that is reserved for activations, in bytes or such as "4GiB". It is on
+            the device, or in RAM, where it counts as `cpu_memory`. What does not fit on the device goes to a region of
+            RAM, which is as large, but at most a quarter of what is left of `cpu_memory`. What does not fit in RAM goes
+            to files in `path`; without a `path`, the forward raises BudgetError. None: a quarter of the RAM that is
+            left, or no region where activations stay on the device that they are made on.
+        partition_activations: with an `activation_tier` and tensor parallelism, whether each tensor-parallel rank keeps
+            only a part of what enters a unit, where that is the same on all of them. It is gathered before the unit is
             recomputed.
-        tuning: options that only change speed.
+        tuning: options that only change speed, but for `tile`, which changes results within rounding.
 
     Raises:
         ConfigError: an option, or a combination of options, cannot work with this model.
         BudgetError: it does not fit in memory or on the disk.
         PathError: a directory or a file cannot be used; PathInUseError if a live run holds it.
         ResumeError: the run in `path` cannot be resumed, or would be overwritten.
+        CorruptionError: bytes of the commit to resume are not those that were written.
+        TierIOError: the disk failed.
         RankError: another rank does not take part.
+        OtherRankError: the construction failed on another rank.
 
-    After these, after any other exception, and after an interrupt the model is what it was. Parameters whose values
-    nothing has any more are NaN then, and a note on the error names them: docs/errors.md says when.
+    After these, after any other exception, and after an interrupt the model is what it was. A few parameters may be
+    lost then, because no copy of their values is left. These are NaN, and a note on the error names them:
+    docs/errors.md says when.
+
+    After `close()`, and in a forked child, methods that need the run raise ClosedError. After a failure that cut off a
+    step or a transfer, they raise that failure again, or InterruptedStepError if it is none of this library's. A method
+    that hears of an earlier failure of the device raises DeviceError. docs/errors.md says what helps.
 
     offload/optim/reference.py states the arithmetic of a step. The result has the same bits on every tier, with every
     budget and chunk size, on any number of threads and with any instruction set.
@@ -277,7 +288,13 @@ class OffloadZero(torch.optim.Optimizer):
     ) -> tuple[torch.optim.Optimizer, Source, RecoveryPlan | None]:
         """Decides what is where, finds the commit to resume, and gets memory and files. The model stays as it is.
 
-        Args: undo: gives all of it back. Returns: the optimizer to take over, and where the values come from.
+        Args:
+            undo: gets what gives all of it back.
+            given: the user's optimizer; None: an AdamW is made.
+            options: the arguments of the constructor.
+
+        Returns:
+            The optimizer to take over, where the values of the model come from, and the commit to resume, if any.
         """
         model, disk = self._model, DISK.get()
         files = disk.files()
@@ -317,13 +334,19 @@ class OffloadZero(torch.optim.Optimizer):
 
     @uninterrupted
     def _give_back(self, error: BaseException) -> None:
-        """Undoes what a construction that failed has done so far; see original.py for the model."""
+        """Undoes what a construction that failed has done so far; original.py says what becomes of the model."""
         self._undo.__exit__(type(error), error, error.__traceback__)
 
     def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> Original:
         """Takes the model: its parameters go to their tiers, with their own values or those of the commit.
 
-        Returns: what gives it back, until it forgets what the model was.
+        Args:
+            undo: gets what gives the model back.
+            source: where the values of a model on the meta device come from.
+            found: the commit to resume; None: there is none.
+
+        Returns:
+            What gives the model back, until it forgets what the model was.
         """
         self._owner = Owner(
             step=lambda: self._step,
@@ -361,28 +384,37 @@ class OffloadZero(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of Adam for every parameter that has a gradient; consumes the gradients.
+        """Takes one step of Adam for every parameter that has a gradient, and consumes the gradients.
 
         It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. The new value of a
         parameter is applied when somebody uses the parameter next. Where states are in RAM and the model is on the CPU,
-        all values are applied when this returns.
+        all values are applied when this returns. A commit that is due is made first.
 
-        Called by a GradScaler (`scaler.step(optimizer)`), it skips a step whose gradients are not finite, whatever
-        `nonfinite` says.
+        A GradScaler calls it, too (`scaler.step(optimizer)`). Then a step whose gradients are not finite is skipped,
+        whatever `nonfinite` says. Over several ranks all have to call it.
 
         Args:
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What `closure` returns.
+            What `closure` returns; None without one.
 
         Raises:
-            NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise"; the state is untouched.
-            ConfigError: fp16 without a GradScaler, or with one that is used in a wrong order; over several ranks, if
-                they are about to step differently. Nothing is changed.
-            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
+            NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise". The state is untouched.
+            ConfigError: a hyper-parameter is out of range; a parameter of the model was replaced, added or unfrozen;
+                fp16 is trained without a GradScaler, or with one that is used in a wrong order; or several ranks are
+                about to step differently. Nothing is changed.
+            AccumulationError: over several ranks, some dropped gradients that others use.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
+            StaleActivationError: with partition_activations, the tensor-parallel ranks had different batches. The state
+                is untouched.
+            PathError: for a commit that is due, a directory or a swap file was moved, removed or cut off.
+            BudgetError: for a commit that is due, the disk has no space for a snapshot of the one before, which a state
+                dict names.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: a commit that is due failed on another rank.
             RankError: another rank does not take part.
         """
         self._watch.settle()
@@ -418,7 +450,11 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.step_ends()
 
     def _finalize_gradients(self) -> list[int]:
-        """Waits for the gradients; returns the parameters that have one on any rank."""
+        """Waits for the gradients.
+
+        Returns:
+            The numbers of the parameters that have one on any rank.
+        """
         with DisableTorchFunctionSubclass():
             self._parts.parameters.require_unchanged(self._model, self.param_groups)
         self._held.pending.before_gradients()
@@ -427,7 +463,12 @@ class OffloadZero(torch.optim.Optimizer):
 
     @uninterrupted
     def _advance(self, active: Sequence[int], factor: float | None) -> None:
-        """Makes all changes of a step, or none of them. Args: factor: of the gradients; None: the step is skipped."""
+        """Makes all changes of a step, or none of them.
+
+        Args:
+            active: the numbers of the parameters that have a gradient.
+            factor: the factor of all gradients; None: the step is skipped.
+        """
         if factor is None:
             self._skipped += 1
         else:
@@ -449,7 +490,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @training_entry
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last step; with `set_to_none=False` they become zeros, which the step uses."""
+        """Drops the gradients since the last step.
+
+        Args:
+            set_to_none: False: the gradients that there were become zeros, which the next step uses.
+        """
         with DisableTorchFunctionSubclass():
             had = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             super().zero_grad(set_to_none=True)
@@ -464,11 +509,11 @@ class OffloadZero(torch.optim.Optimizer):
         """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
 
         With a GradScaler, call it after `scaler.unscale_(optimizer)`. It costs no pass over the gradients: the factor,
-        torch's `min(1, max_norm / (norm + 1e-6))`, is applied in the step. A gradient that comes after this call
-        raises AccumulationError.
+        torch's `min(1, max_norm / (norm + 1e-6))`, is applied in the step. A gradient that comes after this call raises
+        AccumulationError. Over several ranks all have to call it.
 
         Args:
-            max_norm: the largest norm that gradients have afterwards.
+            max_norm: the largest norm that the gradients have afterwards, at least 0.
 
         Returns:
             The norm before clipping (and after unscaling), a 0-dim fp32 CPU tensor.
@@ -476,7 +521,11 @@ class OffloadZero(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise". Not where a GradScaler has
                 unscaled the gradients, which then skips the step.
-            ConfigError: fp16 gradients were not unscaled.
+            ConfigError: `max_norm` is no number of at least 0, or fp16 gradients were not unscaled.
+            AccumulationError: over several ranks, some dropped gradients that others use.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            RankError: another rank does not take part.
         """
         self._require_usable()
         if not float(max_norm) >= 0:
@@ -500,7 +549,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     @property
     def entries(self) -> Entries:
-        """The threads that use the model: for parts of this library."""
+        """The threads that use the model, for other parts of this library."""
         return self._parts.run.entries
 
     @property
@@ -514,7 +563,16 @@ class OffloadZero(torch.optim.Optimizer):
         return "found_inf" in vars(self)
 
     def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
-        """Answers a GradScaler; see [Note: a loss scale]. Args: found_inf, inverse: 0-dim fp32; writes the first."""
+        """Answers a GradScaler; see [Note: a loss scale].
+
+        Args:
+            found_inf: a 0-dim fp32 tensor; it becomes 1 if a gradient is not finite.
+            inverse: the inverse of the loss scale, a 0-dim fp32 tensor.
+
+        Raises:
+            ConfigError: the inverse is no positive finite number, the loss scale would be divided out twice, or the
+                gradients were clipped before.
+        """
         self._require_usable()
         gradients, active = self._parts.gradients, self._finalize_gradients()
         scale = gradients.scale.unscaled_by(inverse.item())
@@ -524,8 +582,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @contextmanager
     def _forgetting_the_scaler(self) -> Iterator[None]:
-        """Removes what a GradScaler has set on the optimizer if the step raises: the scaler itself removes it only
-        after a step that returns, and would multiply the next step's scale by what is left."""
+        """Removes what a GradScaler has set on the optimizer, if the step in the body raises.
+
+        The scaler itself removes it only after a step that returns. What is left would be multiplied into the next
+        step's scale.
+        """
         try:
             yield
         except BaseException:
@@ -535,7 +596,14 @@ class OffloadZero(torch.optim.Optimizer):
             raise
 
     def _is_to_step(self, active: Sequence[int]) -> bool:
-        """Whether this step is made, and not skipped. Raises: NonFiniteGradientError."""
+        """Whether this step is made, and not skipped.
+
+        Args:
+            active: the numbers of the parameters that have a gradient.
+
+        Raises:
+            NonFiniteGradientError: a gradient is not finite, `nonfinite` is "raise", and no GradScaler calls the step.
+        """
         if self._is_of_scaler:
             return math.isfinite(self._parts.gradients.norm(active))
         return self._all_finite(active)
@@ -557,9 +625,17 @@ class OffloadZero(torch.optim.Optimizer):
         return not bad
 
     def _agreed_factor(self, active: Sequence[int]) -> float | None:
-        """What the step multiplies all gradients by, alike on all ranks; None: a GradScaler has found an Inf elsewhere.
+        """The factor by which the step multiplies all gradients, the same on all ranks.
 
-        Raises: ConfigError on all ranks if one of them cannot step, or they would step differently; RankError.
+        Args:
+            active: the numbers of the parameters that have a gradient.
+
+        Returns:
+            The factor; None: a GradScaler has found an Inf elsewhere, and the step is skipped.
+
+        Raises:
+            ConfigError: on all ranks, if one of them cannot step, or they would step differently.
+            RankError: another rank failed, or cannot be reached.
         """
         factor = math.nan
         fault: ConfigError | None = None
@@ -587,9 +663,13 @@ class OffloadZero(torch.optim.Optimizer):
         return None if skips else factor
 
     def _agree_on_factors(self) -> None:
-        """A rank that has no gradient of a parameter gets the factor by which users multiplied it on the others.
+        """Makes the factors by which users multiplied single gradients the same on all ranks.
 
-        Raises: ConfigError on all ranks if they multiplied it by different numbers; RankError.
+        A rank that has no gradient of a parameter gets the factor that the others have.
+
+        Raises:
+            ConfigError: on all ranks, if a gradient was multiplied by different numbers.
+            RankError: another rank failed, or cannot be reached.
         """
         factors = self._parts.gradients.factors
         own = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
@@ -628,15 +708,16 @@ class OffloadZero(torch.optim.Optimizer):
 
     @property
     def accumulation(self) -> int | str:
-        """Backward passes for each step, at most; "auto": as many as come.
+        """How many backward passes come before each step, at most; "auto": as many as come.
 
-        Where it is "auto" it can be set to a number, and to "auto" again, between steps and on all ranks alike. One
-        more than that number then raises AccumulationError. Over several ranks the number saves a message after each
-        backward, and lets gradients of stage 1 leave in the last one. A fixed number stays what it is; setting a larger
-        one is an error.
+        If OffloadZero was made with accumulation="auto", it can be set to a number, and to "auto" again, between steps
+        and on all ranks alike. One more backward than that number then raises AccumulationError. Over several ranks the
+        number saves a message after each backward, and at stage 1 gradients may leave during the last one. If
+        OffloadZero was made with a number, it can be set to a smaller one, which changes nothing.
 
         Raises:
-            ConfigError: it is set to what it cannot become.
+            ConfigError: it is set to what is no number of at least 1 and not "auto", to more than OffloadZero was made
+                for, or between a backward and its step.
         """
         most = self._parts.gradients.most
         return "auto" if most is None else most
@@ -666,7 +747,11 @@ class OffloadZero(torch.optim.Optimizer):
             self._parts.gradients.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
-        """Clears the gradients. Args: used: the parameters whose gradients a step has used."""
+        """Clears the gradients.
+
+        Args:
+            used: the numbers of the parameters whose gradients a step has used.
+        """
         self._held.answers.begin_anew(used)
         self._parts.gradients.reset_factors()
         self._parts.gradients.clear_all()
@@ -675,9 +760,13 @@ class OffloadZero(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> States:
-        """The states of each parameter that was stepped, as a torch optimizer has them: a mapping to "step", "exp_avg"
-        and "exp_avg_sq". They are read when they are used, one parameter at a time, as by `state_of`, and cannot be
-        written to.
+        """The states of each parameter that was stepped, as a torch optimizer has them.
+
+        It is a mapping from a parameter to "step", "exp_avg" and "exp_avg_sq". They are read when they are used, one
+        parameter at a time, as by `state_of`, and cannot be written to.
+
+        Raises:
+            ConfigError: it is replaced.
         """
         return States(self.param_groups, weakref.WeakMethod(self._times_stepped), weakref.WeakMethod(self.state_of))
 
@@ -691,10 +780,10 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("grad")
     def grad(self, param: Tensor) -> Tensor | None:
-        """The gradient of `param` as the next step will use it: summed over micro-batches, unscaled and clipped if
-        `scaler.unscale_` and `clip_grad_norm_` were called. Before `unscale_` it is that of the scaled loss.
+        """The gradient of `param` as the next step will use it.
 
-        Over several ranks all have to call it.
+        It is summed over micro-batches. It is unscaled and clipped if `scaler.unscale_` and `clip_grad_norm_` were
+        called; before `unscale_` it is that of the scaled loss. Over several ranks all have to call it.
 
         Args:
             param: a trained parameter of the model.
@@ -704,7 +793,9 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: the tensor is no trained parameter.
-            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
+            AccumulationError: over several ranks, some dropped gradients that others use.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
             RankError: another rank does not take part.
         """
         self._require_usable()
@@ -728,19 +819,31 @@ class OffloadZero(torch.optim.Optimizer):
     ) -> AbstractContextManager[None]:
         """`with optimizer.gathered(model.head):` keeps these parameters on the device, with their current values.
 
+        Where several ranks share the parameters, all of them have to enter it, in the thread that trains.
+
         Args:
             module_or_params: a module, for all its parameters, or parameters.
-            writable: look for writes that bypass torch (NumPy), too, at the end; other writes count in any case.
+            writable: whether to look, at the end, for writes that bypass torch (NumPy). Other writes count in any case.
+
+        Returns:
+            A context manager.
 
         Raises:
             ConfigError: a tensor is no parameter of the model.
+            BudgetError: it is entered by a thread beside the one that trains, and `device_memory` has no room for them.
+            ReleasedParameterError: it is entered by such a thread, and their values are on several ranks.
+            StaleParameterError: one was written to, through a view from before the last step, while its new value was
+                pending.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            RankError: another rank does not take part.
         """
         self._require_usable()
         return self._held.access.gathered(module_or_params, writable=writable)
 
     @exclusive_entry("state_of")
     def state_of(self, param: Tensor) -> dict[str, Any]:
-        """Copies of the states of a parameter.
+        """Copies the states of a parameter.
 
         Over several ranks all have to call it.
 
@@ -748,8 +851,16 @@ class OffloadZero(torch.optim.Optimizer):
             param: a trained parameter of the model.
 
         Returns:
-            By name "master", "exp_avg" and "exp_avg_sq", fp32 CPU tensors of the parameter's shape, and "step", how
+            By name: "master", "exp_avg" and "exp_avg_sq", fp32 CPU tensors of the parameter's shape, and "step", how
             often it was stepped.
+
+        Raises:
+            ConfigError: the tensor is no trained parameter.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            RankError: another rank does not take part.
         """
         self._require_usable()
         number = self._number(param)
@@ -763,35 +874,39 @@ class OffloadZero(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """What was moved, waited for and taken since training began, and what runs where.
 
-        Of this rank, where there are several:
+        Over several ranks the figures are of this rank:
 
-        - step, skipped_steps: steps made, and those left out for NaN or Inf.
-        - parameters: elements that are trained. chunks, streamed_chunks: pieces of their states; those that do not
-          stay in RAM.
-        - tier of each part: param_tier, grad_tier, activation_tier (None: activations are not moved).
-        - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: since then.
+        - step, skipped_steps: steps made, and steps left out for NaN or Inf.
+        - parameters: elements that are trained. chunks, streamed_chunks: pieces of their states, and those of them that
+          do not stay in RAM.
+        - param_tier, grad_tier, activation_tier: the tier of each (None: activations are not moved).
+        - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: read and written since
+          then.
         - host_to_device_bytes, device_to_host_bytes: parameters and gradients copied between RAM and the device, those
-          of streamed units, too. gathered_bytes: of streamed units, brought to where they are used, wherever the
-          model is.
-        - activation_read_bytes, activation_written_bytes: of activations, from and to disk.
-        - step_s: spent in `step()`; apply_s: in applying its results later; gradient_s: in backward. adam_s is a
+          of streamed units, too. gathered_bytes: parameters of streamed units brought to where they are used, wherever
+          the model is.
+        - activation_read_bytes, activation_written_bytes: activations read from disk and written to it.
+        - step_s: time spent in `step()`; apply_s: in applying its results later; gradient_s: in backward. adam_s is a
           part of the first two.
-        - wait_nvme_s: for the disk; wait_cpu_s: for the worker that runs Adam for a device; wait_device_s: for
-          gradients, for memory that a copy still uses, and for a device that is too far behind. Where Adam runs on
-          the CPU these are parts of step_s and apply_s.
+        - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
+          wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
+          Where Adam runs on the CPU these are parts of step_s and apply_s.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
           device_budget_bytes: the same for parameters, buffers and states on the device.
-        - activation_bytes, peak_activation_bytes: the region for activations, and the most in it at once.
-        - disk_bytes: of swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0 to 1.
+        - activation_bytes, peak_activation_bytes: the size of the region for activations, and the most that was in it
+          at once.
+        - disk_bytes: the size of the swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0
+          to 1.
         - held_param_bytes, held_grad_bytes, held_master_bytes, held_exp_avg_bytes, held_exp_avg_sq_bytes: what this
-          rank holds of each, on any tier; parameters that are on the device only for their use not counted there.
-        - kernel, threads, io_engine: which kernels run Adam, on how many threads; how files are read (None: none).
-        - rank, ranks: among those that share the data; tensor_parallel_rank, tensor_parallel_ranks: among those
-          that share the layers; stage: of ZeRO. With several ranks there are also `<collective>_calls`,
+          rank holds of each, on any tier. Parameters that are on the device only for their use are not counted there.
+        - kernel, threads, io_engine: which kernels run Adam, on how many threads, and how files are read (None: none
+          are).
+        - rank, ranks: among those that share the data. tensor_parallel_rank, tensor_parallel_ranks: among those that
+          share the layers. stage: the stage of ZeRO. With several ranks there are also `<collective>_calls`,
           `<collective>_elements` and `<collective>_bytes`: what this rank sent.
 
         Returns:
-            Integers, floats where the unit is seconds or a share, and words, by name.
+            By name: integers, floats where the unit is seconds or a share, and words.
         """
         placement, parts, memory = self._placement, self._parts, self._parts.run.memory
         counted, initial = self._timeline.counted, self._held.initial_bytes
@@ -842,9 +957,12 @@ class OffloadZero(torch.optim.Optimizer):
         Args:
             file: where it is written; an older file is replaced.
 
+        Returns:
+            A context manager.
+
         Raises:
-            PathError: the file cannot be written; before the body runs, or at its end if the disk fails.
-            ConfigError: a timeline is being recorded.
+            PathError: the file cannot be written. It is raised before the body runs, or at its end if the disk fails.
+            ConfigError: `file` is no path, or another timeline is being recorded.
         """
         self._require_usable()
         return recorded(self._timeline, file, self._model, self._plan.held, self._choice.model.units)
@@ -855,7 +973,12 @@ class OffloadZero(torch.optim.Optimizer):
         return () if self._parts.slots is None else self._parts.slots.paths
 
     def _whole(self, number: int, view: Tensor) -> Tensor:
-        """The flattened view of a parameter's values in its shape, with the parts of other tensor-parallel ranks."""
+        """A parameter's values in its shape, with the parts of other tensor-parallel ranks.
+
+        Args:
+            number: the parameter's number.
+            view: its flattened view, without the parts of other tensor-parallel ranks.
+        """
         parameters = self._parts.parameters
         with DisableTorchFunctionSubclass():
             local = parameters.shaped(number, view)
@@ -878,11 +1001,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @property
     def resumed(self) -> Resumed | None:
-        """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
+        """The step at which this run was resumed, and the `extra` that was committed with it; None: it began anew."""
         return self._resumed
 
     def attach(self, *unnamed: object, rng: bool = False, **objects: object) -> None:
-        """Every commit carries the state of these objects from now on, automatic commits too.
+        """Makes every commit carry the state of these objects from now on, automatic commits too.
 
         In a resumed run each object gets back the state that was committed under its name, if it is attached before the
         first step. So a loop needs no code of its own for resuming:
@@ -890,14 +1013,17 @@ class OffloadZero(torch.optim.Optimizer):
             scheduler = CosineAnnealingLR(optimizer, 1000)
             optimizer.attach(scheduler=scheduler, loader=loader, rng=True)
 
-        What is drawn from (loaders, generators) is captured when `step()` returns, everything else when the next
-        forward begins: a resumed run draws what the uninterrupted one drew. A scheduler's constructor sets the first
-        learning rate again; attaching the scheduler sets the committed one. Over several ranks each has its own states.
-        Resumed on another number of ranks, all get those of the first rank, but for what is drawn from.
+        The state of what is drawn from (loaders, generators) is captured when `step()` returns, every other state when
+        the next forward begins. So a resumed run draws what the uninterrupted one drew. A scheduler's constructor sets
+        the first learning rate again; attaching the scheduler sets the committed one. Over several ranks each has its
+        own states. If the run is resumed on another number of ranks, all ranks get the first rank's states, but for
+        those of what is drawn from, which begin anew.
 
         Args:
-            rng: the global random number generators of Python, NumPy and torch, as `collect_rng()` gives them.
-            objects: objects with `state_dict()` and `load_state_dict()`, or torch.Generators, by a name of your choice.
+            rng: whether to carry the global random number generators of Python, NumPy and torch, as `collect_rng()`
+                gives them.
+            **objects: objects with `state_dict()` and `load_state_dict()`, or torch.Generators, by a name of your
+                choice.
 
         Raises:
             ConfigError: an object has no name, no state, or one that cannot be stored. Nothing is attached then.
@@ -940,11 +1066,16 @@ class OffloadZero(torch.optim.Optimizer):
             extra: what else the loop needs to continue: plain values, containers and tensors, but no objects.
 
         Raises:
-            ConfigError: there is no `path`, or commit_every=None; `extra` cannot be stored; the step is committed
-                already.
-            TierIOError: the disk failed. The last commit stays what it was, as after the next two.
+            ConfigError: there is no `path`, or commit_every=None; `extra` or a hyper-parameter cannot be stored; the
+                step is committed already.
+            PathError: a directory or a swap file was moved, removed or cut off.
+            BudgetError: the disk has no space for a snapshot of the last commit, which a state dict names.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
             OtherRankError: another rank's commit failed.
-            RankError: another rank does not take part.
+            RankError: another rank does not take part. A resume finds this commit or the last one.
+
+        After all of these but RankError the last commit is what it was.
         """
         is_committed = False
         while not is_committed:
@@ -953,14 +1084,26 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("commit")
     def _begin_commit(self) -> int:
-        """Applies all of the last step. Returns: its number."""
+        """Applies all of the last step.
+
+        Returns:
+            The number of that step.
+        """
         self._require_usable()
         self._held.step_begins()
         return self._step
 
     @exclusive_entry("commit")
     def _commit_of(self, step: int, extra: object) -> bool:
-        """Commits, unless another thread has made a step since `extra` was captured. Returns: whether it did."""
+        """Commits, unless another thread has made a step since `extra` was captured.
+
+        Args:
+            step: the number of the last step when `extra` was captured.
+            extra: what the commit carries.
+
+        Returns:
+            Whether it did.
+        """
         if self._step == step:
             self._require_usable()
             self._commit(extra)
@@ -974,7 +1117,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._commit(self._attached.carry_captured())
 
     def _commit_first(self) -> None:
-        """Before the first step: makes the commit that state dicts of step 0 name."""
+        """Makes the commit that state dicts of step 0 name. Called before the first step."""
         if self._first is not None:
             if not self._commits.has(0):
                 self._commit(self._first.carries)
@@ -991,7 +1134,10 @@ class OffloadZero(torch.optim.Optimizer):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """For what all ranks do together: a rank that is interrupted in it (Ctrl-C) cannot continue with the others."""
+        """A context for what all ranks do together.
+
+        A rank that is interrupted in it (Ctrl-C) cannot continue with the others.
+        """
         try:
             yield
         except BaseException as error:
@@ -1004,21 +1150,21 @@ class OffloadZero(torch.optim.Optimizer):
         """Copies the last commit, which the next one would replace; the copy is durable when this returns.
 
         Each directory of this run gets a directory with its part of the snapshot. `resume=[...]` and `offload inspect`,
-        `verify`, `export` and `remove` take them as they take those of any run. Where the file system can (XFS,
-        Btrfs), a snapshot shares its blocks with the swap file. Over several ranks all have to call it.
+        `verify`, `export` and `remove` take these directories as they take those of any run. Where the file system can
+        (XFS, Btrfs), a snapshot shares its blocks with the swap file. Over several ranks all have to call it.
 
         Args:
             keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those that
                 were made because a state dict names their commit. None: all.
 
         Returns:
-            The directories, one for each of this rank's in `path`.
+            The directories of the snapshot, one for each of this rank's in `path`.
 
         Raises:
             ResumeError: nothing was committed.
             ConfigError: `keep` is no number of snapshots.
             BudgetError: the disk has no space for it.
-            PathError: something else has its name.
+            PathError: something else has its name, or a directory or a swap file was moved, removed or cut off.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             OtherRankError: it failed on another rank.
@@ -1037,11 +1183,11 @@ class OffloadZero(torch.optim.Optimizer):
 
         Gradients are dropped. What is attached gets its committed state, too; an iterator over a loader has to be made
         anew. Other schedulers and loaders, and frozen parameters that do not stream, are not changed. Over several
-        ranks all have to call it; after an error that only some of them had, they have to be started again instead.
+        ranks all have to call it. After an error that only some ranks had, they have to be started again instead.
 
         Raises:
-            ResumeError: nothing was committed; or a frozen parameter, which it names, was first written to since then,
-                and all else is restored.
+            ResumeError: nothing was committed. Or a frozen parameter, which it names, was first written to since then;
+                all else is restored.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             OtherRankError: it failed on another rank.
@@ -1051,7 +1197,11 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("rollback")
     def _roll_back(self) -> Carried:
-        """Returns: what the commit carries of attached objects."""
+        """Goes back to the last commit, but for attached objects.
+
+        Returns:
+            What the commit carries of attached objects.
+        """
         self._health.require_mendable()
         self._commits.require_last()
         try:
@@ -1083,23 +1233,29 @@ class OffloadZero(torch.optim.Optimizer):
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Writes the model's state_dict as it is now, in its own dtypes, as safetensors.
 
-        transformers (`from_pretrained`) and safetensors read these files. A large model gets several, and an index.
+        transformers (`from_pretrained`) and safetensors read these files. A large model gets several files, and an
+        index.
+
         At stage 3 and with tensor parallelism all ranks have to call it. They put the whole tensors together in RAM,
-        the first rank writes, into its `directory`, and what goes wrong there is raised on all.
-        At stages 1 and 2 each rank that calls it exports by itself: one is enough. Where several give one directory,
-        the first writes, and for the others it is done if they have the same values.
+        and the first rank writes them into its `directory`. What goes wrong there is raised on all.
+
+        At stages 1 and 2 each rank that calls it exports by itself: one is enough. If several give the same directory,
+        the first of them writes. For the others it is enough that they have the same values.
 
         Args:
-            directory: where to; it is made if its parent exists.
+            directory: where to write; it is made if its parent exists.
 
         Returns:
-            The files, none where another rank writes them.
+            The files; none where another rank writes them.
 
         Raises:
             PathError: it is no directory, or has an export already.
-            BudgetError: the disk lacks space, or RAM for the whole tensors.
+            BudgetError: the disk lacks space, or RAM lacks room for the whole tensors.
             ConfigError: safetensors cannot hold a name or a dtype.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
             TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
             RankError: where all ranks call it, another one does not take part.
             OtherRankError: where all ranks call it, another one failed, and this one did not.
         """
@@ -1125,7 +1281,14 @@ class OffloadZero(torch.optim.Optimizer):
             return export(Path(directory), entries, shared=ranks.size > 1 and not is_shared, files=files)
 
     def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
-        """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""
+        """Requires that RAM has room for the whole of the tensors that tensor-parallel ranks share.
+
+        Args:
+            tensors: all tensors of an export.
+
+        Raises:
+            BudgetError: they do not fit in `cpu_memory` together.
+        """
         needed, available = sum(t.nbytes for t in tensors if is_dtensor(t)), self._placement.budget_bytes
         if needed > available:
             raise BudgetError(
@@ -1140,7 +1303,15 @@ class OffloadZero(torch.optim.Optimizer):
     # Torch's optimizer interface.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigError: after construction the layout is fixed, and with it the memory and disk reserved."""
+        """Refuses parameters after construction, when the layout is fixed, and with it the memory and the disk space.
+
+        Args:
+            param_group: a param group.
+
+        Raises:
+            ConfigError: the optimizer is constructed.
+            ClosedError: the optimizer is closed.
+        """
         if self._adopted:
             self._health.require_open()
             raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
@@ -1149,12 +1320,16 @@ class OffloadZero(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Param groups and step, and the name of a commit of this step, which has the tensors.
 
-        The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot: the
-        newest `keep` of those that were named so. Over several ranks all call `consolidate_state_dict()` before. The
-        commit of step 0 is made before the first step.
+        The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot. Of
+        the commits that were named so, the newest `keep` stay. Over several ranks all call `consolidate_state_dict()`
+        before. The commit of step 0 is made just before the first step.
+
+        Returns:
+            By name: "param_groups", as torch has them; "state", which is empty; "step"; "path", a directory, a list of
+            several, or None; and "commit", the name of the commit, or None if there are no commits.
 
         Raises:
-            OffloadError: as `commit`.
+            OffloadError: the commit failed, as `commit` says.
             BudgetError: the disk has no space for the snapshot.
             ConfigError: over several ranks, this step is not committed.
         """
@@ -1173,21 +1348,29 @@ class OffloadZero(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Commits this step, so that `state_dict()` can name it: before some ranks call that, all have to call this.
 
-        The name is that of torch's ZeroRedundancyOptimizer, so frameworks that know it call it by themselves. Nothing
-        is done at step 0, without commits, and for a step that is committed.
+        The name is that of torch's ZeroRedundancyOptimizer, so frameworks that know it call it by themselves. It does
+        nothing at step 0, without commits, and if the step is committed.
 
         Args:
             to: not used; any rank may call `state_dict()` afterwards.
 
         Raises:
-            OffloadError: as `commit`.
+            OffloadError: the commit failed, as `commit` says.
         """
         self._require_usable()
         if self._step and self._choice.commits.every is not None and not self._commits.has(self._step):
             self.commit()
 
     def _name_commit(self) -> str | None:
-        """Returns: what the commit of this step is called; None where there is nothing to resume from."""
+        """Gives the commit of this step a place in a state dict. Makes it, if there is none.
+
+        Returns:
+            The name of the commit; None: there is nothing to resume from.
+
+        Raises:
+            OffloadError: the commit failed, as `commit` says.
+            ConfigError: over several ranks, this step is not committed.
+        """
         if not self._adopted:
             return None
         if self._choice.commits.every is None:
@@ -1230,15 +1413,18 @@ class OffloadZero(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to the step of a state dict, and takes its hyper-parameters.
 
-        At that step already, nothing else is changed. If it is of an earlier step, states and parameters become those
-        of the commit that it names, also if the run has gone on; gradients are dropped.
+        If the optimizer is at that step already, and has no other commit of it, nothing else is changed. Otherwise
+        states and parameters become those of the commit that the state dict names, also if the run has gone on since,
+        and gradients are dropped.
 
         Args:
             state_dict: what `state_dict()` returned, in this process or in an earlier one.
 
         Raises:
             ResumeError: that commit is gone, the groups do not match, or, over several ranks, it is of another step.
-            ConfigError: a hyper-parameter is out of range.
+            ConfigError: `state_dict` is no mapping, or a hyper-parameter is out of range.
+            PathError: a directory or a file cannot be used.
+            BudgetError: the disk has no space for a snapshot of the last commit, which a state dict names.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
         """
@@ -1261,7 +1447,11 @@ class OffloadZero(torch.optim.Optimizer):
     @exclusive_entry("load_state_dict")
     @torch.no_grad()
     def _go_to(self, state_dict: Mapping[str, Any]) -> Carried | None:
-        """Goes to the step of a state dict. Returns: what its commit carries of attached objects, if it went back."""
+        """Goes to the step of a state dict.
+
+        Returns:
+            What its commit carries of attached objects; None: the optimizer was at that step already.
+        """
         step, commit = require_matching(self.param_groups, state_dict)
         is_committed = commit is not None and self._commits.has(step)
         if step != self._step or (is_committed and commit != self._commits.last_id):
@@ -1305,17 +1495,30 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("synchronize")
     def synchronize(self) -> None:
-        """Applies all pending updates and waits for all transfers. Raises what went wrong with them."""
+        """Applies all pending updates and waits for all transfers.
+
+        Raises:
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            RankError: another rank does not take part.
+        """
         self._require_usable()
         self._held.synchronize()
 
     def close(self) -> None:
-        """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
+        """Ends the last step, unhooks the model, and frees memory, files and their lock. May be called again.
 
-        The model keeps its parameters in the compute dtype, and gradients are dropped. Inputs are not cast any more: if
-        any were, one line says so. Another one says so where a resumed run made no step. Streamed parameters are
-        fetched for good, if all of them fit in `device_memory` and in half of what is free. If they do not, or if ranks
-        share them, they stay released, and any use of them raises ReleasedParameterError.
+        The model keeps its parameters in the compute dtype, and gradients are dropped. A commit that is due is made.
+        Inputs are not cast any more: if any were, a line on stderr says so. Another line says so if a resumed run made
+        no step and has a loader attached. Streamed parameters are fetched for good, if all of them fit in
+        `device_memory` and in half of what is free. If they do not, or if ranks share them, they stay released, and any
+        use of them raises ReleasedParameterError.
+
+        Raises:
+            OffloadError: the last step or the commit failed, as `synchronize` and `commit` say. All is freed
+                nevertheless.
         """
         self._close(tells=True)
 
@@ -1329,7 +1532,7 @@ class OffloadZero(torch.optim.Optimizer):
                 print(f"offload: closed: {line}", file=sys.stderr)
 
     def _last_words(self) -> list[str]:
-        """What a user would be surprised by later, a line each."""
+        """What would surprise a user later, a line each."""
         lines = []
         if self._resumed and self._step == self._resumed.step and self._attached.has_loader:
             lines.append(
@@ -1362,7 +1565,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     @uninterrupted
     def _end(self) -> None:
-        """Lets go of everything, once. An interrupt between two of these would lose one of them."""
+        """Lets go of everything, once. No interrupt may come between two of these calls, or one would be lost."""
         self._undo.close()
         self._owner.let_go()
 
@@ -1390,8 +1593,12 @@ class OffloadZero(torch.optim.Optimizer):
 
 
 class _First(NamedTuple):
-    """A commit of step 0 that a state dict names, and that is not made yet. Attributes: name: what state dicts call it;
-    carries: of attached objects."""
+    """A commit of step 0 that a state dict names, and that is not made yet.
+
+    Attributes:
+        name: what state dicts call it.
+        carries: what it will carry of attached objects.
+    """
 
     name: str
     carries: object

@@ -28,13 +28,8 @@ NAMED = ("Args", "Raises", "Attributes")
 """Sections of which each line begins with a name."""
 WITH_INLINE_SECTIONS = {
     "checkpoint",
-    "cli",
-    "demo",
     "layout.py",
-    "optim",
-    "optimizer.py",
     "planner/placement.py",
-    "ranks/torch_distributed.py",
     "storage",
 }
 """Rooms and files of offload/ whose docstrings are not in Google's form yet. Nothing may be added."""

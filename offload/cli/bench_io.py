@@ -1,5 +1,4 @@
-"""`offload bench io`: finds the engine, request size and depth with which a drive is fastest, for
-`io_engine="auto"`."""
+"""`offload bench io`: finds the fastest engine, request size and depth for a drive, for `io_engine="auto"`."""
 
 from __future__ import annotations
 

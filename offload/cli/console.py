@@ -56,8 +56,12 @@ class Commands(TyperGroup):
 
 
 def in_options(message: str, options: Collection[str]) -> str:
-    """A message of the library with arguments of Python, such as `resume=True`, as options of a command. Args: options:
-    that the command has; other arguments stay as they are."""
+    """Writes the Python arguments in a message of the library, such as `resume=True`, as options of a command.
+
+    Args:
+        message: the message.
+        options: the options that the command has. Other arguments stay as they are.
+    """
 
     def shown(found: re.Match[str]) -> str:
         option, value = "--" + found[1].replace("_", "-"), found[2].strip("\"'")
@@ -75,19 +79,21 @@ def in_options(message: str, options: Collection[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal obeys or cannot show, as a file's name may have it: escaped as in Python."""
+    """Escapes what a terminal obeys or cannot show, as Python does it. A file's name may have that."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def say(console: Console, line: str, *, markup: bool = True) -> None:
-    """Prints a sentence: wrapped between words at a terminal, in one line elsewhere."""
+    """Prints a sentence. At a terminal it is wrapped between words, elsewhere it is one line."""
     console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=markup)
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Prints a table without cutting words: at a terminal that is too narrow for its lines, columns are narrowed to
-    their longest words, the widest first. Paths and names are folded, in columns that say so. Elsewhere each row has a
-    line of its own."""
+    """Prints a table without cutting words.
+
+    At a terminal that is too narrow for its lines, columns are narrowed to their longest words, the widest first. Paths
+    and names are folded, in columns that say so. Elsewhere each row has a line of its own.
+    """
     from rich.measure import Measurement
 
     width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
@@ -122,5 +128,9 @@ def _narrow(table: Table, excess: int) -> None:
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """One object on stdout. Raises: ValueError for NaN and infinities, which JSON does not have."""
+    """Prints one object of JSON on stdout.
+
+    Raises:
+        ValueError: there is a NaN or an infinity, which JSON does not have.
+    """
     print(json.dumps(values, indent=2, allow_nan=False))

@@ -31,8 +31,14 @@ MOST_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class Row:
-    """One option of the file. Attributes: becomes: what to use here instead; is_served: whether there is such a
-    thing."""
+    """One option of the file.
+
+    Attributes:
+        option: its dotted name.
+        value: its value in the file.
+        becomes: what to use here instead, or why there is nothing.
+        is_served: whether there is something to use.
+    """
 
     option: str
     value: Any
@@ -42,7 +48,16 @@ class Row:
 
 @dataclass
 class Call:
-    """The script that is printed, in parts. Attributes are Python expressions, except `passes` and `clip`."""
+    """The script that is printed, in parts. All strings are Python expressions.
+
+    Attributes:
+        optimizer: the optimizer that is made; None: none is.
+        options: the options of OffloadZero, by name.
+        tuning: the options of Tuning, by name.
+        scaler: the GradScaler; None: there is none.
+        passes: how many backward passes a step has.
+        clip: the largest norm of the gradients; None or 0: they are not clipped.
+    """
 
     optimizer: str | None = None
     options: dict[str, str] = field(default_factory=dict)
@@ -52,7 +67,7 @@ class Call:
     clip: float | None = None
 
     def text(self) -> str:
-        """A script around `model` and `loader`."""
+        """The script, around `model` and `loader`."""
         return "\n".join([*self._construction(), *self._loop()]) + "\n"
 
     def _construction(self) -> Iterator[str]:
@@ -176,7 +191,18 @@ def _activations(call: Call, value: Any) -> str:
 
 
 def _optimizer(call: Call, config: dict[str, Any]) -> str:
-    """Raises: ConfigError for an optimizer that is not Adam."""
+    """Makes the call use the optimizer of the file.
+
+    Args:
+        call: the call, which is changed.
+        config: the section "optimizer".
+
+    Returns:
+        What the section becomes.
+
+    Raises:
+        ConfigError: the optimizer is neither Adam nor AdamW.
+    """
     kind, params = str(config.get("type", "AdamW")), dict(config.get("params") or {})
     if kind.lower() not in ("adam", "adamw"):
         raise ConfigError(f"optimizer.type is {kind!r}: this library runs Adam and AdamW: choose one of them")
@@ -291,7 +317,18 @@ def convert(
 
 
 def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
-    """The call, and each option of `config` in the order of the file. Raises: ConfigError."""
+    """Converts a DeepSpeed configuration.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        The call, and each option of `config` in the order of the file.
+
+    Raises:
+        ConfigError: a value is of another kind than its option takes, the optimizer is neither Adam nor AdamW, or a
+            section offloads to nvme and names no path.
+    """
     call = Call()
     options = list(_options(config))
     rows = []
@@ -311,7 +348,11 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
 
 @contextmanager
 def _understanding(option: str, value: Any) -> Iterator[None]:
-    """Turns what a value of another kind than the option's raises into a ConfigError."""
+    """A context for what reads the value of an option.
+
+    Raises:
+        ConfigError: the body raised because the value is of another kind than the option takes.
+    """
     try:
         yield
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
@@ -321,7 +362,7 @@ def _understanding(option: str, value: Any) -> Iterator[None]:
 
 
 def _options(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each option by its dotted name. A section that has one counterpart as a whole stays one option."""
+    """Each option by its dotted name, with its value. A section that has one counterpart as a whole is one option."""
     for name, value in section.items():
         option = prefix + name
         if isinstance(value, dict) and option not in SERVED and option != "optimizer":
@@ -348,7 +389,11 @@ def _row(call: Call, option: str, value: Any) -> Row:
 
 
 def _scaler(fp16: dict[str, Any]) -> str:
-    """A call of torch's GradScaler that does what the section fp16 says. Options left out have DeepSpeed's defaults."""
+    """A call of torch's GradScaler that does what the section fp16 says.
+
+    Args:
+        fp16: the section. Options that are not in it have DeepSpeed's defaults.
+    """
     scale, window = f"2.0**{int(fp16.get('initial_scale_power', 16))}", str(int(fp16.get("loss_scale_window", 1000)))
     if static := fp16.get("loss_scale"):
         scale, window = repr(float(static)), "2**31 - 1"  # never grows
@@ -356,7 +401,11 @@ def _scaler(fp16: dict[str, Any]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The configuration in a JSON file. Raises: ConfigError."""
+    """Reads the configuration in a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large, or is not JSON.
+    """
     try:
         return read_json(file, MOST_BYTES)
     except OSError as error:

@@ -24,8 +24,15 @@ NETWORK = ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "lustre")
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. Attributes: key: its name in the JSON, which never changes; shown: the value in words; hint: what to
-    do if it makes the machine slower."""
+    """One finding.
+
+    Attributes:
+        key: its name in the JSON, which never changes.
+        item: its name in the table.
+        value: the value in the JSON.
+        shown: the value in the table, in words.
+        hint: what to do if it makes the machine slower; empty if it does not.
+    """
 
     key: str
     item: str
@@ -51,13 +58,20 @@ def doctor(
 
 
 def _row(key: str, item: str, value: Any, hint: str = "") -> Row:
-    """A row whose value needs no other words."""
+    """A row that shows its value as it is."""
     shown = ", ".join(value) if isinstance(value, list) else str(value)
     return Row(key, item, value, "unknown" if value is None else shown or "none", hint)
 
 
 def _size(key: str, item: str, value: int | None, absent: str) -> Row:
-    """A row of bytes; `absent` says what None means."""
+    """A row for a number of bytes.
+
+    Args:
+        key: its name in the JSON.
+        item: its name in the table.
+        value: how many bytes; None if that is not known.
+        absent: what None means, in words.
+    """
     return Row(key, item, value, absent if value is None else format_bytes(value))
 
 

@@ -1,7 +1,8 @@
 """How fast a drive is: contestants move the same bytes of the same file, in turns.
 
-They read or write `nbytes` from the file's start on, or, mixed, read the first half while they write the second. Each
-uses a buffer of MEMORY_BYTES on huge pages, over and over: one that fits the CPU's cache makes the drive look faster.
+They read or write `nbytes` from the file's start on. In the mixed operation they read the first half while they write
+the second. Each uses a buffer of MEMORY_BYTES on huge pages, over and over: with a buffer that fits the CPU's cache the
+drive would look faster than it is.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ BYTES_A_PARAMETER = 24
 HEADINGS = ("", "settings", "read", "write", "mixed", "CPU s/GiB", "x read", "x write", "x mixed")
 
 Peers = Callable[[Path, memoryview], "list[Contestant]"]
-"""More references than those of this package, for bench/io.py. Args: the file that is measured, memory."""
+"""Makes more contestants, for bench/io.py. It takes the file that is measured, and the buffer to use."""
 
 
 class LeftOutError(Exception):
@@ -65,7 +66,15 @@ class LeftOutError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Contestant(ABC):
-    """An engine, or other code, that moves bytes of `file` with `depth` requests of `request_bytes` under way."""
+    """An engine, or other code, whose speed is measured.
+
+    Attributes:
+        name: what it is called.
+        file: the file whose bytes it moves.
+        memory: the buffer that it moves them to and from.
+        request_bytes: the size of a request.
+        depth: how many requests are under way at once.
+    """
 
     name: str
     file: Path
@@ -75,7 +84,19 @@ class Contestant(ABC):
 
     @abstractmethod
     def run(self, operation: str, nbytes: int) -> float:
-        """Moves `nbytes`; returns the seconds it took. Raises: LeftOutError, OSError."""
+        """Moves bytes, and measures the time.
+
+        Args:
+            operation: one of OPERATIONS.
+            nbytes: how many bytes.
+
+        Returns:
+            The seconds it took.
+
+        Raises:
+            LeftOutError: it cannot run here.
+            OSError: a request failed.
+        """
 
     @property
     def settings(self) -> str:
@@ -85,8 +106,14 @@ class Contestant(ABC):
 
 @dataclass
 class Speeds:
-    """What a contestant reached. Attributes: seconds: time of each round, by operation; cpu_s: CPU seconds of this
-    process for each GiB moved, by round."""
+    """What a contestant reached.
+
+    Attributes:
+        contestant: the contestant.
+        nbytes: how many bytes each operation moved.
+        seconds: the time of each round, by operation.
+        cpu_s: CPU seconds of this process for each GiB moved, by round.
+    """
 
     contestant: Contestant
     nbytes: int
@@ -94,12 +121,12 @@ class Speeds:
     cpu_s: list[float] = field(default_factory=list)
 
     def speed(self, operation: str) -> float:
-        """GB/s."""
+        """The speed of an operation, in GB/s: that of the median round."""
         return self.nbytes / statistics.median(self.seconds[operation]) / 1e9
 
     @property
     def score(self) -> float:
-        """GB/s, the geometric mean over the operations."""
+        """The geometric mean of the speeds of all operations, in GB/s."""
         return math.prod(map(self.speed, OPERATIONS)) ** (1 / len(OPERATIONS))
 
     @property
@@ -107,7 +134,7 @@ class Speeds:
         return statistics.median(self.cpu_s)
 
     def by(self, other: Speeds, operation: str) -> float:
-        """This speed by the other's: the median of the rounds' ratios."""
+        """How many times as fast as another contestant this one is: the median over the rounds of the ratio."""
         rounds = zip(other.seconds[operation], self.seconds[operation], strict=True)
         return statistics.median(theirs / ours for theirs, ours in rounds)
 
@@ -119,7 +146,7 @@ class Speeds:
 
 @dataclass(frozen=True, eq=False)
 class Ours(Contestant):
-    """The engine `name` of this library."""
+    """An engine of this library, which is called `name`."""
 
     def run(self, operation: str, nbytes: int) -> float:
         share = len(self.memory) // TRANSFERS
@@ -177,7 +204,16 @@ class Pool(Contestant):
 
 
 def transfers(operation: str, nbytes: int, length: int) -> Iterator[tuple[str, int, int]]:
-    """The requests of an operation, of `length` bytes each: "read" or "write", offset, length."""
+    """The requests of an operation.
+
+    Args:
+        operation: one of OPERATIONS.
+        nbytes: how many bytes are moved in all.
+        length: how many bytes a request moves; the last one may move fewer.
+
+    Yields:
+        "read" or "write", the offset in the file, and how many bytes.
+    """
     half = nbytes // 2 if operation == "mixed" else nbytes
     for start in range(0, half, length):
         size = min(length, half - start)
@@ -193,7 +229,13 @@ def _drop_cached(fd: int) -> None:
 
 
 def field_of(file: Path, memory: memoryview, *, quick: bool) -> list[Contestant]:
-    """The contestants: our engines and the pool, each with all settings to try."""
+    """The contestants: our engines and the pool, each with all settings to try.
+
+    Args:
+        file: the file whose bytes they move.
+        memory: the buffer that they use.
+        quick: whether to try fewer settings.
+    """
     names = ["uring", "threads"] if io_uring.is_available()[0] else ["threads"]
     sizes, depths = ((MIB, 4 * MIB), (2, 8)) if quick else ((512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB), (1, 4, 8, 16))
     pairs = [(size, depth) for size in sizes for depth in depths if size * depth <= len(memory)]
@@ -206,10 +248,18 @@ def field_of(file: Path, memory: memoryview, *, quick: bool) -> list[Contestant]
 def measure(
     contestants: Sequence[Contestant], nbytes: int, rounds: int, tell: Callable[[str], None]
 ) -> tuple[list[Speeds], list[str]]:
-    """Runs all contestants in every round, in another order each time: a drive's bandwidth drifts by up to 2x in
-    minutes.
+    """Runs all contestants in every round, in another order each time.
 
-    Returns: the speeds of those that could run, in their order, and why the others could not.
+    The rounds are needed because a drive's bandwidth drifts by up to 2x in minutes.
+
+    Args:
+        contestants: who runs.
+        nbytes: how many bytes each operation moves.
+        rounds: how many rounds there are.
+        tell: called before each run with words for people.
+
+    Returns:
+        The speeds of those that could run, in their order, and why the others could not.
     """
     shuffle, left_out = random.Random(0), []
     found = {one: Speeds(one, nbytes) for one in contestants}
@@ -231,10 +281,13 @@ def measure(
 
 
 def recommended(found: Sequence[Speeds]) -> Contestant:
-    """The fastest of our engines. Of those that are about as fast, the one that takes the least CPU time; of those, the
-    one with the fewest bytes under way.
+    """The fastest of our engines, with its settings.
 
-    Raises: ConfigError if none could run.
+    Of those that are about as fast it is the one that takes the least CPU time, and of those the one with the fewest
+    bytes under way.
+
+    Raises:
+        ConfigError: none of our engines could run.
     """
     ours = [one for one in found if isinstance(one.contestant, Ours)]
     if not ours:
@@ -246,10 +299,15 @@ def recommended(found: Sequence[Speeds]) -> Contestant:
 
 @dataclass(frozen=True)
 class Result:
-    """The result for one path: a sweep of all settings, then a race of the best setting of each contestant, of which
-    `chosen` is listed first.
+    """The result for one directory: a sweep of all settings, then a race of each contestant's best setting.
 
-    Attributes: nbytes: what one measurement of the race moves; left_out: who could not run, and why.
+    Attributes:
+        path: the directory in which it was measured.
+        file_system: the type of its file system.
+        nbytes: how many bytes one measurement of the race moves.
+        sweep: the speeds of all settings.
+        race: the speeds of the race. The first is `chosen`.
+        left_out: who could not run, and why.
     """
 
     path: Path
@@ -279,11 +337,11 @@ class Result:
         }
 
     def ratios(self, other: Speeds) -> dict[str, float]:
-        """Ratios of the chosen engine's speed to another one's in the same rounds."""
+        """How many times as fast as another contestant the chosen one is, in the same rounds, by operation."""
         return {f"{operation}_chosen_by_it": self.chosen.by(other, operation) for operation in other.seconds}
 
     def rows(self) -> Iterator[list[str]]:
-        """A line for each in the race."""
+        """The cells of a row for each contestant in the race, under HEADINGS."""
         for one in self.race:
             speeds = (f"{one.speed(operation):.2f}" for operation in one.seconds)
             ratios = (f"{ratio:.3f}" for ratio in self.ratios(one).values())
@@ -298,10 +356,20 @@ class Result:
 def measure_all(
     paths: Sequence[Path], size: str | None, rounds: int, *, quick: bool, console: Console, peers: Peers | None = None
 ) -> list[Result]:
-    """Every path, after all of them were checked.
+    """Measures several paths, after all of them were checked.
 
-    Raises: PathError for what is no writable directory; ConfigError for a size too small to measure; BudgetError for
-    one that does not fit: before anything is written. TierIOError.
+    Args:
+        paths: directories on the drives to measure.
+        size: the size of the file, such as "1GiB"; None: a default that fits.
+        rounds: how many rounds the race has.
+        quick: whether to try fewer settings on a smaller file.
+        console: where progress is shown.
+        peers: makes more contestants; None: there are none.
+
+    Raises:
+        PathError: a path is no writable directory, or its file system refused something while it was measured.
+        ConfigError: the size cannot be read, or is too small to measure; or no engine works.
+        BudgetError: the file does not fit on the drive, and nothing was written; or RAM has no room for the buffer.
     """
     wanted = None if size is None else parse_bytes(size, "--size")
     sizes = [checked_size(path, wanted, QUICK_BYTES if quick else GIB) for path in paths]
@@ -312,7 +380,21 @@ def measure_all(
 
 
 def checked_size(path: Path, size: int | None, default: int) -> int:
-    """The size of the file to measure in `path`, in bytes. Writes nothing. Raises: as `measure_all`."""
+    """The size of the file to measure in `path`. Writes nothing.
+
+    Args:
+        path: a directory.
+        size: the size asked for, in bytes; None: `default`, or less if the drive has little room.
+        default: in bytes.
+
+    Returns:
+        The size in bytes, a multiple of SMALLEST_BYTES.
+
+    Raises:
+        PathError: `path` is no writable directory.
+        ConfigError: the size is below SMALLEST_BYTES.
+        BudgetError: the file does not fit on the drive.
+    """
     if not path.is_dir():
         raise PathError(errno.ENOTDIR, "cannot measure here: give a directory on the drive", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
@@ -334,7 +416,21 @@ def checked_size(path: Path, size: int | None, default: int) -> int:
 
 
 def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Console, peers: Peers | None) -> Result:
-    """One path, in a file of `size` bytes. Raises: PathError, TierIOError; ConfigError where no engine works."""
+    """Measures one path.
+
+    Args:
+        path: a directory.
+        size: the size of the file, in bytes.
+        rounds: how many rounds the race has.
+        quick: whether to try fewer settings.
+        console: where progress is shown.
+        peers: makes more contestants; None: there are none.
+
+    Raises:
+        PathError: the file system refused something.
+        ConfigError: no engine works.
+        BudgetError: RAM has no room for the buffer.
+    """
     with contextlib.closing(Arena(MEMORY_BYTES, HostCopier())) as arena, _file_in(path) as file:
         memory = arena.memory
         memory[:] = os.urandom(len(memory))  # a drive that compresses would be faster with equal bytes
@@ -359,7 +455,11 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
 
 @contextlib.contextmanager
 def _file_in(path: Path) -> Iterator[Path]:
-    """A name for a new file, in a new folder in `path` that is removed at the end. Raises: PathError."""
+    """A context that gives a name for a new file, in a new folder in `path` that is removed at the end.
+
+    Raises:
+        PathError: the folder cannot be made, or the body raised an error of the operating system.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix=".offload-bench-io-", dir=path) as folder:
             yield Path(folder) / "file"
@@ -370,12 +470,20 @@ def _file_in(path: Path) -> Iterator[Path]:
 
 
 def _lay_out(file: Path, size: int, memory: memoryview) -> int:
-    """Writes the file once before it is measured: the first write into reserved space is slower than any later one, and
-    a read of it does not reach the drive.
+    """Writes the file once before it is measured.
 
-    Returns: the bytes of one measurement: the whole file, or on a slow drive as many as it moves in WISHED_S.
+    The first write into reserved space is slower than any later one, and a read of such space does not reach the drive.
 
-    Raises: OSError.
+    Args:
+        file: the file, which is made.
+        size: its size, in bytes.
+        memory: what is written, over and over.
+
+    Returns:
+        How many bytes one measurement moves: the whole file, or on a slow drive as many as it moves in WISHED_S.
+
+    Raises:
+        OSError: the operating system refused.
     """
     opened = open_file(str(file))
     try:
@@ -391,7 +499,11 @@ def _lay_out(file: Path, size: int, memory: memoryview) -> int:
 
 
 def remember_settings(result: Result) -> str:
-    """For `io_engine="auto"`, and for the shares of several paths. Returns: what was done, for people."""
+    """Writes down the best settings, for `io_engine="auto"` and for the shares of several paths.
+
+    Returns:
+        What was done, for people.
+    """
     best, bandwidth = result.chosen.contestant, result.chosen.speed("mixed") * 1e9
     try:
         file = remember(result.path, Settings(best.name, best.request_bytes, best.depth, bandwidth))

@@ -1,4 +1,4 @@
-"""What the machine says about itself, read from /proc, /sys and limits; None where it does not say."""
+"""What the machine says about itself in /proc, /sys and limits. Most functions return None where it does not say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.io.engine import open_file
 
 
 def package_version() -> str:
-    """Of this library, as it was installed."""
+    """The version of this library, as it was installed."""
     try:
         return version("offload")
     except PackageNotFoundError:  # run from its folder
@@ -28,7 +28,11 @@ def read_text(file: str | Path) -> str | None:
 
 
 def soft_limit(kind: int) -> int | None:
-    """This process's soft resource limit; None: unlimited."""
+    """This process's soft limit of a resource; None: it is unlimited.
+
+    Args:
+        kind: one of the RLIMIT_ constants of the module `resource`.
+    """
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -59,7 +63,7 @@ def file_system(path: Path) -> str | None:
 
 
 def takes_direct_io(directory: Path) -> bool | None:
-    """Whether swap files in `directory` would be opened with O_DIRECT; None: it is not writable."""
+    """Whether swap files in `directory` would be opened with O_DIRECT; None: no file can be made there."""
     file = directory / f".offload-doctor-{secrets.token_hex(8)}"
     try:
         opened = open_file(str(file))
@@ -74,9 +78,9 @@ def takes_direct_io(directory: Path) -> bool | None:
 
 
 def fast_dtype() -> str:
-    """The fastest dtype to compute in here, as --dtype takes it.
+    """The dtype that is fastest to compute in on this machine, as --dtype takes it.
 
-    It is fp32 where bf16 is some fifty times slower: without an accelerator, AVX-512 or SVE torch multiplies bf16
+    It is "fp32" where bf16 is some fifty times slower: without an accelerator, AVX-512 or SVE, torch multiplies bf16
     matrices one element after the other.
     """
     import torch

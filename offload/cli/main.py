@@ -1,7 +1,7 @@
-"""The command line: `offload train`, `plan`, `doctor`, `convert`, `list`, `inspect`, `verify`, `export`, `remove` and
-`bench io`.
+"""The command line: `offload` and its commands.
 
-Commands import torch when they run, not when they are registered, so that `--help` is quick.
+They are `train`, `plan`, `doctor`, `convert`, `list`, `inspect`, `verify`, `export`, `remove` and `bench io`. They
+import torch when they run, not when they are registered, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ app.add_typer(bench, name="bench")
 
 
 def run() -> None:
-    """The console script."""
+    """Runs the command line. It is the console script."""
     # Schedulers and `timeout` send SIGTERM: a run then removes its swap files, as after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -1,4 +1,4 @@
-"""The options of `offload train` and `offload plan`, checked before anything is read. Knows no torch."""
+"""The options of `offload train` and `offload plan`, checked before anything is read. It does not import torch."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options that `offload train` and `offload plan` share; `--help` describes them. Sizes are as given ("64MiB"),
-    and None where the library chooses.
+    """The options that `offload train` and `offload plan` share; `--help` describes them.
 
-    Raises: ConfigError naming the option, its value and what is allowed.
+    Sizes are as the user gave them ("64MiB"), and None where the library chooses.
+
+    Raises:
+        ConfigError: a value is not allowed. The message names the option, its value and what is allowed.
     """
 
     preset: str
@@ -109,13 +111,19 @@ class RunOptions:
 
     @property
     def given_grad_tier(self) -> str | None:
-        """The `grad_tier` for OffloadZero; None: it chooses, or the states are on the device, and gradients have to be
-        there."""
+        """The `grad_tier` for OffloadZero; None: it chooses.
+
+        It is also None for the default if the states are on the device, where gradients have to be then.
+        """
         is_default = self.tier == "device" and self.grad_tier == "cpu"
         return None if is_default or self.grad_tier == "auto" else self.grad_tier
 
     def entering_bytes(self, width: int) -> int:
-        """Bytes of what enters a block of the model: (batch, seq, width), in `dtype`."""
+        """The bytes of what enters a block of the model: (batch, seq, width), in `dtype`.
+
+        Args:
+            width: the width of the model.
+        """
         return ITEMSIZES[self.dtype] * self.batch * self.seq * width
 
 
@@ -157,22 +165,22 @@ class PlanOptions(RunOptions):
 
     @property
     def has_path(self) -> bool:
-        """Whether there are files: for commits, or of a tier."""
+        """Whether the run has files: for commits, or because something is on NVMe."""
         return not self.no_commits or "nvme" in (self.tier, self.param_tier, self.activation_tier)
 
     @property
     def given_cpu_memory(self) -> str | None:
-        """The `cpu_memory` for OffloadZero, before the least is known."""
+        """The `cpu_memory` for OffloadZero; None: it chooses, or the least that works is to be found."""
         return None if self.cpu_memory == LEAST else self.cpu_memory
 
     @property
     def gpu_bytes(self) -> int | None:
-        """The GPU's memory; None: it was not given."""
+        """The GPU's memory in bytes; None: it was not given."""
         return None if self.gpu_memory is None else parse_bytes(_number(self.gpu_memory), "--gpu-memory")
 
     @property
     def free_cpu_bytes(self) -> int | None:
-        """RAM of the machine that will run it, in bytes; None: what is free here."""
+        """The RAM that is free on the machine that will run it, in bytes; None: what is free here."""
         return None if self.ram is None else parse_bytes(self.ram, "--ram")
 
 
@@ -219,11 +227,15 @@ class TrainOptions(RunOptions):
 
     @property
     def timeline_file(self) -> Path:
-        """Where --timeline writes; its picture lies beside it."""
+        """The file that --timeline writes. Its picture is put beside it."""
         return self.out / "timeline.json"
 
     def prepare_out(self) -> None:
-        """Make --out, where the pictures go. Raises: ConfigError where it cannot be made or written to."""
+        """Makes --out, where the pictures go.
+
+        Raises:
+            ConfigError: it cannot be made or written to.
+        """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -238,5 +250,8 @@ def _name(option: str) -> str:
 
 
 def _number(value: str) -> int | str:
-    """A bare number is bytes, also a negative one, so that the error names what is wrong with it."""
+    """A bare number as an int, which is bytes, and anything else as it is.
+
+    A negative number is an int, too, so that the error says what is wrong with it.
+    """
     return int(value) if value.lstrip("-").isdecimal() else value

@@ -1,5 +1,7 @@
-"""`offload plan`: what `OffloadZero` would need with these options, and whether that fits. Nothing is allocated, read
-or written."""
+"""`offload plan`: what `OffloadZero` would need with these options, and whether that fits.
+
+No memory is taken for it, and no file is written.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,7 @@ def plan(
 
 
 def _say_what_would(error: BudgetError, budgets: dict[str, Any]) -> None:
-    """Prints what would fit where the RAM that was given does not."""
+    """Prints what would fit, where the RAM that was given does not suffice."""
     from rich.console import Console
 
     from offload.cli.plan_tables import show_budgets
@@ -154,7 +156,11 @@ def _say_what_would(error: BudgetError, budgets: dict[str, Any]) -> None:
 
 
 def _whole(accumulation: str) -> int | str:
-    """`accumulation` as a whole number, or "auto"."""
+    """Reads `accumulation`: a whole number, or "auto".
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if accumulation == "auto":
         return accumulation
     if not accumulation.isdecimal():
@@ -163,8 +169,11 @@ def _whole(accumulation: str) -> int | str:
 
 
 def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
-    """What waits of a micro-batch for its backward, measured on the meta device; None if the forward does not run
-    there."""
+    """What waits of a micro-batch for its backward, measured on the meta device.
+
+    Returns:
+        None if the model's forward does not run on the meta device.
+    """
     import torch
 
     from offload.planner.activations import measure
@@ -177,9 +186,16 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
 
 
 def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Planned:
-    """The plan of the run. Raises: ConfigError; BudgetError if a GPU's memory does not suffice for activations.
+    """The plan of the run.
 
-    Args: waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
+    Args:
+        options: the options of the command.
+        model: the model.
+        waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
+
+    Raises:
+        ConfigError: OffloadZero would refuse these options for this model.
+        BudgetError: the GPU's memory, or RAM, does not suffice.
     """
     from offload import Tuning
     from offload.devices.copies import accelerator
@@ -218,7 +234,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
 
 
 def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Computing | None:
-    """What a micro-batch takes on the device beside the plan; None if that is unknown."""
+    """What a micro-batch takes on the device beside the plan; None: that is unknown."""
     from offload.planner.verdict import Computing
 
     has_tier = options.activation_tier is not None
@@ -226,7 +242,7 @@ def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) ->
 
 
 def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
-    """Bytes of a GPU's memory that are neither the plan's nor a micro-batch's."""
+    """Bytes of a GPU's memory that belong neither to the plan nor to a micro-batch, by name; 0 without a GPU."""
     from offload.cli.plan_models import trained_of_units
     from offload.planner.verdict import COMMUNICATOR_BYTES, COMMUNICATORS, CONTEXT_BYTES, leaving_bytes
 
@@ -247,7 +263,11 @@ def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
 
 
 def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) -> int | str | None:
-    """What is given, or what activations leave of the GPU's memory. Raises: BudgetError if they leave nothing."""
+    """The `device_memory` that is given, or what activations leave of the GPU's memory.
+
+    Raises:
+        BudgetError: they leave nothing.
+    """
     if options.gpu_bytes is None or options.device_memory is not None:
         return options.device_memory
     computing = computing_of(options, model, waiting)
@@ -267,8 +287,11 @@ def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) 
 
 
 def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
-    """All figures of the run, as --json prints them and the tables show them. Raises: BudgetError, as
-    `OffloadZero`."""
+    """All figures of the run, as --json prints them and the tables show them.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice, as `OffloadZero` would say.
+    """
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
@@ -277,7 +300,11 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
 
 
 def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
-    """What lies where, and what a step moves. Raises: BudgetError."""
+    """The figures of what lies where, and of what a step moves.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice.
+    """
     from offload.devices.copies import accelerator
     from offload.planner import explain
     from offload.tiers import DEVICE
@@ -320,7 +347,11 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
 
 
 def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """Figures of tensor parallelism; see `zero_r`. Raises: BudgetError."""
+    """The figures of tensor parallelism; see `zero_r` in planner/explain.py.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice.
+    """
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
@@ -331,7 +362,11 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
 
 
 def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """How long a step takes, and for which rates that was computed. Raises: BudgetError."""
+    """How long a step takes, and for which rates that was computed.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice.
+    """
     from offload.io.select import recall
     from offload.planner.verdict import Work, step_time
 
@@ -366,9 +401,13 @@ def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, An
 def _verdict(
     found: dict[str, Any], options: PlanOptions, computing: Computing | None, beside: dict[str, int]
 ) -> dict[str, Any]:
-    """Whether all of it fits.
+    """Whether all of it fits, and the sums that say so.
 
-    Args: found: figures; computing: None: what a batch takes is unknown, and not counted; beside: what else a GPU has.
+    Args:
+        found: the figures so far.
+        options: the options of the command.
+        computing: what a micro-batch takes on the device; None: that is unknown, and not counted.
+        beside: what else takes a GPU's memory.
     """
     from offload.planner.machine import free_memory
 
@@ -391,8 +430,11 @@ def _verdict(
 
 
 def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """What other budgets of RAM would do with the states on NVMe, and which of them this machine has; empty where the
-    device lacks memory."""
+    """What other budgets of RAM would do with the states on NVMe, and which of them this machine has.
+
+    Raises:
+        BudgetError: the device lacks memory, or the disk lacks space.
+    """
     from offload.planner.machine import free_memory
     from offload.tiers import NVME
 

@@ -18,8 +18,15 @@ from offload.model.units import ROOT, blocks_of, encloses
 
 @dataclass(frozen=True)
 class Sized:
-    """A model on the meta device. Attributes: blocks: how many it has; width: elements of each token between blocks;
-    embeddings: before the blocks; numel: elements of all parameters."""
+    """A model on the meta device.
+
+    Attributes:
+        module: the model.
+        blocks: how many blocks it has.
+        width: how many elements a token has between blocks.
+        embeddings: the modules before the blocks.
+        numel: the number of elements of all parameters.
+    """
 
     module: nn.Module
     blocks: int
@@ -32,7 +39,12 @@ class Sized:
 
 
 def sized(options: PlanOptions) -> Sized:
-    """The model of these options. Raises: ConfigError."""
+    """The model that these options name.
+
+    Raises:
+        ConfigError: there is no such preset or configuration, transformers is not installed, or more blocks are to be
+            frozen than there are.
+    """
     model = _preset(options) if options.config is None else _configured(options.config)
     _freeze(model, options.frozen)
     if options.lora_rank is not None:
@@ -41,7 +53,11 @@ def sized(options: PlanOptions) -> Sized:
 
 
 def _preset(options: PlanOptions) -> Sized:
-    """The GPT of the preset with other sizes."""
+    """The GPT of a preset, with the layers and the width that were given.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
     if options.preset not in PRESETS:
         raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
     preset = PRESETS[options.preset]
@@ -54,7 +70,11 @@ def _preset(options: PlanOptions) -> Sized:
 
 
 def _configured(config: Path) -> Sized:
-    """The transformers model of a config.json."""
+    """The transformers model of a config.json.
+
+    Raises:
+        ConfigError: transformers is not installed, or the file is not there or is no configuration that it knows.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -74,7 +94,7 @@ def _configured(config: Path) -> Sized:
 
 
 def trained_of_units(model: nn.Module) -> list[int]:
-    """Elements of the parameters of each unit that are trained, the root's last."""
+    """How many elements each unit has that are trained. The last one is the root unit."""
     counts: dict[str, int] = {name: 0 for name, _ in blocks_of(model)} | {ROOT: 0}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -84,7 +104,15 @@ def trained_of_units(model: nn.Module) -> list[int]:
 
 
 def _freeze(model: Sized, frozen: int) -> None:
-    """Freezes so many blocks, the first ones, and the embeddings before them."""
+    """Freezes the first blocks, and the embeddings before them.
+
+    Args:
+        model: the model.
+        frozen: how many blocks; with 0 the embeddings are trained, too.
+
+    Raises:
+        ConfigError: the model has fewer blocks.
+    """
     blocks = [module for _, module in blocks_of(model.module)]
     if not 0 <= frozen <= len(blocks):
         raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {len(blocks)} blocks")
@@ -93,7 +121,12 @@ def _freeze(model: Sized, frozen: int) -> None:
 
 
 class _Adapted(nn.Module):
-    """A linear layer with a trained product of low rank beside it, as LoRA has (Hu et al., arXiv 2106.09685)."""
+    """A linear layer with a trained product of low rank beside it, as LoRA has (Hu et al., arXiv 2106.09685).
+
+    Args:
+        layer: the layer.
+        rank: the rank of the product.
+    """
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()

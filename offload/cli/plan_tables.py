@@ -32,7 +32,7 @@ WORDS = {"given": "given", "assumed": "assumed", "measured": "as offload bench i
 
 
 def show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
-    """The verdict first, then what lies where, then what other budgets would do."""
+    """Prints the verdict, then what lies where, then what other budgets would do."""
     for line in _verdict(summary, options):
         say(console, line)
     console.print()

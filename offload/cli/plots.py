@@ -20,7 +20,15 @@ def can_draw() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches. Raises: ConfigError without matplotlib."""
+    """An empty figure.
+
+    Args:
+        width: in inches.
+        height: in inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     if not can_draw():
         raise ConfigError(f"pictures cannot be drawn, because {MISSING}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,11 +40,16 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def loss_curve(file: Path, title: str, train: Sequence[float], validation: Sequence[tuple[int, float]]) -> None:
-    """Write a PNG of a run's loss.
+    """Writes a PNG of a run's loss.
 
     Args:
-        train: the loss of steps 1, 2, ...: of each step's own batch, before its update.
-        validation: (steps done, loss on the held-out text).
+        file: the PNG.
+        title: the title of the picture.
+        train: the loss of steps 1, 2, ...: that of each step's own batch, before its update.
+        validation: for each validation, how many steps were done and the loss on the held-out text.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
     """
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()

@@ -20,7 +20,13 @@ Tell = Callable[[int, str], None]
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, steps: int) -> Iterator[Tell]:
-    """Gives a function to call after each of `steps` steps; the bar ends with the block, also after Ctrl-C."""
+    """A context that gives a function to call after each step. The bar ends with the context, also after Ctrl-C.
+
+    Args:
+        console: where progress is shown.
+        title: what stands before it.
+        steps: how many steps there will be.
+    """
     if not console.is_terminal:
         every = max(1, steps // LINES)
 
@@ -37,8 +43,13 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Tell]:
 
 
 def training_status(loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> str:
-    """A line with the loss, the speed, and the bytes moved so far to and from each tier. Args: stats: of the
-    optimizer."""
+    """A line with the loss, the speed, and the bytes moved so far to and from each tier.
+
+    Args:
+        loss: in nats a byte.
+        tokens_per_s: tokens a second.
+        stats: what `OffloadZero.stats` returned.
+    """
     ways = {
         "disk": stats["nvme_read_bytes"] + stats["nvme_written_bytes"],
         "device": stats["device_to_host_bytes"] + stats["host_to_device_bytes"],

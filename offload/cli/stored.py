@@ -79,7 +79,7 @@ def _facts(row: Listed) -> dict[str, Any]:
 
 
 def _cells(row: Listed, root: Path) -> tuple[str, ...]:
-    """Name, step, size, optimizer, time and state, empty where there is none."""
+    """The cells for a run: name, step, size, optimizer, time and state. A cell is empty where there is none."""
     name = printable(str(row.path.relative_to(root)))
     also = f" and {len(row.also)} more" if row.also else ""
     committed = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.committed_s)) if row.committed_s else ""
@@ -96,7 +96,7 @@ def _cells(row: Listed, root: Path) -> tuple[str, ...]:
 
 
 def _left_out(too_deep: int, depth: int, *, is_cut: bool) -> str:
-    """What was not looked at, or nothing."""
+    """Says which directories were not looked at; empty if all were."""
     deeper = f"directories deeper than --depth {depth} were not looked at: {too_deep}" if too_deep else ""
     cut = "there are too many directories to look at all of them: give one that is nearer to the runs" if is_cut else ""
     return "; ".join(filter(None, (deeper, cut)))

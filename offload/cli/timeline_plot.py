@@ -48,7 +48,14 @@ THINNEST = 0.0008
 
 @dataclass(frozen=True)
 class Bar:
-    """One event of a lane. Attributes: kind: a key of COLOURS; start and length in ms; size: bytes moved."""
+    """One event of a lane.
+
+    Attributes:
+        kind: what it is, a key of COLOURS.
+        start: when it began, in ms.
+        length: how long it took, in ms.
+        size: how many bytes it moved.
+    """
 
     kind: str
     start: float
@@ -57,7 +64,7 @@ class Bar:
 
 
 def read_lanes(source: Path) -> dict[str, list[Bar]]:
-    """The bars of each lane of a timeline file, lanes from the top."""
+    """Reads the bars of each lane of a timeline file, by the lane's name, from the top lane down."""
     events: list[dict[str, Any]] = json.loads(read_file(source, MOST_BYTES))["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
@@ -74,10 +81,17 @@ def read_lanes(source: Path) -> dict[str, list[Bar]]:
 
 
 def timeline_picture(source: Path, picture: Path, title: str) -> None:
-    """Write a PNG of a timeline file. Beside each lane stand the part of the time in which it was busy, and how much
-    its transfers moved.
+    """Writes a PNG of a timeline file.
 
-    Raises: ConfigError without matplotlib.
+    Beside each lane stand the part of the time in which it was busy, and how much its transfers moved.
+
+    Args:
+        source: the timeline file.
+        picture: the PNG.
+        title: the title of the picture.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
     """
     lanes = read_lanes(source)
     ends = [bar.start + bar.length for bars in lanes.values() for bar in bars]
@@ -108,7 +122,7 @@ def timeline_picture(source: Path, picture: Path, title: str) -> None:
 
 
 def _draw(axes: Axes, row: int, bars: list[Bar], thinnest: float) -> None:
-    """A lane; bars that overlap share its height."""
+    """Draws a lane. Bars that overlap share its height."""
     free: list[float] = []
     placed: list[tuple[Bar, int]] = []
     for bar in sorted(bars, key=lambda bar: bar.start):

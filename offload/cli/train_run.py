@@ -28,7 +28,10 @@ from offload.sizes import format_bytes
 
 
 def run(options: TrainOptions, *, as_json: bool) -> None:
-    """Checks, builds, trains and reports. The swap files are removed at the end, also after an error."""
+    """Checks the options, builds the model, trains it and reports.
+
+    The swap files are removed at the end, also after an error, unless they are to be kept or the run commits.
+    """
     if options.preset not in PRESETS:
         raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
     config = PRESETS[options.preset]
@@ -85,8 +88,11 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
 
 
 def _build_model(config: GPTConfig, options: TrainOptions, device: torch.device) -> GPT:
-    """The model in fp32 on `device`, or, where its parameters stream, on the meta device. Raises: BudgetError, before
-    anything is allocated, if RAM has no room for that."""
+    """Makes the model in fp32 on `device`, or on the meta device where its parameters stream.
+
+    Raises:
+        BudgetError: RAM has no room to make the model in. Nothing was allocated.
+    """
     shapes = GPT(config, device="meta", checkpoint_activations=options.checkpoint_activations)
     if options.param_tier != "device":
         return shapes
@@ -140,7 +146,7 @@ def _times(every: int) -> str:
 
 @contextlib.contextmanager
 def _saying_how_to_go_on(stderr: Console, options: TrainOptions, measured: Measured) -> Iterator[None]:
-    """Says so where the run ends before its last step."""
+    """A context that says how to continue the run, if it ends before its last step."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

@@ -27,7 +27,10 @@ def peak_rss_bytes() -> int:
 
 
 def summarise(measured: Measured, stats: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """The object that --json prints: `_s` seconds, `_bytes` bytes, losses in nats a byte."""
+    """The object that --json prints.
+
+    Names that end in `_s` are seconds, in `_bytes` bytes. Losses are in nats a byte.
+    """
     taken = (
         "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
         "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes peak_device_bytes"
@@ -56,7 +59,7 @@ def summarise(measured: Measured, stats: dict[str, Any], options: TrainOptions) 
 
 
 def title(summary: dict[str, Any]) -> str:
-    """Of pictures and tables."""
+    """The title of pictures and tables."""
     size = f"{summary['parameters']:,} parameters"
     return f"GPT {summary['preset']}, {size}, optimizer states on {summary['tier']}"
 

@@ -27,10 +27,15 @@ class GPTConfig:
     """Sizes of a GPT.
 
     Args:
-        layers, width, heads: blocks, model width, attention heads (width is a multiple of heads).
-        context: the longest sequence, in tokens.
-        tied_head: whether the output matrix is the embedding. Off by default: with 256 bytes for a
-            vocabulary both are small, so tying saves nothing, and the untied model learns faster.
+        layers: the number of blocks.
+        width: the width of the model, a multiple of `heads`.
+        heads: the number of attention heads.
+        context: the length of the longest sequence, in tokens.
+        tied_head: whether the output matrix is the embedding. By default it is not: with a vocabulary of 256 bytes both
+            are small, so tying saves nothing, and the untied model learns faster.
+
+    Raises:
+        ConfigError: a size is below 1, or `width` is not a multiple of `heads`.
     """
 
     layers: int
@@ -88,8 +93,16 @@ class Block(nn.Module):
 
 
 def initial_values(config: GPTConfig, seed: int) -> Callable[[str, Tensor], None]:
-    """Fills a parameter, given its name: N(0, 0.02), 0.02 / sqrt(2 layers) where a block adds to the residual stream
-    (GPT-2's). Each has a generator of its own, so that a model made in parts has the bits of one made whole."""
+    """Makes a function that fills a parameter, given its name, with GPT-2's initial values.
+
+    Matrices are drawn from a normal distribution with mean 0 and standard deviation 0.02, or 0.02 / sqrt(2 layers)
+    where they add to the residual stream. Each has a random generator of its own, so a model that is made in parts has
+    the bits of one that is made whole.
+
+    Args:
+        config: sizes.
+        seed: the same seed gives the same bits.
+    """
     residual = 0.02 / math.sqrt(2 * config.layers)
 
     @torch.no_grad()
@@ -109,11 +122,11 @@ class GPT(nn.Module):
 
     Args:
         config: sizes.
-        seed: of the initial values: the same seed gives the same bits, and torch's global
-            generator is neither read nor moved.
+        seed: the seed of the initial values. The same seed gives the same bits; torch's global generator is neither
+            read nor moved.
         device: "cpu", or "meta" for shapes without memory.
-        checkpoint_activations: whether training keeps what enters each block, (B, T, W), for about
-            16 times as many activations, and runs the block once more in its backward. The same bits.
+        checkpoint_activations: whether training keeps only what enters each block, (B, T, W), and runs the block once
+            more in its backward. That is about 1/16 of the activations, and the bits are the same.
     """
 
     def __init__(
@@ -138,14 +151,18 @@ class GPT(nn.Module):
                 fill(name, parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Predict the byte after each position.
+        """Predicts the byte after each position.
 
         Args:
             tokens: (B, T) int64 in 0..255, T at most `config.context`.
             targets: (B, T) int64, the byte that follows each token, or None.
-        Returns: logits (B, T, 256) in the parameters' dtype; the mean cross entropy in nats a byte,
-            a 0-dim fp32 tensor, or None without targets.
-        Raises: ConfigError where T is longer than the context.
+
+        Returns:
+            The logits, (B, T, 256) in the parameters' dtype, and the mean cross entropy in nats a byte, a 0-dim fp32
+            tensor, or None without targets.
+
+        Raises:
+            ConfigError: T is larger than the context.
         """
         length = tokens.shape[1]
         if length > self.config.context:
@@ -168,14 +185,16 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Sample `count` bytes after a prompt, one at a time, with the last `context` bytes in view.
+        """Samples `count` bytes after a prompt, one at a time, with the last `context` bytes in view.
 
         Args:
             prompt: (T,) int64, at least one token.
-            count: bytes to sample.
-            temperature: the logits' divisor; 0 takes the likeliest byte each time.
-            generator: a CPU generator, so that a seed gives the same text on every device's logits.
-        Returns: (T + count,) int64 on the prompt's device.
+            count: how many bytes to sample.
+            temperature: the divisor of the logits; 0 takes the likeliest byte each time.
+            generator: a CPU generator, from which all bytes are drawn, whatever the device; None: torch's global one.
+
+        Returns:
+            (T + count,) int64 on the prompt's device.
         """
         tokens = prompt
         for _ in range(count):

@@ -40,12 +40,15 @@ class Recipe:
     """How the GPT is trained.
 
     Attributes:
-        steps: of the optimizer, each of `accumulation` micro-batches of `batch` sequences of `seq` bytes.
+        steps: how many steps the optimizer takes.
+        batch: how many sequences a micro-batch has.
+        seq: how many bytes a sequence has.
         lr: the learning rate at its peak.
-        seed: of the initial values, the batches and the sample.
-        validation: sequences to validate with.
-        commit_every: steps between commits; None: there are none.
-        timeline: the file that says what ran when in the last TIMELINE_STEPS steps; None: they are not recorded.
+        accumulation: how many micro-batches a step has.
+        seed: the seed of the initial values, the batches and the sample.
+        validation: how many sequences to validate with.
+        commit_every: how many steps there are between commits; None: there are none.
+        timeline: the file that gets what ran when in the last TIMELINE_STEPS steps; None: they are not recorded.
     """
 
     steps: int
@@ -61,11 +64,15 @@ class Recipe:
 
 @dataclass
 class Measured:
-    """What was measured in a run. Losses are in nats a byte, times in seconds.
+    """What was measured in a run. Losses are in nats a byte.
 
-    losses: of each step's batches, before its update; validation: (steps done, loss).
-    seconds: by phase: forward, backward, step, evaluate; begun: steps that an earlier process had done; committed: the
-    step of the last commit, None: there is none.
+    Attributes:
+        losses: the loss of each step's batches, before its update.
+        validation: for each validation, how many steps were done and the loss.
+        seconds: the time that each phase took: "forward", "backward", "step" and "evaluate".
+        tokens: how many tokens this process trained on.
+        begun: how many steps an earlier process had done.
+        committed: the step of the run's last commit, also by an earlier process; None: there is none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -82,7 +89,12 @@ class Measured:
 
 
 class Clock:
-    """Adds up the wall-clock seconds of each phase."""
+    """Adds up the wall-clock seconds of each phase.
+
+    Args:
+        seconds: gets the sums, by phase.
+        device: the device that computes. At the end of a phase it is waited for.
+    """
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
         self._seconds = seconds
@@ -100,7 +112,7 @@ class Clock:
 
 
 def build_adamw(model: GPT, lr: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only."""
+    """Makes an AdamW that decays matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [
@@ -111,11 +123,12 @@ def build_adamw(model: GPT, lr: float) -> torch.optim.AdamW:
 
 
 def build_optimizer(model: GPT, recipe: Recipe, **options: Any) -> OffloadZero:
-    """AdamW, taken over by OffloadZero.
+    """Makes an AdamW, and an OffloadZero that takes it over.
 
     Args:
         model: in fp32; on the meta device where its parameters stream. They then get their values as they are taken.
-        options: of OffloadZero.
+        recipe: how the model is trained.
+        **options: options of OffloadZero.
     """
     is_meta = next(model.parameters()).is_meta
     init = initial_values(model.config, recipe.seed) if is_meta else None
@@ -124,11 +137,14 @@ def build_optimizer(model: GPT, recipe: Recipe, **options: Any) -> OffloadZero:
 
 @contextlib.contextmanager
 def opened(model: GPT, recipe: Recipe, *, keep: bool, path: Path | None, **options: Any) -> Iterator[OffloadZero]:
-    """The optimizer, which is closed at the end of the block.
+    """A context that makes the optimizer, and closes it at its end.
 
     Args:
-        keep: False: the swap files that it made are removed then, also after an error.
+        model: as for `build_optimizer`.
+        recipe: how the model is trained.
+        keep: False: the swap files that the run made are removed at the end, also after an error.
         path: the directory of the swap files, absolute; None: there are none.
+        **options: other options of OffloadZero.
     """
     if path is None or keep:
         with build_optimizer(model, recipe, path=path, **options) as optimizer:
@@ -145,7 +161,12 @@ def opened(model: GPT, recipe: Recipe, *, keep: bool, path: Path | None, **optio
 
 
 def lr_factor(step: int, steps: int) -> float:
-    """Warm-up, then half a cosine from 1 down to LAST_LR. Steps count from 0."""
+    """The factor of the learning rate: a linear warm-up to 1, then half a cosine down to LAST_LR.
+
+    Args:
+        step: the step's number, from 0.
+        steps: how many steps there are.
+    """
     warm_up = max(1, round(steps * WARM_UP))
     if step < warm_up:
         return (step + 1) / warm_up
@@ -155,7 +176,16 @@ def lr_factor(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: GPT, windows: tuple[Tensor, Tensor], batch: int) -> float:
-    """Mean loss over (tokens, targets), `batch` windows at a time."""
+    """The mean loss over some windows.
+
+    Args:
+        model: the model.
+        windows: tokens and targets, (n, seq) int64 each.
+        batch: how many windows are computed at a time.
+
+    Returns:
+        The loss in nats a byte.
+    """
     tokens, targets = windows
     total = 0.0
     for part, aims in zip(torch.split(tokens, batch), torch.split(targets, batch), strict=True):
@@ -173,13 +203,21 @@ def train_loop(
     measured: Measured,
     on_step: Callable[[int], None],
 ) -> None:
-    """Train for `recipe.steps`, validating before, after and now and then between.
+    """Trains for `recipe.steps` steps. Validates before the first, after the last, and now and then between.
 
     Args:
-        measured: is filled in.
-        on_step: called after each step with how many are done.
+        model: the model.
+        optimizer: its optimizer.
+        text: what to train on.
+        recipe: how the model is trained.
+        device: where the model computes.
+        measured: gets what is measured.
+        on_step: called after each step with the number of steps that are done.
 
-    Raises: SystemExit(143) on SIGTERM, where it commits: after the step it is in, and its commit.
+    Raises:
+        ConfigError: the run that is resumed is at the last step already, or is none of `offload train`.
+        SystemExit: with status 143, after a SIGTERM in a run that commits. The step under way is made and committed
+            first.
     """
     clock = Clock(measured.seconds, device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, recipe.steps))
@@ -233,8 +271,14 @@ def train_loop(
 def _continue(
     optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, steps: int
 ) -> int:
-    """Continues the schedule and the batches of the run that this one resumes. Returns: the steps that it did, 0 if
-    none is resumed."""
+    """Continues the schedule and the batches of the run that this one resumes.
+
+    Returns:
+        How many steps that run has done; 0 if none is resumed.
+
+    Raises:
+        ConfigError: it has done all steps already, or is none of `offload train`.
+    """
     if optimizer.resumed is None:
         return 0
     step, extra = optimizer.resumed
@@ -251,7 +295,7 @@ def _continue(
 
 @contextlib.contextmanager
 def _noted_sigterm() -> Iterator[list[int]]:
-    """Gives a list that gets the signal's number when SIGTERM comes."""
+    """A context that gives a list. When SIGTERM comes, the list gets the signal's number, and nothing else happens."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
@@ -261,7 +305,11 @@ def _noted_sigterm() -> Iterator[list[int]]:
 
 
 def _accumulate(model: GPT, batches: Batches, accumulation: int, clock: Clock) -> float:
-    """Forward and backward over the micro-batches of one step; gives their mean loss."""
+    """Runs forward and backward over the micro-batches of one step.
+
+    Returns:
+        Their mean loss in nats a byte.
+    """
     total = 0.0
     for _ in range(accumulation):
         tokens, targets = batches()
@@ -274,7 +322,18 @@ def _accumulate(model: GPT, batches: Batches, accumulation: int, clock: Clock) -
 
 
 def sample(model: GPT, text: Text, count: int, seed: int, device: torch.device) -> tuple[str, str]:
-    """A prompt from the held-out text, and what the model writes after it."""
+    """Lets the model continue a prompt from the held-out text.
+
+    Args:
+        model: the model.
+        text: what the prompt is taken from.
+        count: how many bytes the model writes.
+        seed: the seed of the random choices.
+        device: where the model computes.
+
+    Returns:
+        The prompt, and what the model wrote after it.
+    """
     opening = text.validation[:PROMPT_SEARCH].tobytes()
     start = opening.find(b"\n") + 1  # of a line, or of the text where there is none
     prompt = torch.tensor(list(opening[start : start + PROMPT_BYTES] or opening), device=device)

@@ -29,7 +29,13 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and to validate with. Attributes: source: where they come from, in words."""
+    """Bytes to train on and to validate with.
+
+    Attributes:
+        train: the bytes to train on, (n,) uint8.
+        validation: the bytes to validate with, (m,) uint8.
+        source: where they come from, in words.
+    """
 
     train: Bytes
     validation: Bytes
@@ -41,10 +47,14 @@ def standard_library() -> Path:
 
 
 def load_text(data: Path | None, seq: int) -> Text:
-    """Read `data` (a file, a folder, or None for the standard library) and hold out its end.
+    """Reads a text and holds out its end.
 
-    Args: seq: tokens a sequence; each part must hold at least one sequence and the byte after it.
-    Raises: ConfigError where there is nothing to read, or too little, or too much for RAM.
+    Args:
+        data: a file or a folder; None: the sources of Python's standard library.
+        seq: how many tokens a sequence has. Each part must hold at least one sequence and the byte after it.
+
+    Raises:
+        ConfigError: there is nothing to read, it cannot be read, or it is too little, or too much for RAM.
     """
     if data is None:
         source = f"Python's standard library, {standard_library()}"
@@ -69,13 +79,17 @@ def load_text(data: Path | None, seq: int) -> Text:
 
 
 def split(content: Bytes) -> tuple[Bytes, Bytes]:
-    """The first 95 % to train on, and the contiguous rest to validate with."""
+    """Splits bytes into the first 95 %, to train on, and the contiguous rest, to validate with."""
     cut = len(content) - int(len(content) * HELD_OUT)
     return content[:cut], content[cut:]
 
 
 def _map_file(file: Path) -> Bytes:
-    """A file's bytes, mapped into memory: the text may be larger than RAM."""
+    """Maps a file's bytes into memory: the text may be larger than RAM.
+
+    Raises:
+        ConfigError: the file is empty, or cannot be read.
+    """
     try:
         if file.stat().st_size == 0:
             raise ConfigError(f"--data {file} is empty: give text to train on")
@@ -85,7 +99,7 @@ def _map_file(file: Path) -> Bytes:
 
 
 def _library_files(library: Path) -> Iterator[bytes]:
-    """The sources, in the order of relative paths, without those that cannot be read."""
+    """The sources below `library`, in the order of relative paths, without those that cannot be read."""
     for file in _walk(library, skip=NOT_LIBRARY):
         if file.suffix == ".py":
             with contextlib.suppress(OSError):
@@ -93,7 +107,11 @@ def _library_files(library: Path) -> Iterator[bytes]:
 
 
 def _folder_files(folder: Path) -> Iterator[bytes]:
-    """The text files of a user's folder, in the order of relative paths. Raises: ConfigError."""
+    """The text files of a user's folder, in the order of relative paths.
+
+    Raises:
+        ConfigError: a file cannot be read, or they hold more than FOLDER_LIMIT_BYTES together.
+    """
     total = 0
     for file in _walk(folder, skip=frozenset()):
         try:
@@ -111,7 +129,10 @@ def _folder_files(folder: Path) -> Iterator[bytes]:
 
 
 def _walk(folder: Path, skip: frozenset[str]) -> list[Path]:
-    """Regular files below `folder`, sorted by relative path; hidden ones and folders in `skip` are left out."""
+    """Regular files below `folder`, sorted by relative path, without hidden ones and those in folders named in `skip`.
+
+    What lies in hidden folders is left out, too.
+    """
     found = []
     for directory, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
@@ -123,7 +144,15 @@ def _walk(folder: Path, skip: frozenset[str]) -> list[Path]:
 class Batches:
     """Random windows of the text, the same ones for the same seed on every machine.
 
-    Calling it gives (tokens, targets): two (batch, seq) int64 tensors on `device`, targets one byte on.
+    Calling it gives tokens and targets: two (batch, seq) int64 tensors on `device`. The targets are one byte further
+    on.
+
+    Args:
+        text: the bytes to draw from, (n,) uint8.
+        batch: how many sequences a batch has.
+        seq: how many bytes a sequence has.
+        seed: the seed of the windows.
+        device: where the tensors are made.
     """
 
     def __init__(self, text: Bytes, batch: int, seq: int, seed: int, device: torch.device) -> None:
@@ -137,7 +166,7 @@ class Batches:
         return self._generator.get_state()
 
     def restore(self, state: Tensor) -> None:
-        """Goes back to a `state`."""
+        """Goes back to a position that `state` returned."""
         self._generator.set_state(state)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
@@ -147,14 +176,24 @@ class Batches:
 
 
 def cut_windows(text: Bytes, starts: list[int], seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`seq` bytes and the one after, from each start: (tokens, targets), (len(starts), seq) int64 each."""
+    """Cuts `seq` bytes and the one after them from each start.
+
+    Args:
+        text: the bytes, (n,) uint8.
+        starts: where each window begins.
+        seq: how many tokens a window has.
+        device: where the tensors are made.
+
+    Returns:
+        Tokens and targets, (len(starts), seq) int64 each.
+    """
     windows = np.stack([text[start : start + seq + 1] for start in starts]).astype(np.int64)
     both = torch.from_numpy(windows).to(device)
     return both[:, :-1], both[:, 1:]
 
 
 def even_starts(text: Bytes, windows: int, seq: int) -> list[int]:
-    """Up to `windows` starts, evenly spread and without overlap, so that validation sees all of the text."""
+    """Up to `windows` starts, evenly spread over all of the text, of windows that do not overlap."""
     count = max(1, min(windows, (len(text) - 1) // seq))
     step = (len(text) - 1 - seq) / max(1, count - 1)
     return [int(i * step) for i in range(count)]

@@ -1,5 +1,4 @@
-"""The directory of a run's swap files. When the run ends, the files that it made there are removed, and nothing
-else."""
+"""The directory of a run's swap files. When the run ends, the files that it made there are removed, and no others."""
 
 from __future__ import annotations
 
@@ -23,20 +22,23 @@ class Workspace:
         self._known: dict[Path, os.stat_result] = {}
 
     def know(self, files: Sequence[str | Path]) -> None:
-        """Remembers which files have these names now. Others that get the names later are not removed: the directory
-        may be moved away, and another run may begin under its name."""
+        """Remembers which files have these names now.
+
+        Other files that get the names later are not removed: the directory may be moved away, and another run may begin
+        under its name.
+        """
         for path in (self._path, *(Path(file).absolute() for file in files)):
             with contextlib.suppress(FileNotFoundError):
                 self._known[path] = path.lstat()
 
     def remove_files(self, files: Sequence[str | Path]) -> None:
-        """Deletes those of the run's files that it made."""
+        """Deletes those of `files` that the run made."""
         for file in (Path(file).absolute() for file in files):
             if file not in self._before and self._is_known(file):
                 file.unlink(missing_ok=True)
 
     def remove_abandoned(self) -> None:
-        """Deletes the swap file that was left by a run that could not begin, unless a live run holds its lock."""
+        """Deletes the swap file that a run left that could not begin, unless a live run holds its lock."""
         file = self._path / SWAP_FILE
         with contextlib.suppress(OSError), open(file, "r+b") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,7 +61,7 @@ class Workspace:
 
 @contextlib.contextmanager
 def removed_at_end(space: Workspace, files: Sequence[str | Path]) -> Iterator[None]:
-    """Deletes `files` at the end of the block, also after an error.
+    """A context that deletes `files` at its end, also after an error.
 
     Enter it after the optimizer, so that it is left before it: no other run can take the files over as long as the
     optimizer holds its lock.

@@ -3,8 +3,8 @@
 [Note: a step does not block]
 `Step.begin` fixes everything the step depends on (gradients, hyper-parameters, scale) and queues one piece of work for
 each chunk: lease its states ▶ Adam kernel, one segment at a time ▶ release dirty. New parameters are written to the
-model by `Step.apply` only, one flat parameter at a time: a reader in between sees a parameter's whole old value or its
-whole new one.
+model by `Step.start_apply` and `Step.apply` only, and `apply` ends one flat parameter at a time: a reader in between
+sees a parameter's whole old value or its whole new one.
 
 - On a device with memory of its own, one worker runs the queue in order. A new parameter is kept in the memory of the
   gradient it was made from, which nobody needs any more, until `apply` copies it to the device: after the event of the
@@ -54,11 +54,13 @@ BOUNCE = "new parameters on their way to the device"
 
 
 def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
-    """What NewParameters takes.
+    """The memory that NewParameters reserves.
 
     Args:
-        memory: where the states are when they are stepped.
-        bounces: whether new parameters are copied to the device, and gradients have no memory for them.
+        layout: of the trained parameters.
+        memory: the tier in which the states are stepped.
+        bounces: whether new parameters are copied to the device and gradients have no memory for them. Then one bounce
+            buffer is reserved, as large as the largest chunk of 16-bit parameters.
     """
     if not bounces:
         return []
@@ -70,11 +72,16 @@ def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
 class NewParameters:
     """Writes new parameters into the model; see [Note: a step does not block].
 
-    Args: flats: the model's flat parameters on its device; gradients: whose memory holds new parameters on their way to
-    a device; streamed: the store of all parameters, if they are on the device only around their use: then the new
-    values are written there.
-    Attribute: chunk_updated: called with each chunk and its new values when they are about to be in that store, those
-    from other ranks too.
+    Args:
+        run: the run.
+        flats: the model's flat parameters, on its device.
+        gradients: the gradient buffer. New parameters on their way to a device take its memory.
+        streamed: the store of all parameters, if they are on the device only while they are used. The new values are
+            then written to it. None: the parameters stay in the model.
+
+    Attributes:
+        chunk_updated: called with a chunk and its new values, shape (chunk.numel,), when they are about to be in the
+            store `streamed`. It is called for chunks of other ranks, too.
     """
 
     def __init__(
@@ -102,27 +109,40 @@ class NewParameters:
 
     @property
     def direct(self) -> bool:
-        """Whether the kernels write into the model."""
+        """Whether the model's parameters are in RAM, where kernels can write to them."""
         return self._copier.direct
 
     @property
     def is_in_place(self) -> bool:
-        """Whether they do so where the model has its parameters all the time."""
+        """Whether kernels write into the model itself: its parameters are in RAM and do not stream."""
         return self.direct and self._streamed is None
 
     def step_begins(self) -> None:
-        """Nothing that is queued from now on reads old values, or writes gradients, before it waited for new values."""
+        """Begins a step: waits until the new values of the step before have arrived.
+
+        What the device does from now on reads no old values, and writes no gradient over new values that are on their
+        way.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.wait_for_transfers()
         self._step = self._copier.mark()
 
     def begin(self) -> None:
-        """Before the first new values of a flat parameter are written."""
+        """Begins flat parameters, before the first of their new values is written."""
         self._exchange.begin()
 
     def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
-        """Gives the memory to which the kernels write the new parameters of `chunk`: (chunk.numel,), in its dtype.
+        """Lends the memory to which the kernels write the new parameters of a chunk.
 
-        Args: step: that they are the result of; is_whole: whether all parameters of the chunk are written.
+        Args:
+            chunk: one of this rank.
+            step: the step that makes these parameters.
+            is_whole: whether all parameters of the chunk are written.
+
+        Returns:
+            A context manager, which gives shape (chunk.numel,) in the dtype of the chunk's parameters.
         """
         if self.is_in_place:
             return nullcontext(self.in_place(chunk))
@@ -147,9 +167,14 @@ class NewParameters:
             self._in_gradient(chunk).copy_(target)
 
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
-        """The 16-bit parameters of `chunk` before the step: shape (chunk.numel,), on the CPU.
+        """The 16-bit parameters of a chunk before the step.
 
-        Args: target: from `writing`, for a chunk that is not whole.
+        Args:
+            chunk: one of this rank.
+            target: what `writing` gave for this chunk, called with is_whole=False.
+
+        Returns:
+            Shape (chunk.numel,), on the CPU.
         """
         if self._streamed is not None:
             return target
@@ -163,7 +188,12 @@ class NewParameters:
         return bounce
 
     def send(self, chunk: Chunk, runs: Sequence[Segment[StepKey]]) -> None:
-        """Starts copying the `runs` of a chunk to the device, where kernels do not write there."""
+        """Starts to copy new parameters to the device. Does nothing where kernels write into the model or a store.
+
+        Args:
+            chunk: one whose kernels have run.
+            runs: the elements of the chunk that have new values.
+        """
         if self.direct or self._streamed is not None:
             return
         while self._copies and self._copies[0][1].done():
@@ -177,8 +207,13 @@ class NewParameters:
             self._timeline.count("host_to_device_bytes", size)
 
     def wait_for_transfers(self) -> None:
-        """Waits until all that was sent is on the device, and what other ranks sent. The memory that it was sent from
-        holds gradients again. Raises: RankError."""
+        """Waits until all new parameters that were sent, here or by other ranks, have arrived.
+
+        The memory that they were sent from holds gradients again.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         while self._copies:
             self._finish_copy()
         self._exchange.wait()
@@ -195,27 +230,44 @@ class NewParameters:
         del self._copies[0]
 
     def start_gather(self, flat: int, step: int) -> None:
-        """Starts getting the new parameters that other ranks made in step `step`, after those of this rank that were
-        sent. Raises: RankError."""
+        """Starts to receive the other ranks' new parameters of a flat parameter.
+
+        The collectives come after the copies of this rank's own new parameters.
+
+        Args:
+            flat: the flat parameter's number.
+            step: the step that made these parameters.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         with self._copier.after_uploads() if self._streamed is None else nullcontext():
             self._step.wait_on_device()  # also where this rank has sent nothing
             self._exchange.start(flat, step)
 
     def finish(self, flat: int) -> None:
-        """What is queued from now on sees the new value of all of a flat parameter. Raises: RankError."""
+        """Makes what is queued on the device from now on see all new values of a flat parameter.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         for chunk, copy, _ in self._copies:
             if chunk.flat == flat:
                 copy.wait_on_device()
         self._exchange.finish(flat)
 
     def all_gather(self, flat: int, step: int) -> None:
-        """Gets the other ranks' shards of a flat parameter, of which this rank's is in the model. Raises: RankError."""
+        """Gets the other ranks' shards of a flat parameter. This rank's own shard is in the model already.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
         self.begin()
         self._exchange.start(flat, step)
         self.finish(flat)
 
     def abandon(self) -> None:
-        """Waits for transfers under way, successful or not; new parameters that are not in the model are dropped."""
+        """Waits for transfers under way, successful or not. New parameters that are not in the model are dropped."""
         self.close()
         self._exchange.abandon()
         if not self.direct and self._streamed is None:
@@ -223,7 +275,7 @@ class NewParameters:
                 self._clear_gaps(chunk)
 
     def move(self) -> None:
-        """The flat parameters have other memory now."""
+        """Takes note that the flat parameters have other memory now."""
         self._shards.clear()
 
     def close(self) -> None:
@@ -234,13 +286,16 @@ class NewParameters:
         self._copies.clear()
 
     def _clear_gaps(self, chunk: Chunk) -> None:
-        """Gaps between gradients are zeros by contract; the next gradients overwrite all else."""
+        """Fills the gaps between a chunk's gradients with zeros, which is what kernels rely on.
+
+        New parameters were written over them. The next gradients overwrite all other elements.
+        """
         grads = self._gradients.chunk_memory(chunk.index)
         for piece, following in pairwise(chunk.pieces):
             grads[piece.chunk_offset + piece.numel : following.chunk_offset] = 0
 
     def _fits_gradient(self, chunk: Chunk) -> bool:
-        """Whether a gradient is as wide as its parameter, so that kernels can write one over the other."""
+        """Whether a chunk's gradients have its parameters' dtype, so that kernels can write one over the other."""
         return self._gradients.dtype(chunk) is self._flats[chunk.flat].dtype
 
     def _in_gradient(self, chunk: Chunk) -> Tensor:
@@ -251,7 +306,7 @@ class NewParameters:
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def in_place(self, chunk: Chunk) -> Tensor:
-        """The parameters of a chunk in the model, shape (chunk.numel,), where they are not streamed."""
+        """The parameters of a chunk in the model, shape (chunk.numel,). Only for parameters that do not stream."""
         flat, (found, shard) = self._flats[chunk.flat], self._shards.get(chunk.index, (None, None))
         if shard is None or found is not flat:
             shard = flat[chunk.start : chunk.start + chunk.numel]
@@ -261,7 +316,16 @@ class NewParameters:
 
 @dataclass
 class _Work:
-    """One chunk's share of a step. is_whole: all of its parameters are in it; done: of the worker, if there is one."""
+    """One chunk's part of a step.
+
+    Attributes:
+        step: the number of the step.
+        chunk: the chunk.
+        is_whole: whether all parameters of the chunk are stepped.
+        runs: the elements that are stepped, with the key of each.
+        scalars: the kernel's scalars, by key.
+        done: the future of the worker that runs it; None: no worker does.
+    """
 
     step: int
     chunk: Chunk
@@ -272,7 +336,15 @@ class _Work:
 
 
 class Step:
-    """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
+    """Runs Adam over the chunks of a layout; see [Note: a step does not block].
+
+    Args:
+        run: the run.
+        choice: what was decided for the states.
+        store: the store of the states.
+        gradients: the gradient buffer.
+        params: takes the new parameters.
+    """
 
     def __init__(
         self, run: Run, choice: StateChoice, store: Store, gradients: GradientBuffer, params: NewParameters
@@ -296,7 +368,7 @@ class Step:
 
     @property
     def pending(self) -> Collection[int]:
-        """The flats whose new parameters are not in the model yet, in the order of the queue."""
+        """The flat parameters whose new values are not in the model yet, by number, in the order of the queue."""
         return self._pending.keys()
 
     def begin(
@@ -307,10 +379,14 @@ class Step:
         scale: float,
         flats: Sequence[int],
     ) -> None:
-        """Queues one step; all of the one before has been applied.
+        """Queues one step. All of the step before it has been applied.
 
-        Args: step: its number, from 1; keys: of each parameter that has a gradient; groups: the optimizer's
-        param_groups; scale: factor of all gradients; flats: all of them, in the order in which they will be needed.
+        Args:
+            step: its number, from 1.
+            keys: for each parameter that has a gradient, by its number: what its Adam call needs.
+            groups: the optimizer's param_groups.
+            scale: the factor of all gradients.
+            flats: the numbers of all flat parameters, in the order in which they will be needed.
         """
         self._number = step
         scalars = {key: scalars_of(groups[key[0]], key[1], scale * key[2]) for key in set(keys.values())}
@@ -333,8 +409,14 @@ class Step:
                 work.done = before = self._worker.submit(self._run_after, before, work)
 
     def together(self, flats: Iterable[int]) -> Iterator[list[int]]:
-        """Parts `flats`, which are pending, into groups that `start_apply` takes: more than one where their kernels
-        write into the model."""
+        """Parts pending flat parameters into groups for `start_apply`.
+
+        A group has more than one only where the kernels write into the model, the gradients are in RAM, and masters are
+        not split.
+
+        Args:
+            flats: numbers of flat parameters that are pending.
+        """
         group: list[int] = []
         size = 0
         for flat in flats:
@@ -348,7 +430,12 @@ class Step:
             yield group
 
     def start_apply(self, flats: Collection[int]) -> None:
-        """Makes the new parameters of `flats`, some of `together`, or waits for them, and sends them to other ranks."""
+        """Makes the new values of flat parameters, or waits for the worker to make them, and sends them to other ranks.
+
+        Args:
+            flats: numbers of flat parameters that are pending: one group of `together`. Those that were started before
+                are left out.
+        """
         flats = [flat for flat in flats if flat not in self._started]
         if not flats:
             return
@@ -370,14 +457,14 @@ class Step:
             self._started.add(flat)
 
     def apply(self, flat: int) -> None:
-        """Writes the new parameters of `flat`, which is pending, into the model."""
+        """Writes the new values of a flat parameter, which is pending, into the model."""
         self.start_apply([flat])
         self._params.finish(flat)
         self._started.discard(flat)
         del self._pending[flat]
 
     def abandon(self) -> None:
-        """Drops the step under way; waits for what has started."""
+        """Drops the step under way, and waits for the parts of it that have started."""
         works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
         for done in works:
             done.cancel()
@@ -387,12 +474,12 @@ class Step:
         self._params.abandon()
 
     def move(self) -> None:
-        """The model's parameters, of which nothing is pending, have other memory now."""
+        """Takes note that the model's parameters have other memory now. None of them is pending."""
         self._bound.clear()
         self._params.move()
 
     def close(self) -> None:
-        """Ends the worker; what it has not begun is dropped."""
+        """Ends the worker. What it has not begun is dropped."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
         self._bound.clear()
@@ -405,7 +492,13 @@ class Step:
         done.result()
 
     def _run_after(self, before: Future[None] | None, work: _Work) -> None:
-        """In the worker. Args: before: of the chunk before, which has ended; what it raised, this one raises, too."""
+        """Steps a chunk in the worker, after the chunk before it.
+
+        Args:
+            before: the future of the chunk before, which has ended; None: there is none. What it raised is raised here,
+                too.
+            work: the chunk to step.
+        """
         if before is not None:
             before.result()
         self._run(work)
@@ -425,8 +518,11 @@ class Step:
                 self._adam(work, lease, grads, current, target)
 
     def _batches(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
-        """Parts the queue into chunks that are in RAM with all that their kernels need, several together, and others
-        that have to be waited for, each alone."""
+        """Parts the queue into batches whose kernels run together.
+
+        Chunks that are in RAM, with all that their kernels need, are in batches of several. A chunk that has to be
+        waited for is a batch of its own.
+        """
         batch: list[_Work] = []
         size = 0
         for work in works:
@@ -443,7 +539,10 @@ class Step:
             yield batch
 
     def _run_together(self, works: Sequence[_Work]) -> None:
-        """For what is in RAM. Each chunk is leased while kernels of others run, and no thread waits between two."""
+        """Steps several chunks that are in RAM.
+
+        A chunk is leased while the kernels of others run, so no thread waits between two chunks.
+        """
         with (
             ExitStack() as held,
             self._timeline.span("adam_s"),
@@ -482,7 +581,7 @@ class Step:
     def _bind(
         self, run: Segment[StepKey], lease: Lease, grads: Tensor, target: Tensor
     ) -> Callable[[AdamScalars], Task]:
-        """The kernel for a run of a chunk's elements."""
+        """The kernel for one run of a chunk's elements. It still needs the scalars."""
         tensors = [*lease.arrays, grads, target]
         if (run.start, run.stop) != (0, grads.numel()):
             tensors = [tensor[run.start : run.stop] for tensor in tensors]
@@ -490,12 +589,25 @@ class Step:
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:
-    """The kernel's scalars for a torch param group of Adam or AdamW."""
+    """The kernel's scalars for a torch param group of Adam or AdamW.
+
+    Args:
+        group: the param group.
+        step: the parameter's step count after this step, from 1.
+        scale: the factor of its gradient.
+    """
     return AdamScalars.at(step=step, scale=scale, **hyper_parameters_of(group))
 
 
 def hyper_parameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a torch param group of Adam or AdamW, whose lr and betas may be tensors, as plain numbers."""
+    """The hyper-parameters of a torch param group of Adam or AdamW, as plain numbers.
+
+    Args:
+        group: the param group. Its lr and betas may be tensors.
+
+    Returns:
+        "lr", "betas", "eps", "weight_decay", and "decoupled", which is True for AdamW.
+    """
     beta1, beta2 = group["betas"]
     return {
         "lr": float(group["lr"]),

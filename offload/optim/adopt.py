@@ -43,8 +43,11 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _is_wrapper(kind: type) -> bool:
-    """Whether `kind` is one of WRAPPERS, or a subclass that adds nothing: for each optimizer Lightning makes one of the
-    wrapper's class and the optimizer's. The frameworks are not imported for that."""
+    """Whether `kind` is one of WRAPPERS, or a subclass of one that adds nothing.
+
+    Lightning makes such a subclass for each optimizer, of the wrapper's class and the optimizer's. The frameworks are
+    not imported to find out.
+    """
     for one in kind.__mro__:
         if (one.__module__, one.__qualname__) in WRAPPERS:
             return True
@@ -54,7 +57,12 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: ConfigError unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks."""
+    """Checks that OffloadZero can take over an optimizer.
+
+    Raises:
+        ConfigError: it is no torch.optim.Adam or AdamW, has stepped before, was taken over before, has a step() of its
+            own in place of its class's, or has param groups that `require_sound` refuses.
+    """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigError(_why_not(optimizer))
     if "step" in vars(optimizer) and getattr(optimizer.step, "taken_over", False):
@@ -70,7 +78,7 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _why_not(optimizer: object) -> str:
-    """Why an optimizer that is no Adam or AdamW is refused."""
+    """Says why an optimizer that is no Adam or AdamW is refused."""
     if isinstance(optimizer, type):
         name = optimizer.__name__
         return f"optimizer={name} is a class: make one of it, {name}(model.parameters())"
@@ -89,8 +97,10 @@ def _why_not(optimizer: object) -> str:
 
 
 def _own_step(optimizer: torch.optim.Optimizer) -> object:
-    """What somebody has put in place of an optimizer's step(); None for nothing. A learning-rate scheduler only notes
-    whether it was called."""
+    """What somebody has put in place of an optimizer's step(); None: nothing.
+
+    A learning-rate scheduler does not count: it only notes whether step() was called.
+    """
     step = vars(optimizer).get("step")
     if hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", step)
@@ -98,14 +108,23 @@ def _own_step(optimizer: torch.optim.Optimizer) -> object:
 
 
 def move_hooks(given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Hooks that were registered on `given` become those of `optimizer`. They stay in the same dicts, from which the
-    handles that their owners keep remove them."""
+    """Moves the hooks that were registered on `given` to `optimizer`.
+
+    They stay in the same dicts, so the handles that their owners keep still remove them.
+    """
     for name in torch_private.OPTIMIZER_HOOKS:
         setattr(optimizer, name, getattr(given, name))
 
 
 def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises: ConfigError if a group wants a variant of Adam that this library lacks, or a value is out of range."""
+    """Checks the options of param groups.
+
+    Args:
+        groups: an optimizer's param_groups.
+
+    Raises:
+        ConfigError: a group asks for a variant of Adam in UNSUPPORTED, or one of its values is out of range or missing.
+    """
     for number, group in enumerate(groups):
         for option in UNSUPPORTED:
             if group.get(option):
@@ -122,7 +141,7 @@ def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _number(value: object) -> float:
-    """As a float; NaN, which is in no range, for what is no number."""
+    """A value as a float. What is no number becomes NaN, which is in no range."""
     try:
         plain = value.item() if hasattr(value, "item") else value
     except (ValueError, RuntimeError):  # more than one element
@@ -136,7 +155,10 @@ def _refused(number: int, group: Mapping[str, Any], option: str, allowed: str) -
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the old optimizer's step(), which would change nothing, raise an error that says what to call."""
+    """Replaces the step() of an optimizer that was taken over.
+
+    It would change nothing. The new one raises GradientMovedError, which says what to call instead.
+    """
 
     def step(*args: Any, **kwargs: Any) -> NoReturn:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
@@ -149,7 +171,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`retire`; if the body raises, the optimizer is what it was."""
+    """Retires an optimizer as `retire` does. If the body raises, the optimizer is what it was."""
     before, alive = vars(optimizer).get("step"), weakref.ref(optimizer)
     try:
         retire(optimizer)
@@ -165,7 +187,12 @@ def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def take_options(groups: Sequence[dict[str, Any]], committed: Sequence[Mapping[str, Any]]) -> None:
-    """Gives param groups the hyper-parameters that were committed."""
+    """Gives param groups the hyper-parameters that were committed. Those that are tensors are written in place.
+
+    Args:
+        groups: an optimizer's param_groups.
+        committed: the options of each group, in the same order.
+    """
     for group, options in zip(groups, committed, strict=True):
         for name, value in options.items():
             if isinstance(group.get(name), Tensor):
@@ -177,7 +204,14 @@ def take_options(groups: Sequence[dict[str, Any]], committed: Sequence[Mapping[s
 def groups_state(
     groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence[Path], commit: str | None
 ) -> dict[str, Any]:
-    """See OffloadZero.state_dict."""
+    """What OffloadZero.state_dict returns.
+
+    Args:
+        groups: the optimizer's param_groups.
+        step: the number of its last step.
+        paths: the directories of the run.
+        commit: the name of the commit of this step; None: there is none.
+    """
     params = [param for group in groups for param in group["params"]]
     numbers = {param: number for number, param in enumerate(params)}
     names = [str(path) for path in paths]
@@ -194,9 +228,19 @@ _GIVE = "give what state_dict() of an OffloadZero of this model returned"
 
 
 def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> tuple[int, object]:
-    """Whether a state dict is of an optimizer with these groups. Returns: its step, and the commit that it names.
+    """Checks that a state dict is of an OffloadZero with these param groups.
 
-    Raises: ResumeError, ConfigError for a value out of range.
+    Args:
+        groups: the optimizer's param_groups.
+        state_dict: what `groups_state` returned.
+
+    Returns:
+        Its step, and the commit that it names, if any.
+
+    Raises:
+        ResumeError: it is of no OffloadZero, its groups have other numbers of parameters, or one is of AdamW here and
+            of Adam there.
+        ConfigError: one of its groups is refused by `require_sound`.
     """
     theirs = state_dict.get("param_groups")
     if not isinstance(theirs, list | tuple) or not all(isinstance(one, Mapping) and "params" in one for one in theirs):
@@ -222,6 +266,6 @@ def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, 
 
 
 def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Takes the hyper-parameters of a state dict that matches."""
+    """Gives param groups the hyper-parameters of a state dict that `require_matching` has accepted."""
     for group, other in zip(groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})

@@ -1,5 +1,7 @@
-"""One warning, where a framework drives a resumed run and was not told to resume: its step count, scheduler and data
-would begin anew, in silence, with the weights of the commit."""
+"""A warning for a resumed run that a framework drives and that was not told to resume.
+
+The framework's step count, scheduler and data would silently begin anew, with the weights of the commit.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,19 @@ _RESUMES = {
 
 
 def is_loading_a_checkpoint() -> bool:
-    """Whether a call of `load_state_dict` is more than what Accelerate's `prepare` does with any optimizer: it loads
-    what `state_dict` has just returned."""
+    """Whether a call of `load_state_dict` loads a checkpoint.
+
+    Accelerate's `prepare` calls it for any optimizer, with what `state_dict` has just returned. That is no checkpoint.
+    """
     return not any(package == "accelerate" and name == "__init__" for package, name in _callers())
 
 
 def warn_of_new_loop(step: int) -> None:
-    """Warns if a framework is among the callers. Args: step: that the run was resumed at."""
+    """Warns that a resumed run begins anew, if a framework is among the callers.
+
+    Args:
+        step: the step that the run was resumed at.
+    """
     found = [_RESUMES[package] for package, _ in _callers() if package in _RESUMES]
     if found:  # the outermost one: Trainer calls Accelerate
         warnings.warn(

@@ -1,8 +1,8 @@
 """What the kernels compute, in NumPy: the numeric contract, to be read, and for tests to compare with.
 
-Every operation is one fp32 operation, rounded to nearest even, in the order written; denormals are
-kept. `kernels/*.c` gives the same bits on every instruction set (NaN compared as NaN). Gradients here
-are fp32: a bf16 or fp16 gradient is widened first, which is exact.
+Every operation is one fp32 operation, rounded to nearest even, in the order written. Denormals are kept. `kernels/*.c`
+gives the same bits on every instruction set (NaN compared as NaN). Gradients are fp32 here: a bf16 or fp16 gradient is
+widened first, which is exact.
 """
 
 from __future__ import annotations
@@ -33,11 +33,26 @@ def adam(
     decoupled: bool,
     scale: float = 1.0,
 ) -> tuple[F32, F32, F32]:
-    """One step of AdamW (`decoupled`) or Adam: the new master, exp_avg and exp_avg_sq, fp32 [n] each.
+    """One step of AdamW or Adam.
 
-    Scalars are computed in double and rounded once to fp32; `step` counts from 1. After Kingma and
-    Ba, "Adam", algorithm 1, and Loshchilov and Hutter, "Decoupled weight decay regularization",
-    algorithm 2, in the order of torch's plain loop.
+    Scalars are computed in double and rounded once to fp32. After Kingma and Ba, "Adam", algorithm 1, and Loshchilov
+    and Hutter, "Decoupled weight decay regularization", algorithm 2, in the order of torch's plain loop.
+
+    Args:
+        master: the parameters, fp32 (n,).
+        exp_avg: the first moment, fp32 (n,).
+        exp_avg_sq: the second moment, fp32 (n,).
+        grad: the gradients, fp32 (n,).
+        step: the number of this step, from 1.
+        lr: the learning rate.
+        betas: the decay rates of the two moments, each at least 0 and below 1.
+        eps: added to the denominator.
+        weight_decay: the weight decay.
+        decoupled: True: AdamW; False: Adam.
+        scale: the factor of the gradients.
+
+    Returns:
+        The new master, exp_avg and exp_avg_sq, fp32 (n,) each.
     """
     beta1, beta2 = betas
     p, m, v = master, exp_avg, exp_avg_sq
@@ -56,26 +71,32 @@ def adam(
 
 
 def to_bf16(x: F32) -> U16:
-    """fp32 [n] to the bits of bf16 [n], to nearest even; NaN gives 0x7fc0."""
+    """Rounds fp32 (n,) to the bits of bf16 (n,), to nearest even. NaN gives 0x7fc0."""
     bits = x.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the sum wraps for some NaN only
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
 def from_bf16(bits: U16) -> F32:
-    """The bits of bf16 [n] to fp32 [n], exactly: they are its upper half."""
+    """Widens the bits of bf16 (n,) to fp32 (n,), exactly: they are its upper half."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def split(master: F32, exp_avg_sq: F32) -> tuple[U16, U16, F32]:
-    """A split master: fp32 [n] as the bits of its bf16 copy and its lower 16 bits, [n] each, and
-    exp_avg_sq [n] with one bit more.
+    """Splits a master into its bf16 copy and the rest.
 
-    The copy is rounded to nearest even, so it is the upper half, or one more where the lower half is
-    above 0x8000: the lower half tells which, except at 0x8000 itself. There the even one of the two
-    is the copy, and 0x3F7F8000 and 0x3F808000 have the same copy, 0x3F80, and the same lower half.
-    What tells them apart is whether the upper half was odd: `odd` travels in the sign bit of
-    exp_avg_sq, a mean of squares, which has no sign of its own. A NaN becomes 0x7FC00000.
+    The copy is rounded to nearest even, so it is the upper half, or one more where the lower half is above 0x8000. The
+    lower half tells which, except at 0x8000 itself. There the copy is the even one of the two: 0x3F7F8000 and
+    0x3F808000 have the same copy, 0x3F80, and the same lower half. What tells them apart is whether the upper half was
+    odd. This bit travels in the sign bit of exp_avg_sq, which is a mean of squares and has no sign of its own. A NaN
+    becomes 0x7FC00000.
+
+    Args:
+        master: fp32 (n,).
+        exp_avg_sq: the second moment, fp32 (n,).
+
+    Returns:
+        The bits of the bf16 copy (n,), the lower 16 bits (n,), and exp_avg_sq, fp32 (n,), with one more bit.
     """
     bits = np.where(np.isnan(master), np.uint32(0x7FC00000), master.view(np.uint32))
     odd = (bits >> 16) & 1
@@ -84,7 +105,16 @@ def split(master: F32, exp_avg_sq: F32) -> tuple[U16, U16, F32]:
 
 
 def join(param: U16, low: U16, exp_avg_sq: F32) -> tuple[F32, F32]:
-    """The master and the exp_avg_sq, fp32 [n] each, that `split` was given (NaN as NaN)."""
+    """Undoes `split`.
+
+    Args:
+        param: the bits of the bf16 copy (n,).
+        low: the lower 16 bits (n,).
+        exp_avg_sq: as `split` returned it, fp32 (n,).
+
+    Returns:
+        The master and the exp_avg_sq that `split` was given, fp32 (n,) each. A NaN comes back as a NaN.
+    """
     bits, odd = exp_avg_sq.view(np.uint32), exp_avg_sq.view(np.uint32) >> 31
     rounded_up = (low > 0x8000) | ((low == 0x8000) & (odd == 1))
     upper = param.astype(np.uint32) - rounded_up
@@ -92,23 +122,30 @@ def join(param: U16, low: U16, exp_avg_sq: F32) -> tuple[F32, F32]:
 
 
 def to_f16(x: F32) -> U16:
-    """fp32 [n] to the bits of fp16 [n], to nearest even; too large gives Inf."""
+    """Rounds fp32 (n,) to the bits of fp16 (n,), to nearest even. What is too large gives Inf."""
     with np.errstate(all="ignore"):
         return x.astype(np.float16).view(np.uint16)
 
 
 def from_f16(bits: U16) -> F32:
-    """The bits of fp16 [n] to fp32 [n], exactly."""
+    """Widens the bits of fp16 (n,) to fp32 (n,), exactly."""
     with np.errstate(all="ignore"):
         return bits.view(np.float16).astype(np.float32)
 
 
 def sum_squares(x: F32, first: int = 0) -> F64:
-    """The fp64 sum of squares of each block of 65536 positions; x is at the positions first .. first+n.
+    """The sum of squares of each block of 65536 positions.
 
-    A block's part is cut into groups of 1024 elements, counted from the part's start. In each, lane j of 32 adds the
-    elements j, j+32, ... in turn. Then the 64 groups fold into one, and its lanes. The square of an fp32 is exact in
-    fp64, so the order is all there is to say.
+    A block's part of `x` is cut into groups of 1024 elements, counted from the part's start. In each group, lane j of
+    32 adds the elements j, j+32, ... in turn. Then the 64 groups fold into one, and the lanes of that one into one
+    value. The square of an fp32 is exact in fp64, so only the order of the sums has to be given.
+
+    Args:
+        x: fp32 (n,).
+        first: the position of its first element.
+
+    Returns:
+        One fp64 sum for each block that `x` touches, in order.
     """
     sums = []
     while len(x):
@@ -131,6 +168,6 @@ def _sum_part(x: F32) -> np.float64:
 
 
 def accumulate(acc: F32, x: F32) -> F32:
-    """acc + x, fp32 [n]."""
+    """The sum acc + x, fp32 (n,)."""
     with np.errstate(all="ignore"):
         return acc + x

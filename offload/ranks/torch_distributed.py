@@ -44,8 +44,13 @@ _GRACE_S = 1.0
 
 
 class _Shared:
-    """What a group shares with its sub-groups: counts, what is under way, and whether a collective failed on one, after
-    which none is possible on any."""
+    """What a group shares with its sub-groups. After a collective failed on one of them, none is possible on any.
+
+    Attributes:
+        health: whether a collective has failed.
+        counts: what was sent, as `stats` returns it.
+        under_way: the collectives that were launched and may not have completed.
+    """
 
     def __init__(self, health: PartHealth) -> None:
         self.health = health
@@ -60,9 +65,15 @@ class Group(Communicator):
     RankError after `timeout_s`, but the backend goes on until the group's own timeout: until then gloo's threads keep
     the process from ending, and after it NCCL's watchdog kills it.
 
-    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError; None: TIMEOUT_S, or
-    the group's own timeout where that is shorter. shard_group, replicate_group: see Communicator; what they do is
-    counted here, too. health: of the run; None: the group serves none.
+    Args:
+        members: the process group; None: all ranks.
+        timeout_s: how many seconds after the launch of a collective RankError is raised. None: TIMEOUT_S, or the
+            group's own timeout where that is shorter.
+        timeline: records the collectives; None: nobody reads what is recorded.
+        shard_group: the ranks among which the parameters are sharded; None: all members. What it sends is counted here,
+            too.
+        replicate_group: the ranks that keep the same shards; None: this rank alone. What it sends is counted here, too.
+        health: the health of the run; None: the group serves no run.
     """
 
     def __init__(
@@ -118,7 +129,15 @@ class Group(Communicator):
         return self._everyone or self
 
     def joined_by(self, tensor_parallel: dist.ProcessGroup, everyone: dist.ProcessGroup) -> Communicator:
-        """This group as a slice of a model. Returns: itself."""
+        """Makes this group a slice of a model that tensor-parallel ranks share.
+
+        Args:
+            tensor_parallel: the ranks that have the parts of one model, this one among them.
+            everyone: the ranks of all slices.
+
+        Returns:
+            This group.
+        """
         self._tensor_parallel, self._everyone = (
             self._subgroup(tensor_parallel),
             Group(everyone, timeout_s=self.timeout_s, timeline=self._timeline),
@@ -197,7 +216,11 @@ class Group(Communicator):
         return all(quiet)
 
     def check(self) -> None:
-        """Raises: RankError if a collective failed before."""
+        """Raises the failure of an earlier collective, if there was one.
+
+        Raises:
+            RankError: a collective failed before.
+        """
         self._shared.health.check()
 
     def require_device(self, device: torch.device) -> None:
@@ -205,7 +228,16 @@ class Group(Communicator):
         require_backend(dist.get_backend_config(self._group), device, current)
 
     def fail(self, name: str, waited_s: float, why: str) -> BaseException:
-        """Remembers that no collective is possible any more; returns the RankError that says so, the first one."""
+        """Takes note that a collective failed, after which no other is possible.
+
+        Args:
+            name: the collective.
+            waited_s: seconds since its launch.
+            why: what went wrong.
+
+        Returns:
+            The RankError that says so; the first one, if there was one before.
+        """
         return self._shared.health.fail(
             RankError(
                 f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
@@ -224,7 +256,18 @@ class Group(Communicator):
         sent_numel: int,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Args: tensor: one of those that travel; sent_numel: elements that this rank sends to others."""
+        """Launches a collective, and counts what it sends.
+
+        Args:
+            name: the collective's name.
+            exchange: calls torch.distributed, and returns its work.
+            tensor: one of the tensors that travel.
+            sent_numel: how many elements this rank sends to others.
+            finish: what remains to be done when all has arrived; None: nothing.
+
+        Raises:
+            RankError: an earlier collective failed, or this one could not be launched.
+        """
         self.check()
         size = sent_numel * tensor.element_size()
         event = self._timeline.begin(COLLECTIVES, name, size=size)
@@ -246,7 +289,17 @@ class Group(Communicator):
 
 
 class _GroupWork(Work):
-    """Args: launched: on the clock of time.monotonic. finish: what remains to do when all has arrived."""
+    """A collective of a Group under way.
+
+    Args:
+        group: the group.
+        name: the collective's name.
+        call: torch.distributed's work.
+        launched: when it was launched, by time.monotonic, in seconds.
+        finish: what remains to be done when all has arrived; None: nothing.
+        event: what the timeline records of it; None: nothing is recorded.
+        is_on_device: whether the tensors are on a device with memory of its own.
+    """
 
     def __init__(
         self,
@@ -297,13 +350,17 @@ class _GroupWork(Work):
             self._end()
 
     def _end(self) -> None:
-        """What remains to do, on the current stream."""
+        """Does what remains to be done, on the current stream."""
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def _fault(self) -> str | None:
-        """Waits; says what went wrong, if anything."""
+        """Waits for the collective.
+
+        Returns:
+            What went wrong, in words; None: nothing.
+        """
         # Not in the backend's own wait: that one takes no Ctrl-C, and NCCL's does not wait for the ranks.
         if not self.arrives_by(self._launched + self._group.timeout_s):
             return "timed out"
@@ -314,7 +371,14 @@ class _GroupWork(Work):
         return None
 
     def arrives_by(self, deadline: float) -> bool:
-        """Whether the call completed, well or not, before `deadline`."""
+        """Waits until the call has completed, well or not, or until `deadline`.
+
+        Args:
+            deadline: by time.monotonic, in seconds.
+
+        Returns:
+            Whether it has completed.
+        """
         sleep_s = _SHORTEST_SLEEP_S
         while not self._call.is_completed():
             if time.monotonic() > deadline:
@@ -334,12 +398,19 @@ def connect(
 ) -> Communicator:
     """The communicator of this process.
 
-    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
-        all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second is
-        `shard_group`, as FSDP2 has them. timeout_s: as Group's. mesh: of the tensor-parallel ranks; None: the model has
-        none. health: as Group's.
-    Raises: ConfigError if it is neither, if this process is not in it, if a launcher started several processes and
-    nobody connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
+    Args:
+        process_group: the data-parallel ranks, which hold one shard each, as a ProcessGroup or a DeviceMesh. Of a mesh
+            of two dimensions the first is `replicate_group` and the second is `shard_group`, as FSDP2 has them. None:
+            all ranks.
+        timeout_s: as for Group.
+        timeline: as for Group.
+        mesh: the tensor-parallel ranks; None: the model has none.
+        health: as for Group.
+
+    Raises:
+        ConfigError: `process_group` is neither a ProcessGroup nor a DeviceMesh, or is a mesh that cannot be used; this
+            process is not in it; a launcher started several processes and nobody connected them; or data-parallel and
+            tensor-parallel ranks are no rectangle.
     """
     if mesh is not None and mesh.size() > 1:
         return _connect_slice(process_group, mesh, timeout_s, timeline or Timeline(), health)
@@ -369,7 +440,11 @@ def connect(
 def _connect_slice(
     process_group: object | None, mesh: DeviceMesh, timeout_s: float | None, timeline: Timeline, health: Health | None
 ) -> Communicator:
-    """The data-parallel ranks of a slice. Every process of all slices has to call it; see `connect`."""
+    """The communicator of the data-parallel ranks of a slice. Every process of all slices has to call it.
+
+    Raises:
+        ConfigError: as for `connect`.
+    """
     across, own = mesh.get_group(), dist.get_rank()
     members: dist.ProcessGroup | None = None
     dimensions: list[dist.ProcessGroup | None] = []
@@ -420,7 +495,16 @@ def _connect_slice(
 
 
 def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:
-    """All that hold shards and, with replicas, the replicate group and the shard group."""
+    """The process groups that a `process_group` names.
+
+    Returns:
+        The group of all ranks that hold shards (None: all ranks there are) and, with replicas, the replicate group and
+        the shard group.
+
+    Raises:
+        ConfigError: it is neither a ProcessGroup nor a DeviceMesh, is a mesh that cannot be used, or this process is
+            not in it.
+    """
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
@@ -452,10 +536,16 @@ def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
 
 
 def require_backend(backends: str, device: torch.device, current: int | None) -> None:
-    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the current
-    accelerator.
+    """Checks that tensors on a device can travel in a process group.
 
-    Raises: ConfigError if tensors on `device` cannot travel in that group.
+    Args:
+        backends: the backends of the group, by type of device, as in "cpu:gloo,cuda:nccl".
+        device: the model's device.
+        current: the number of the current accelerator; None: the device is the CPU.
+
+    Raises:
+        ConfigError: the group has no backend for the device, or only gloo for an accelerator; or the device is not the
+            current accelerator.
     """
     by_type = dict(part.split(":") for part in backends.split(","))
     backend = by_type.get(device.type)
@@ -478,14 +568,14 @@ def require_backend(backends: str, device: torch.device, current: int | None) ->
 
 
 def _new_group(ranks: list[int], **options: Any) -> object:
-    """A new group of `ranks`, in this order, which all of them make, and no others."""
+    """Makes a new group of `ranks`, in this order. All of them call this, and no other ranks do."""
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False, **options)
     return dist.new_group(torch_2_11.in_this_order(ranks), use_local_synchronization=True, **options)
 
 
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A new group of `ranks`, in this order, which all of them make."""
+    """Makes another group of `ranks`, in this order. All of them call this."""
     timeout = timedelta(seconds=timeout_s)
     if ranks == list(range(dist.get_world_size())):
         made = dist.new_group(timeout=timeout, backend=backend)
