@@ -291,8 +291,10 @@ def build(
 ) -> Layout:
     """Lays out `specs`, in the order given within a unit and dtype.
 
-    Args: specs: the trained ones first; chunk_numel: most elements a chunk, a positive number; ranks, rank, replicas (a
-    divisor of `ranks`), trained_replicas (the same, or 1): see Layout.
+    Args:
+        specs: the trained ones first.
+        chunk_numel: most elements a chunk, a positive number; ranks, rank, replicas (a divisor of `ranks`),
+            trained_replicas (the same, or 1): see Layout.
     """
     flats: list[Flat] = []
     for (is_frozen, unit, dtype), params in _by_unit_and_dtype(specs):
@@ -329,8 +331,9 @@ def _chunks_of(layout: Layout, flats: Sequence[Flat], ranks: Sequence[int], firs
 def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) -> list[ParamSpec]:
     """`specs` with those that can be tiled, and are larger than `tile_bytes`, in tiles of at most that, a unit each.
 
-    Args: rows: the elements of a row of each parameter that can be tiled; tile_bytes: 0 for no tiles. A tile is so many
-    whole rows that the next one is aligned.
+    Args:
+        rows: the elements of a row of each parameter that can be tiled.
+        tile_bytes: 0 for no tiles. A tile is so many whole rows that the next one is aligned.
     """
     made = list(specs)
     for number, row in rows.items() if tile_bytes else ():
@@ -380,9 +383,9 @@ def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int
 def segments(chunk: Chunk, key: Callable[[int], Key | None]) -> list[Segment[Key]]:
     """The runs of `chunk` that share a key.
 
-    Args: key: of a parameter; None: no part of it belongs to a segment.
-    A gap between two parameters of one key belongs to their segment: it is calculated along (on zeros) and never
-    read, which is cheaper than a call more.
+    Args:
+        key: of a parameter; None: no part of it belongs to a segment. A gap between two parameters of one key belongs
+            to their segment: it is calculated along (on zeros) and never read, which is cheaper than a call more.
     """
     runs: list[Segment[Key]] = []
     for this, group in groupby(chunk.pieces, lambda piece: key(piece.param)):

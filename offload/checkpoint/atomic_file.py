@@ -25,8 +25,13 @@ from offload.storage.directories import TEMPORARY
 def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
     """Writes `pieces` to the temporary file of `path` and syncs them; `atomic_replace` makes them the file.
 
-    Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
-    Raises: TierIOError. A failed sync is final: it is not tried again.
+    A failed sync is final: it is not tried again.
+
+    Returns:
+        what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
     """
     hasher = xxhash.xxh3_128()
 
@@ -46,7 +51,8 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
 def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
     """The same with the first `size` bytes of the file `source`, which are neither read into RAM nor checked.
 
-    Raises: TierIOError, also if `source` is shorter.
+    Raises:
+        TierIOError: also if `source` is shorter.
     """
 
     def copy(file: IOFile) -> int:
@@ -85,7 +91,11 @@ def temporary(path: Path) -> Path:
 
 
 def atomic_replace(files: Files, path: Path) -> None:
-    """Renames what `write_temporary` wrote to `path`. Not durable before `sync_directory`. Raises: TierIOError."""
+    """Renames what `write_temporary` wrote to `path`. Not durable before `sync_directory`.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     with failing("rename", path):
         files.rename(temporary(path), path)
 
@@ -93,7 +103,8 @@ def atomic_replace(files: Files, path: Path) -> None:
 def sync_directory(files: Files, directory: Path) -> None:
     """Makes what was renamed, made and removed in `directory` durable.
 
-    Raises: TierIOError; then nobody knows whether it is, and it is not tried again.
+    Raises:
+        TierIOError: then nobody knows whether it is, and it is not tried again.
     """
     with failing("sync", directory):
         files.sync_directory(directory)
@@ -102,8 +113,8 @@ def sync_directory(files: Files, directory: Path) -> None:
 def read_whole(files: Files, path: Path, most: int) -> bytes | None:
     """The content of `path`; None if there is no such file.
 
-    Raises: PathError for a link or anything but a file, CorruptionError if it is longer than `most` bytes,
-    TierIOError.
+    Raises:
+        PathError: for a link or anything but a file, CorruptionError if it is longer than `most` bytes, TierIOError.
     """
     try:
         data = files.read(path, most)

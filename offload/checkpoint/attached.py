@@ -55,7 +55,10 @@ class Committed(NamedTuple):
 
 
 class Attached:
-    """The objects attached to one optimizer. Args: committed: of the commit that the run resumes from.
+    """The objects attached to one optimizer.
+
+    Args:
+        committed: of the commit that the run resumes from.
 
     Their states are in RAM only until training begins, and while a commit is made: what later goes back to a commit
     reads it again.
@@ -84,7 +87,8 @@ class Attached:
     def attach(self, objects: Mapping[str, object]) -> None:
         """Adds `objects`. Before the first step of a resumed run each gets the state that its name was committed with.
 
-        Raises: ConfigError if an object has no state, or one that a commit cannot store; nothing is attached then.
+        Raises:
+            ConfigError: if an object has no state, or one that a commit cannot store; nothing is attached then.
         """
         accessors = {name: _accessor_of(name, value) for name, value in objects.items()}
         encode(Carried(attached={name: accessor.get() for name, accessor in accessors.items()}))
@@ -98,7 +102,11 @@ class Attached:
         return self._committed.groups if is_scheduled else ()
 
     def step_begins(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warns at the first step if a state that was committed has not been given back. Args: groups: as they are."""
+        """Warns at the first step if a state that was committed has not been given back.
+
+        Args:
+            groups: as they are.
+        """
         if not self._is_training:
             self._is_training = True
             if missing := sorted(name for name in self._committed.carried.attached if name not in self._accessors):
@@ -146,7 +154,11 @@ class Attached:
         return self._carried(None, dict(self._captured)) if self._accessors else None
 
     def carry(self, extra: object) -> object:
-        """What a commit of the present state carries. Args: extra: the user's."""
+        """What a commit of the present state carries.
+
+        Args:
+            extra: the user's.
+        """
         if not self._accessors:
             return extra
         return self._carried(extra, {name: accessor.copy() for name, accessor in self._accessors.items()})

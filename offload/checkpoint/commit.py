@@ -89,9 +89,15 @@ def tensors_name(of: Commit | Manifest, rank: int) -> str:
 def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
     """Writes the rank's manifest, and what the user gives along; durable when it returns.
 
-    Args: extra: anything that `extra.encode` takes; `manifest.extra` and `manifest.tensors` are filled in here.
-    Returns: what the COMMIT record has to say of the manifest.
-    Raises: ConfigError naming the part of `extra` that cannot be stored, before anything is written; TierIOError.
+    Args:
+        extra: anything that `extra.encode` takes; `manifest.extra` and `manifest.tensors` are filled in here.
+
+    Returns:
+        what the COMMIT record has to say of the manifest.
+
+    Raises:
+        ConfigError: naming the part of `extra` that cannot be stored, before anything is written.
+        TierIOError: a disk or its file system failed.
     """
     structure, tensors = extra_state.encode(extra)
     _check(replace(manifest, extra=structure, tensors=None))
@@ -131,7 +137,11 @@ def _line(commit: Commit) -> bytes:
 
 
 def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
-    """Makes `commit` the one that is found, durably. Raises: TierIOError; see [Note: COMMIT format 1]."""
+    """Makes `commit` the one that is found, durably.
+
+    Raises:
+        TierIOError: see [Note: COMMIT format 1].
+    """
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
     path = directory / COMMIT_NAME
@@ -143,7 +153,11 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
 def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
     """The last commit in `directory`; None if there is none.
 
-    Raises: CorruptionError, ResumeError (a newer version's), PathError, TierIOError.
+    Raises:
+        CorruptionError: what was read is damaged.
+        ResumeError: a newer version's.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     path = directory / COMMIT_NAME
     data = read_whole(files, path, MAX_COMMIT_BYTES)
@@ -151,7 +165,11 @@ def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
 
 
 def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
-    """The record that `data` spells. Raises: CorruptionError naming `file`, ResumeError (a newer version's)."""
+    """The record that `data` spells.
+
+    Raises:
+        CorruptionError: naming `file`, ResumeError (a newer version's).
+    """
     end = data.find(b"\n") + 1
     line, checksum = data[:end], data[end:]
     if checksum != digest(line).encode() + b"\n":
@@ -171,14 +189,20 @@ def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
 def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOCAL) -> Manifest:
     """The manifest of `rank` that `commit` names.
 
-    Raises: CorruptionError if it is missing or another, ResumeError, PathError, TierIOError.
+    Raises:
+        CorruptionError: if it is missing or another, ResumeError, PathError, TierIOError.
     """
     path = directory / manifest_name(commit, rank)
     return _manifest_of(_read_exactly(files, path, commit.manifests[rank], MAX_BYTES), commit, rank, str(path))
 
 
 def manifest_told(data: bytes, commit: Commit, rank: int) -> Manifest:
-    """The same, where another rank has read it and sent its bytes. Raises: CorruptionError, ResumeError."""
+    """The same, where another rank has read it and sent its bytes.
+
+    Raises:
+        CorruptionError: what was read is damaged.
+        ResumeError: what is committed cannot be resumed.
+    """
     expected, name = commit.manifests[rank], manifest_name(commit, rank)
     if len(data) != expected.size or digest(data) != expected.xxh3:
         raise CorruptionError("is not the file that was committed", file=name)
@@ -194,7 +218,13 @@ def _manifest_of(data: bytes, commit: Commit, rank: int, file: str) -> Manifest:
 
 
 def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> object:
-    """What the user gave with the commit; tensors on the CPU. Raises: CorruptionError, PathError, TierIOError."""
+    """What the user gave with the commit; tensors on the CPU.
+
+    Raises:
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+    """
     tensors: dict[str, Tensor] = {}
     path = directory / tensors_name(manifest, manifest.rank)
     if manifest.tensors is not None:
@@ -212,7 +242,11 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
 
     The manifest is written as it was read and checked. The tensors are not checked, like the slots that a snapshot
     copies: who reads them does that.
-    Raises: CorruptionError, PathError, TierIOError.
+
+    Raises:
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     manifest = read_manifest(source, commit, rank, files)
     made = target / manifest_name(commit, rank)
@@ -232,8 +266,15 @@ def remove_superseded(
     and what is left of a record that was never put in place.
 
     Everything else in `directory` stays, also what only has the name of such a file.
-    Args: also: runs whose files these are, beside that of `commit` and the one that it replaces.
-    Returns: whether there was anything. Raises: TierIOError.
+
+    Args:
+        also: runs whose files these are, beside that of `commit` and the one that it replaces.
+
+    Returns:
+        whether there was anything.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
     """
     found = superseded(directory, commit, rank, files, also)
     for name in found:
@@ -245,7 +286,11 @@ def remove_superseded(
 def superseded(
     directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
 ) -> list[str]:
-    """The names of what `remove_superseded` clears away; none if there is no such directory. Raises: TierIOError."""
+    """The names of what `remove_superseded` clears away; none if there is no such directory.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     names: list[str] = []
     with failing("read", directory), suppress(FileNotFoundError):
         names = files.names(directory)
@@ -267,7 +312,11 @@ def superseded(
 
 
 def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
-    """The manifest that a file holds; None if it holds none, or another than its name says. Raises: TierIOError."""
+    """The manifest that a file holds; None if it holds none, or another than its name says.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     file = file_name(path.name)
     if file is None or not path.name.endswith(".json"):
         return None
@@ -292,7 +341,11 @@ def _is_left(path: Path, files: Files) -> bool:
 
 
 def _check(manifest: Manifest) -> None:
-    """What could not be read back is never committed. Raises: ConfigError."""
+    """What could not be read back is never committed.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+    """
     try:
         parse(serialise(manifest), "the manifest to be written")
     except (OffloadError, ValueError) as error:
@@ -320,7 +373,14 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
 
 
 def require_one_model(first: Manifest, other: Manifest, file: str) -> None:
-    """Whether the manifests of two ranks describe one model. Args: file: as `agree`. Raises: CorruptionError."""
+    """Whether the manifests of two ranks describe one model.
+
+    Args:
+        file: as `agree`.
+
+    Raises:
+        CorruptionError: what was read is damaged.
+    """
     if _model_of(first) != _model_of(other):
         raise CorruptionError(
             f"the manifests of ranks {first.rank} and {other.rank} describe different models", file=file
@@ -337,7 +397,11 @@ def agree(manifests: Sequence[Manifest], file: str) -> None:
     """Checks that the manifests of all ranks describe one model, and that the ranks of each slice own each element
     once.
 
-    Args: file: what to name in the error. Raises: CorruptionError.
+    Args:
+        file: what to name in the error.
+
+    Raises:
+        CorruptionError: what was read is damaged.
     """
     ranks = len(manifests) // manifests[0].slices
     for start in range(0, len(manifests), ranks):

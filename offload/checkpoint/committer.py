@@ -95,10 +95,17 @@ class _Attempt(NamedTuple):
 class Commits:
     """The commits of one run whose directories are open and locked.
 
-    Args: slots: the swap files; masters, new_params: through which parameters are restored; wanted: from `describe`;
-    found: the commit that the run resumes from.
-    Attributes: last: the manifest of the last durable commit, None before the first.
-    Raises: ResumeError if the commit found is no longer the last one.
+    Args:
+        slots: the swap files; masters.
+        new_params: through which parameters are restored.
+        wanted: from `describe`.
+        found: the commit that the run resumes from.
+
+    Attributes:
+        last: the manifest of the last durable commit, None before the first.
+
+    Raises:
+        ResumeError: if the commit found is no longer the last one.
     """
 
     def __init__(
@@ -148,7 +155,11 @@ class Commits:
         return None if self.last is None or self._record is None else _id_of(self._record, self._source)
 
     def is_due(self, step: int) -> bool:
-        """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `learn_outcome`."""
+        """Whether `commit_every` wants a commit of `step`, and it is not there.
+
+        Raises:
+            OffloadError: as `learn_outcome` does.
+        """
         self.learn_outcome()
         return self._choice.is_due(step) and not self.has(step)
 
@@ -168,11 +179,16 @@ class Commits:
 
         Every rank has to call it, and on each it does all or nothing: see [Note: commits over ranks].
 
-        Args: prepare: called first; what it raises counts as the commit's failure.
-        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), PathError (a
-        directory or a swap file was moved, removed or cut off), TierIOError, OtherRankError, RankError; the last commit
-        stays what it was, but for a RankError, after which a resume finds this one or the last. After a failed sync or
-        rename the run's health is final.
+        Args:
+            prepare: called first; what it raises counts as the commit's failure.
+
+        Raises:
+            ConfigError: one slot a chunk, extra cannot be stored, this step is committed already.
+            PathError: a directory or a swap file was moved, removed or cut off.
+            TierIOError: a disk or its file system failed.
+            OtherRankError: another rank failed.
+            RankError: the last commit stays what it was, but for a RankError, after which a resume finds this one or
+                the last. After a failed sync or rename the run's health is final.
         """
         with self._agree():
             self.learn_outcome()
@@ -291,7 +307,9 @@ class Commits:
     def _agree(self) -> Iterator[None]:
         """What fails here on one rank fails on all, and what is final on one is final on all.
 
-        Raises: OtherRankError where nothing was wrong; RankError.
+        Raises:
+            OtherRankError: where nothing was wrong.
+            RankError: another rank failed, or cannot be reached.
         """
         try:
             with together(self._comm, STAYS, lambda: self._health.is_final):
@@ -306,7 +324,10 @@ class Commits:
 
         Every slot is read once. Where this run commits, the commit is made anew in its own layout, which decides, and
         the other one is cleared away; else that stays as it is. Nothing else is under way.
-        Raises: CorruptionError, TierIOError, and then the other commit is still there.
+
+        Raises:
+            CorruptionError: what was read is damaged.
+            TierIOError: then the other commit is still there.
         """
         reader, step = found.reader, found.commit.step
         assert reader is not None
@@ -325,7 +346,13 @@ class Commits:
     def name_last(self) -> int:
         """A state dict names the last commit: before another one replaces it, it becomes a snapshot.
 
-        Returns: the bytes that this takes. Raises: BudgetError (disk space), CorruptionError, TierIOError.
+        Returns:
+            the bytes that this takes.
+
+        Raises:
+            BudgetError: disk space.
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
         """
         snapshot = self._as_snapshot()
         needs = snapshot.needs()
@@ -360,7 +387,11 @@ class Commits:
     def _named_snapshot(self, snapshot: Snapshot) -> str | None:
         """For rank 0: the snapshot of the last commit, or of the one that it is a copy of; None if there is none yet.
 
-        Args: snapshot: of the last commit. Raises: PathError if one of the user's has its name.
+        Args:
+            snapshot: of the last commit.
+
+        Raises:
+            PathError: if one of the user's has its name.
         """
         found = self._snapshot_called(snapshot.commit.step, self.last_id)
         if found is None and snapshot.name not in self._named:
@@ -384,7 +415,11 @@ class Commits:
     def snapshot_of(self, step: int, name: object) -> Reader:
         """The snapshot of the commit that a state dict calls `name`; the caller closes it.
 
-        Raises: ResumeError if there is none, or it is of another model; CorruptionError, PathError, TierIOError.
+        Raises:
+            ResumeError: if there is none, or it is of another model.
+            CorruptionError: what was read is damaged.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
         """
         home, files = self._home, self._files
         if (directory := self._snapshot_called(step, name)) is not None:
@@ -403,7 +438,9 @@ class Commits:
     def go_back_to(self, reader: Reader, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a snapshot, and commits them. The last commit has been restored before.
 
-        Raises: CorruptionError, TierIOError, and then the last commit is what it was; as `commit`.
+        Raises:
+            CorruptionError: what was read is damaged.
+            TierIOError: then the last commit is what it was; as `commit`.
         """
         self._take_values(reader)
         carried = carried_in(reader.extra())
@@ -432,10 +469,22 @@ class Commits:
     def snapshot(self, keep: int | None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; see [Note: snapshots] in snapshot.py.
 
-        Every rank has to call it. Args: keep: how many of this run's stay, the newest; None: all.
-        Returns: this rank's directories of it.
-        Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
-        OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
+        Every rank has to call it. Run and commits are what they were. What fails on one rank fails on all.
+
+        Args:
+            keep: how many of this run's stay, the newest; None: all.
+
+        Returns:
+            this rank's directories of it.
+
+        Raises:
+            ResumeError: nothing is committed.
+            BudgetError: memory or disk space is missing.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
+            CorruptionError: what was read is damaged.
+            OtherRankError: another rank failed.
+            RankError: another rank failed, or cannot be reached.
         """
         snapshot = self._as_snapshot()
         # The one of which the last commit is a copy may have the same name.
@@ -493,7 +542,9 @@ class Commits:
     def _remove(self, snapshot: Snapshot, choose: Callable[[ExitStack], list[str]]) -> None:
         """Removes snapshots of this run. What cannot be removed now is left to the next call.
 
-        Args: snapshot: of any snapshot; choose: called on rank 0; returns names, and gives their locks to its argument.
+        Args:
+            snapshot: of any snapshot.
+            choose: called on rank 0; returns names, and gives their locks to its argument.
         """
         comm = self._comm
         with ExitStack() as held, suppress(TierIOError, OtherRankError):
@@ -507,7 +558,10 @@ class Commits:
                 snapshot.clear(names)
 
     def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
-        """What each rank finds, by rank. Args: kind: as of `all_gather_object`.
+        """What each rank finds, by rank.
+
+        Args:
+            kind: as of `all_gather_object`.
 
         Raises: what `find` raises, on all ranks; RankError.
         """
@@ -516,12 +570,20 @@ class Commits:
         return all_gather_object(self._comm, own, kind)
 
     def _found_by_first(self, find: Callable[[], T]) -> T:
-        """What rank 0 finds, on all ranks. Raises: as `_found_by_all`."""
+        """What rank 0 finds, on all ranks.
+
+        Raises:
+            OffloadError: as `_found_by_all` does.
+        """
         found = self._found_by_all(lambda: find() if self._comm.rank == 0 else None)[0]
         return cast(T, found)
 
     def require_last(self) -> Manifest:
-        """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
+        """TODO.
+
+        Raises:
+            ResumeError: if nothing was committed, or what made it impossible to go on.
+        """
         self.learn_outcome()
         self._comm.check()
         if self.last is None:
@@ -529,7 +591,11 @@ class Commits:
         return self.last
 
     def carried(self) -> Carried:
-        """What the last commit carries. Raises: as `restore`."""
+        """What the last commit carries.
+
+        Raises:
+            OffloadError: as `restore` does.
+        """
         self.require_last()
         record, files = self._record, self._files
         assert record is not None
@@ -540,7 +606,12 @@ class Commits:
     def restore(self) -> Manifest:
         """Makes states and parameters those of the last commit, on all ranks. Nothing else is under way.
 
-        Raises: as `require_last`; CorruptionError, TierIOError, OtherRankError, RankError.
+        Raises:
+            OffloadError: as `require_last` does.
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
+            OtherRankError: another rank failed.
+            RankError: another rank failed, or cannot be reached.
         """
         manifest = self.require_last()
         with together(self._comm):
@@ -549,7 +620,11 @@ class Commits:
         return manifest
 
     def _all_gather_parameters(self, step: int) -> None:
-        """Gets the other ranks' parameters. Args: step: whose."""
+        """Gets the other ranks' parameters.
+
+        Args:
+            step: whose.
+        """
         for flat in self._layout.flats:
             self._new_params.all_gather(flat.index, step)
         for store in self._all_stores.all:
@@ -590,7 +665,11 @@ class Commits:
         return [self._all_stores.states] + ([params] if params is not None and self._choice.holds_params else [])
 
     def _flush(self) -> list[dict[int, Version]]:
-        """Writes what only RAM, or the device, has newer. Returns: what is in the slots, for each of `_stores`."""
+        """Writes what only RAM, or the device, has newer.
+
+        Returns:
+            what is in the slots, for each of `_stores`.
+        """
         versions = [self._all_stores.states.flush()]
         if self._choice.holds_params:
             before = self._versions[0] if self._versions else {}
@@ -657,14 +736,19 @@ class Commits:
 
 
 def _id_of(commit: Commit, source: str = "") -> str:
-    """What a state dict calls a commit: its run, and the digest of its first manifest. Args: source: see `Carried`."""
+    """What a state dict calls a commit: its run, and the digest of its first manifest.
+
+    Args:
+        source: see `Carried`.
+    """
     return source or f"{commit.run_id[:RUN_DIGITS]}-{commit.manifests[0].xxh3}"
 
 
 def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:
     """The error behind `raised`, which an interrupt may have hidden.
 
-    Args: before: an exception that was being handled already, and is not the cause.
+    Args:
+        before: an exception that was being handled already, and is not the cause.
     """
     error: BaseException | None = raised
     while error is not None and error is not before:

@@ -44,14 +44,21 @@ def export(
 ) -> tuple[Path, ...]:
     """Writes `entries` to `directory`, made if its parent exists, and returns the files.
 
-    Args: entries: the tensors; their `pieces` are asked for one after the other, in this order but for wider dtypes
-    first in a shard; shard_bytes: most bytes of tensors a file, one larger tensor has a file of its own; stem:
-    "model" gives model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json.
-    Other files in `directory` stay; a finished export of this stem is never overwritten. shared: others that have the
-    same tensors may export to this directory, too: if what is there is what would be written, it is done, and no files
-    are returned. Who comes while another exports there waits for it.
-    Raises: PathError (taken, not a directory), BudgetError (disk space), ConfigError (names, dtypes) before anything
-    is written; TierIOError, and what `pieces` raises, after which nothing of this export is left.
+    Args:
+        entries: the tensors; their `pieces` are asked for one after the other, in this order but for wider dtypes first
+            in a shard.
+        shard_bytes: most bytes of tensors a file, one larger tensor has a file of its own.
+        stem: "model" gives model.safetensors, or model-00001-of-00003.safetensors and so on with
+            model.safetensors.index.json. Other files in `directory` stay; a finished export of this stem is never
+            overwritten.
+        shared: others that have the same tensors may export to this directory; too: if what is there is what would be
+            written, it is done, and no files are returned. Who comes while another exports there waits for it.
+
+    Raises:
+        PathError: taken, not a directory.
+        BudgetError: disk space.
+        ConfigError: names, dtypes, before anything is written.
+        TierIOError: and what `pieces` raises, after which nothing of this export is left.
     """
     shards = _shards(_checked(entries), shard_bytes)
     total = sum(entry.nbytes for shard in shards for entry in shard)
@@ -223,10 +230,13 @@ def _require_space(directory: Path, needed: int, files: Files) -> None:
 def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = None) -> Iterator[Entry]:
     """The parameters of a commit under their own names, in the order in which their slots are read once each.
 
-    Args: kind: one of STATE_KINDS; dtype: what they are rounded to (to nearest even); None: a master to its
-    parameter's compute dtype, a moment stays fp32.
     Memory: a slot and its cast; for a parameter that does not lie row-major, or is cut along another dimension than the
     first, all of it, twice.
+
+    Args:
+        kind: one of STATE_KINDS.
+        dtype: what they are rounded to (to nearest even); None: a master to its parameter's compute dtype, a moment
+            stays fp32.
     """
     parameters = reader.manifests[0].parameters
     for flat in reader.manifests[0].flats:

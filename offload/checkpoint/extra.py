@@ -72,7 +72,8 @@ class Carried(NamedTuple):
 def encode(value: object) -> tuple[Json, list[Tensor]]:
     """`value` as JSON, and the tensors it refers to; see [Note: extra format].
 
-    Raises: ConfigError naming the part that cannot be stored, such as extra['scheduler']['f'].
+    Raises:
+        ConfigError: naming the part that cannot be stored, such as extra['scheduler']['f'].
     """
     tensors: list[Tensor] = []
     encoder = _Encoder(tensors)
@@ -94,7 +95,8 @@ def carried_in(extra: object) -> Carried:
 def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
     """The inverse of `encode`; `tensors` by their number, as a string.
 
-    Raises: CorruptionError naming `file`.
+    Raises:
+        CorruptionError: naming `file`.
     """
     decoder = _Decoder(dict(tensors))
     try:
@@ -113,7 +115,11 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class _Encoder:
-    """Args: tensors: gets those that are met, in that order."""
+    """TODO.
+
+    Args:
+        tensors: gets those that are met, in that order.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -378,7 +384,11 @@ def _set(state: dict[str, object]) -> None:
 
 
 def stored(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Option], ...]:
-    """The groups' options as a commit stores them. Raises: ConfigError naming what cannot be stored."""
+    """The groups' options as a commit stores them.
+
+    Raises:
+        ConfigError: naming what cannot be stored.
+    """
     for number, group in enumerate(groups):
         if len(group) > MAX_OPTIONS:
             raise ConfigError(f"param group {number} has {len(group)} keys: at most {MAX_OPTIONS} can be stored")
@@ -406,7 +416,13 @@ def _option(number: int, group: Mapping[str, Any], key: object) -> Option:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Raises: TypeError, ValueError, RuntimeError if it is none."""
+    """TODO.
+
+    Raises:
+        TypeError: it failed.
+        ValueError: an argument is out of range.
+        RuntimeError: if it is none.
+    """
     # Tensors and NumPy's scalars: a learning rate may be either.
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, str) and not is_text(plain):

@@ -74,8 +74,11 @@ class _Walk:
 def find(root: Path, *, depth: int) -> Listing:
     """The runs and snapshots in `root` and below. Changes nothing, follows no links.
 
-    Args: depth: levels of directories below `root` that are looked at; the nearest come first, up to MOST_DIRECTORIES.
-    Raises: ConfigError if `root` is no directory.
+    Args:
+        depth: levels of directories below `root` that are looked at; the nearest come first, up to MOST_DIRECTORIES.
+
+    Raises:
+        ConfigError: if `root` is no directory.
     """
     if not LOCAL.is_directory(root, follows=True):
         raise ConfigError(f"{root} is not a directory: give one that has runs in it or below")
@@ -134,7 +137,11 @@ def _look(directory: Path, own: Sequence[str], walk: _Walk) -> None:
 
 
 def _committed(row: Listed) -> Listed:
-    """`row` with what the record in its directory says, and the manifest of rank 0. Raises: OffloadError."""
+    """`row` with what the record in its directory says, and the manifest of rank 0.
+
+    Raises:
+        OffloadError: what went wrong before.
+    """
     commit: Commit | None = None
     for _ in range(_TRIES):
         # A live run may commit meanwhile, and clear away what the record named.

@@ -284,8 +284,14 @@ def decode(
 ) -> T:
     """The document that `data` spells.
 
-    Args: spell: the inverse: only what it would write is taken; file: its name, for the errors; most: bytes allowed.
-    Raises: CorruptionError naming `file`; ResumeError if it is of a newer or older version of this library.
+    Args:
+        spell: the inverse: only what it would write is taken.
+        file: its name, for the errors.
+        most: bytes allowed.
+
+    Raises:
+        CorruptionError: naming `file`.
+        ResumeError: if it is of a newer or older version of this library.
     """
     if len(data) > most:
         raise CorruptionError(f"is longer than the {format_bytes(most)} that are allowed", file=file)
@@ -340,8 +346,12 @@ def serialise(manifest: Manifest) -> bytes:
 def parse(data: bytes, file: str = "manifest") -> Manifest:
     """The manifest that `data` spells, checked: every field, and that they fit together.
 
-    Args: file: its name, for the errors.
-    Raises: CorruptionError naming file and field; ResumeError if another version of this library wrote it.
+    Args:
+        file: its name, for the errors.
+
+    Raises:
+        CorruptionError: naming file and field.
+        ResumeError: if another version of this library wrote it.
     """
     manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION), file)
     if problem := next(_problems(manifest), None):
@@ -350,9 +360,13 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
 
 
 def require_room(manifest: Manifest, slots: int) -> None:
-    """Args: manifest: of a run that begins, without slots.
+    """TODO.
 
-    Raises: ConfigError if it would be too large with so many.
+    Args:
+        manifest: of a run that begins, without slots.
+
+    Raises:
+        ConfigError: if it would be too large with so many.
     """
     needed = slots * ROW_BYTES
     if slots > MAX_CHUNKS // 8:  # with fewer, all but the parameters' names is far below
@@ -490,7 +504,11 @@ def parameters_of(
 
 
 def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> tuple[FlatFacts, ...]:
-    """The flats of `layout`. Args: owned: the rank's shard of each, in elements; None: all of it, on one rank."""
+    """The flats of `layout`.
+
+    Args:
+        owned: the rank's shard of each, in elements; None: all of it, on one rank.
+    """
     shards = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
     return tuple(
         FlatFacts(flat.params, flat.offsets, flat.numel, shard)
@@ -504,7 +522,10 @@ def differences(
     """What keeps `committed` from being resumed as `wanted`, in words; empty if nothing does.
 
     Units, chunks, paths, ranks and hyper-parameters may differ: elements are found by their parameter's name.
-    Args: unfrozen: parameters that were frozen when it was committed; frozen: those that are now.
+
+    Args:
+        unfrozen: parameters that were frozen when it was committed.
+        frozen: those that are now.
     """
     if committed.slices != wanted.slices:
         return [f"tensor parallelism is over {wanted.slices} ranks, and over {committed.slices} when it was committed"]

@@ -70,7 +70,8 @@ class CommittedSlots:
     def read(self, number: int, data: Tensor) -> IOFuture:
         """Reads a slot into `data`, which is as long, and compares it with its checksum.
 
-        Raises: CorruptionError if its file is damaged or too short; what `SlotFile.read` raises comes from the future.
+        Raises:
+            CorruptionError: if its file is damaged or too short; what `SlotFile.read` raises comes from the future.
         """
         facts = self._manifest.slots[number]
         file = self._whole(number)
@@ -79,7 +80,9 @@ class CommittedSlots:
     def verify(self, number: int, buffer: Tensor) -> None:
         """Reads a slot through `buffer`, piece by piece, and compares it with its checksum.
 
-        Raises: CorruptionError, TierIOError.
+        Raises:
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
         """
         facts = self._manifest.slots[number]
         file = self._whole(number)
@@ -88,7 +91,8 @@ class CommittedSlots:
     def require_whole(self, numbers: Iterable[int]) -> None:
         """Whether the files are long enough for these slots, before memory is taken: a manifest may say anything.
 
-        Raises: CorruptionError.
+        Raises:
+            CorruptionError: what was read is damaged.
         """
         for number in numbers:
             self._whole(number)
@@ -107,8 +111,15 @@ class CommittedSlots:
 class CommittedFiles:
     """The swap files of a run in `paths`, described by `manifests`, by rank. None is opened before `lock`.
 
-    Attributes: ranks: whose files are opened; all, unless somebody limits it before.
-    Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
+    Attributes:
+        ranks: whose files are opened; all, unless somebody limits it before.
+
+    Raises:
+        ResumeError: a directory is missing.
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        PathInUseError: a live run.
+        TierIOError: a disk or its file system failed.
     """
 
     def __init__(
@@ -139,8 +150,12 @@ class CommittedFiles:
     def lock(self, *, exclusive: bool = False, damage: list[tuple[int, OffloadError]] | None = None) -> None:
         """Opens and locks the swap files, if they are not.
 
-        Args: exclusive: against other readers, too; damage: gets rank and error of what is wrong with the files
-        themselves, instead of raising it. Raises: also BudgetError, if the system refuses threads.
+        Args:
+            exclusive: against other readers, too.
+            damage: gets rank and error of what is wrong with the files themselves, instead of raising it.
+
+        Raises:
+            BudgetError: if the system refuses threads.
         """
         if self._slots is not None:
             return
@@ -193,7 +208,11 @@ class CommittedFiles:
         )
 
     def hold(self, paths: Iterable[Path], *, exclusive: bool) -> None:
-        """Locks swap files beside those that are read, until `close`. Raises: as `lock`."""
+        """Locks swap files beside those that are read, until `close`.
+
+        Raises:
+            OffloadError: as `lock` does.
+        """
         for path in paths:
             self._undo.callback(CommittedFile(path, self._disk, exclusive=exclusive).close)
 
@@ -208,7 +227,11 @@ class CommittedFiles:
 
 
 def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
-    """Raises: CorruptionError if a swap file is not the one that the manifest of its rank describes."""
+    """TODO.
+
+    Raises:
+        CorruptionError: if a swap file is not the one that the manifest of its rank describes.
+    """
     block, path = file.block, file.block.stripe[0]
     problem = None
     if not block.commits:
@@ -342,7 +365,11 @@ class Reader:
         return found
 
     def facts(self, name: str, slice_number: int = 0) -> ParameterFacts:
-        """Of a parameter as a slice of the model has it. Args: slice_number: whose."""
+        """Of a parameter as a slice of the model has it.
+
+        Args:
+            slice_number: whose.
+        """
         return self._first_of(slice_number).parameters[self._number(name)]
 
     def slices_of(self, name: str) -> range:
@@ -362,7 +389,11 @@ class Reader:
         return self.manifests[self.manifests[0].ranks_of(slice_number).start]
 
     def ranges(self, name: str, slice_number: int = 0) -> list[Range]:
-        """Where the elements of a parameter lie, in the order of its memory. Args: slice_number: whose."""
+        """Where the elements of a parameter lie, in the order of its memory.
+
+        Args:
+            slice_number: whose.
+        """
         number, manifest = self._number(name), self._first_of(slice_number)
         flat, offset = manifest.homes[number]
         end = offset + manifest.parameters[number].numel
@@ -377,9 +408,10 @@ class Reader:
     def pieces(self, name: str, kind: str, slice_number: int = 0) -> Iterator[Tensor]:
         """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
 
-        Args: kind: one of STATE_KINDS; slice_number: whose.
-        A piece is valid until the next one is asked for. Whoever goes through the
-        parameters in the order of the flats reads every slot once.
+        Args:
+            kind: one of STATE_KINDS.
+            slice_number: whose. A piece is valid until the next one is asked for. Whoever goes through the parameters
+                in the order of the flats reads every slot once.
         """
         if kind not in STATE_KINDS:
             raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
@@ -401,7 +433,8 @@ class Reader:
     def read(self, name: str, kind: str, slice_number: int | None = None) -> Tensor:
         """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy.
 
-        Args: slice_number: of this slice alone; None: whole.
+        Args:
+            slice_number: of this slice alone; None: whole.
         """
         if slice_number is None:
             each = [self.read(name, kind, number) for number in self.slices_of(name)]
@@ -417,8 +450,11 @@ class Reader:
     def slots(self, wanted: Iterable[tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
         """The states of whole chunks, by kind: fp32, as long as the chunk, valid until the next one is asked for.
 
-        Args: wanted: (rank, chunk) of each. One is read ahead. Memory: `slots_bytes`.
-        Raises: as `Reader`.
+        Args:
+            wanted: (rank, chunk) of each. One is read ahead; Memory: `slots_bytes`.
+
+        Raises:
+            OffloadError: as `Reader` does.
         """
         self.swap_files.lock()
         wanted = list(wanted)
@@ -490,7 +526,9 @@ class Reader:
     ) -> dict[str, Tensor]:
         """The states in the slots of a chunk, all of them or those that need no other slot, by kind: fp32.
 
-        Args: buffers: with the slots, and last for masters that are joined of two; reading: into them.
+        Args:
+            buffers: with the slots, and last for masters that are joined of two.
+            reading: into them.
         """
         wait_for_all(reading)
         for future in reading:

@@ -130,7 +130,11 @@ class _Told(NamedTuple):
 def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, bytes]:
     """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
 
-    Returns: also 16 bytes, of rank 0. Raises: RankError.
+    Returns:
+        also 16 bytes, of rank 0.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     path_identities, origin_identities = (
         tuple(_identity(path, files) for path in paths) for paths in (choice.paths, choice.origins)
@@ -153,7 +157,11 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
 def _shares(
     paths: Sequence[Path], identities: Sequence[_Identity], of_all: Sequence[Sequence[_Identity]], rank: int
 ) -> dict[Path, range]:
-    """For each path the ranks whose files in it `rank` looks at. Args: of_all: identities of each rank's paths."""
+    """For each path the ranks whose files in it `rank` looks at.
+
+    Args:
+        of_all: identities of each rank's paths.
+    """
     found = {}
     for path, identity in zip(paths, identities, strict=True):
         beside = [number for number, those in enumerate(of_all) if identity in those]
@@ -175,7 +183,13 @@ def _identity(path: Path, files: Files) -> _Identity:
 
 
 def scan_together(directories: RunDirectories, comm: Communicator, files: Files) -> Scans:
-    """Every rank looks in its own directories. Raises: as `scan`; OtherRankError where nothing was wrong; RankError."""
+    """Every rank looks in its own directories.
+
+    Raises:
+        OffloadError: as `scan` does.
+        OtherRankError: where nothing was wrong.
+        RankError: another rank failed, or cannot be reached.
+    """
     with together(comm):
         own = [scan(directories.own, files), scan(directories.origins, files)]
     told = all_gather_object(comm, own, list[ScanResult])
@@ -191,7 +205,13 @@ def read_together(
     """The manifests of `commit` that this rank wants, by rank. It reads those in `directories`; those that only other
     ranks see are sent by them. Of manifests that nobody wants it is only checked that some rank sees them.
 
-    Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
+    Raises:
+        CorruptionError: what was read is damaged.
+        ResumeError: some are nowhere.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+        ConfigError: what was given cannot be served.
+        RankError: another rank failed, or cannot be reached.
     """
     count = len(commit.manifests)
     with together(comm):
@@ -321,7 +341,12 @@ class RecoveryPlan:
 
     def with_frozen(self, trained: Container[str]) -> RecoveryPlan:
         """The same. Parameters that were trained when it was committed, and are not among `trained`, are carried as
-        frozen ones that were written to, with their rounded masters. Raises: CorruptionError, PathError, TierIOError.
+        frozen ones that were written to, with their rounded masters.
+
+        Raises:
+            CorruptionError: what was read is damaged.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
         """
         frozen = [param for param in self.first.parameters if param.name not in trained]
         if not frozen or self.reader is None:
@@ -337,8 +362,12 @@ class RecoveryPlan:
     def clear_up(self, comm: Communicator) -> None:
         """After a run that was cut off, before any rank locks what is to be read.
 
-        Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed);
-        on ranks where nothing was wrong OtherRankError; RankError.
+        Raises:
+            PathInUseError: a live run.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
+            ResumeError: (another run has just committed); on ranks where nothing was wrong OtherRankError.
+            RankError: another rank failed, or cannot be reached.
         """
         commit = self.target.here or self.commit
 
@@ -354,7 +383,11 @@ class RecoveryPlan:
         in_turns(comm, priority, work)
 
     def finish(self, commit: Commit, comm: Communicator) -> None:
-        """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
+        """Makes the files those of `commit` alone, when it is durable and this run holds them.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+        """
 
         def work() -> None:
             clean_up([*self.target.owned], commit, self.files, locked=True)
@@ -371,7 +404,11 @@ class RecoveryPlan:
         """Locks the swap files that are to be read or replaced. Call `require_last` when all files are locked, those
         too that are used where they lie.
 
-        Args: alone: no other rank reads them. Raises: as `clear_up`.
+        Args:
+            alone: no other rank reads them.
+
+        Raises:
+            OffloadError: as `clear_up` does.
         """
         if self.manifest is not None:
             self._require_whole(self.manifest)
@@ -386,7 +423,9 @@ class RecoveryPlan:
     def _require_whole(self, manifest: Manifest) -> None:
         """Whether this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
 
-        Raises: CorruptionError, PathError.
+        Raises:
+            CorruptionError: what was read is damaged.
+            PathError: a file or directory cannot be used.
         """
         sizes: dict[Path, int] = {}
         for slot in committed_slots(manifest):
@@ -408,7 +447,11 @@ class RecoveryPlan:
                 )
 
     def require_last(self) -> None:
-        """The commit was read before any lock was taken. Raises: ResumeError if it is no longer the last one."""
+        """The commit was read before any lock was taken.
+
+        Raises:
+            ResumeError: if it is no longer the last one.
+        """
         if _records_in(self.records.directories, self.files, self.records.replaced) != self.records.found:
             raise _just_committed(self.target.last[0])
 
@@ -422,8 +465,11 @@ def describe(
 ) -> Manifest:
     """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change.
 
-    Args: comm: of the ranks of the layout; None: the model has one slice.
-    Raises: ConfigError if there are more chunks than a manifest can name.
+    Args:
+        comm: of the ranks of the layout; None: the model has one slice.
+
+    Raises:
+        ConfigError: if there are more chunks than a manifest can name.
     """
     slices = 1 if comm is None else comm.tensor_parallel.size
     slice_number = 0 if comm is None else comm.tensor_parallel.rank
@@ -476,12 +522,20 @@ def find_together(
 ) -> Start:
     """Looks for the commit to resume. See [Note: disks of machines] above.
 
-    Args: wanted: from `describe`; files: the run's file system, which holds its directories from then on; frozen:
-    parameters that are frozen now, and may have been trained when it was committed; undo: gets the closing of what is
-    opened.
-    Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
-    what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
-    leftovers; on ranks where nothing was wrong OtherRankError; RankError.
+    Args:
+        wanted: from `describe`.
+        files: the run's file system, which holds its directories from then on.
+        frozen: parameters that are frozen now, and may have been trained when it was committed.
+        undo: gets the closing of what is opened.
+
+    Raises:
+        ResumeError: there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
+            what it needs of it.
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+        PathInUseError: before anything is changed but leftovers; on ranks where nothing was wrong OtherRankError.
+        RankError: another rank failed, or cannot be reached.
     """
     directories, run_id = meet(choice, comm, files)
     own = directories.own + directories.origins
@@ -552,7 +606,9 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
     """Whether what lies in the directories of all ranks is of runs that were cut off before they first committed.
 
     One directory alone cannot tell: the record of a run of several is in the first. What such runs left is removed.
-    Raises: as `check_directory` if something is committed; as `scan_together` and `forget`.
+
+    Raises:
+        OffloadError: as `check_directory` if something is committed; as `scan_together` and `forget` does.
     """
     with together(comm):
         has_record = any(COMMIT_NAME in names_in(path, files) for path in choice.paths)
@@ -570,7 +626,13 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
 
 
 def _require_idle(paths: Sequence[Path], files: Files) -> None:
-    """Raises: PathInUseError if a live run holds files in one of these directories; PathError, TierIOError."""
+    """TODO.
+
+    Raises:
+        PathInUseError: if a live run holds files in one of these directories.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+    """
     for path in paths:
         names = names_in(path, files) if files.is_directory(path, follows=True) else ()
         if any_is_held(path, names, files):
@@ -578,7 +640,12 @@ def _require_idle(paths: Sequence[Path], files: Files) -> None:
 
 
 def _forget_begun(seen: Scans, directories: RunDirectories, comm: Communicator, files: Files) -> None:
-    """Removes what runs left that committed nothing. Raises: as `forget`; RankError."""
+    """Removes what runs left that committed nothing.
+
+    Raises:
+        OffloadError: as `forget` does.
+        RankError: another rank failed, or cannot be reached.
+    """
     own, begun = directories.own + directories.origins, seen.runs.begun
     in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
 
@@ -587,7 +654,9 @@ def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
     """The commit to resume; None for a run that begins anew.
 
     A snapshot that `resume` names comes before what its run committed later, and stays what it is.
-    Raises: ResumeError if another run is committed where it is to go on; as `last_of`.
+
+    Raises:
+        ResumeError: if another run is committed where it is to go on; as `last_of`.
     """
     kept = next(((directory, record) for directory, record in seen.named.records if record.is_snapshot), None)
     if kept is None:
@@ -613,8 +682,14 @@ def _require_this_model(
 ) -> Manifest:
     """The manifest of the first rank of this one's slice, of rank 0 where there were others.
 
-    Args: manifests: of rank 0, and of this one if so many ranks committed.
-    Raises: ResumeError if what is committed is of another model; CorruptionError, PathError, TierIOError.
+    Args:
+        manifests: of rank 0, and of this one if so many ranks committed.
+
+    Raises:
+        ResumeError: if what is committed is of another model.
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     home, commit = target.last
     first = manifests[0]
@@ -666,7 +741,13 @@ def _extra_rank(wanted: Manifest, commit: Commit) -> int:
 
 
 def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, files: Files) -> Carried:
-    """What was committed along. Raises: CorruptionError, PathError, TierIOError."""
+    """What was committed along.
+
+    Raises:
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+    """
     home, commit = target.last
     rank = _extra_rank(wanted, commit)
     carried = carried_in(
@@ -678,7 +759,9 @@ def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, 
 def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files) -> None:
     """Limits `reader` to the ranks whose slots this one needs. Changes nothing.
 
-    Raises: ResumeError if some of these lie where this rank does not see them; PathError.
+    Raises:
+        ResumeError: if some of these lie where this rank does not see them.
+        PathError: a file or directory cannot be used.
     """
     commit, manifests = reader.commit, reader.manifests
     if wanted.world == len(manifests) == 1:

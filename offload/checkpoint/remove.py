@@ -44,7 +44,11 @@ class Found:
 
 
 def find(directories: Sequence[Path]) -> Found:
-    """The files of a run in its directories. Raises: ConfigError if one is not a directory, TierIOError."""
+    """The files of a run in its directories.
+
+    Raises:
+        ConfigError: if one is not a directory, TierIOError.
+    """
     paths = [path for directory in directories for path in _named(directory)]
     runs: dict[Path, set[str]] = {}
     unknown: dict[Path, str] = {}
@@ -68,14 +72,24 @@ def find(directories: Sequence[Path]) -> Found:
 
 
 def require_idle(files: Sequence[Path]) -> None:
-    """Raises: PathInUseError if a live run holds one of `files`; PathError."""
+    """TODO.
+
+    Raises:
+        PathInUseError: if a live run holds one of `files`.
+        PathError: a file or directory cannot be used.
+    """
     with _locked(files):
         pass
 
 
 @contextmanager
 def _locked(files: Sequence[Path]) -> Iterator[None]:
-    """Inside, no run can take one of these swap files. Raises: PathInUseError, PathError."""
+    """Inside, no run can take one of these swap files.
+
+    Raises:
+        PathInUseError: a live run holds it.
+        PathError: a file or directory cannot be used.
+    """
     with ExitStack() as stack:
         for path in files:
             if _is_swap(path):
@@ -86,7 +100,10 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
 def remove(files: Sequence[Path]) -> None:
     """Deletes `files`, from `find`, and their directories if nothing else is in them.
 
-    Raises: PathInUseError (a live run holds one), before anything is deleted; PathError, TierIOError.
+    Raises:
+        PathInUseError: a live run holds one, before anything is deleted.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     with _locked(files):
         records = [path for path in files if path.name == COMMIT_NAME]
@@ -114,7 +131,11 @@ def _named(directory: Path) -> Iterator[Path]:
 
 
 def _runs_in(path: Path) -> set[str] | None:
-    """The runs that a file of this library names; None if it is not recognized as one. Raises: OSError."""
+    """The runs that a file of this library names; None if it is not recognized as one.
+
+    Raises:
+        OSError: the operating system refused.
+    """
     if _is_swap(path):
         page = LOCAL.read(path, PAGE_BYTES)
         if page.startswith(MAGIC):

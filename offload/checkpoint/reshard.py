@@ -31,7 +31,9 @@ def copy_ranges(
 ) -> dict[tuple[int, int], list[CopyRange]]:
     """By (rank, chunk) of a commit: what of it goes where in `layout`, by target.
 
-    Args: manifests: of all its ranks; slice_number: the number of the slice that the layout is of.
+    Args:
+        manifests: of all its ranks.
+        slice_number: the number of the slice that the layout is of.
     """
     ranks = manifests[0].ranks_of(slice_number)
     first = manifests[ranks.start]

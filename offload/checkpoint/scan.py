@@ -48,7 +48,11 @@ class Swap:
 def swaps(directory: Path, files: Files, ranks: Container[int] | None = None) -> Iterator[Swap]:
     """The regular files in `directory` with a swap file's name; none if there is no such directory.
 
-    Args: ranks: only theirs; those of others are not opened. Raises: PathError.
+    Args:
+        ranks: only theirs; those of others are not opened.
+
+    Raises:
+        PathError: a file or directory cannot be used.
     """
     for name in names_in(directory, files):
         file = file_name(name)
@@ -59,7 +63,11 @@ def swaps(directory: Path, files: Files, ranks: Container[int] | None = None) ->
 
 
 def names_in(directory: Path, files: Files) -> list[str]:
-    """What lies there, sorted; nothing if there is no such directory. Raises: PathError."""
+    """What lies there, sorted; nothing if there is no such directory.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     try:
         return sorted(files.names(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -97,7 +105,14 @@ class ScanResult:
 
 
 def scan(directories: Sequence[Path], files: Files) -> ScanResult:
-    """Raises: CorruptionError (a record), ResumeError (a newer version's), PathError, TierIOError."""
+    """TODO.
+
+    Raises:
+        CorruptionError: a record.
+        ResumeError: a newer version's.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+    """
     records = tuple(
         (directory, commit) for directory in directories if (commit := read_commit(directory, files)) is not None
     )
@@ -131,9 +146,13 @@ def merge(looks: Sequence[ScanResult]) -> ScanResult:
 
 
 def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Commit] | None:
-    """The last commit, and where its record lies; None if there is none. Args: directories: that were looked at.
+    """The last commit, and where its record lies; None if there is none.
 
-    Raises: ResumeError (a directory of a committed run, whose record is in none; several runs').
+    Args:
+        directories: that were looked at.
+
+    Raises:
+        ResumeError: a directory of a committed run, whose record is in none; several runs'.
     """
     found = scanned.records
     if not found:
@@ -157,9 +176,13 @@ def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Com
 
 
 def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, files: Files) -> None:
-    """Args: rank: whose swap file is looked at first, because it mostly tells that a directory is this run's.
+    """TODO.
 
-    Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`.
+    Args:
+        rank: whose swap file is looked at first, because it mostly tells that a directory is this run's.
+
+    Raises:
+        ResumeError: if one of `directories` has a file of a committed run that is not the one of `commit`.
     """
     ours = {commit.run_id, commit.replaces}
     for directory in directories:
@@ -178,7 +201,12 @@ def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, fil
 
 
 def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> None:
-    """Raises: PathInUseError if a live run other than that of `commit` has a swap file in `directories`; PathError."""
+    """TODO.
+
+    Raises:
+        PathInUseError: if a live run other than that of `commit` has a swap file in `directories`.
+        PathError: a file or directory cannot be used.
+    """
     for swap in foreign(dict.fromkeys(directories), commit, files):
         open_locked(swap.path, files).close()
 
@@ -186,7 +214,11 @@ def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> N
 def foreign(directories: Mapping[Path, Container[int] | None], commit: Commit, files: Files) -> list[Swap]:
     """Swap files of other runs than that of `commit`, which are in the way.
 
-    Args: directories: as for `is_clean`; None: of all ranks. Raises: PathError.
+    Args:
+        directories: as for `is_clean`; None: of all ranks.
+
+    Raises:
+        PathError: a file or directory cannot be used.
     """
     ours = (commit.run_id, commit.replaces)
     found = (swap for directory, ranks in directories.items() for swap in swaps(directory, files, ranks))
@@ -194,7 +226,11 @@ def foreign(directories: Mapping[Path, Container[int] | None], commit: Commit, f
 
 
 def holds_record(directories: Sequence[Path], run_id: str | None, files: Files) -> bool:
-    """Whether one of `directories` has the record of this run. Raises: as `read_commit`."""
+    """Whether one of `directories` has the record of this run.
+
+    Raises:
+        OffloadError: as `read_commit` does.
+    """
     records = (read_commit(directory, files) for directory in directories)
     return run_id is not None and any(record is not None and record.run_id == run_id for record in records)
 
@@ -202,7 +238,12 @@ def holds_record(directories: Sequence[Path], run_id: str | None, files: Files) 
 def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: Files) -> bool:
     """Whether `clean_up` would change nothing but a record that was replaced.
 
-    Args: directories: each with the ranks whose swap files are looked at there. Raises: PathError, TierIOError.
+    Args:
+        directories: each with the ranks whose swap files are looked at there.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     for directory, ranks in directories.items():
         new, stale = _to_rename_and_remove([*swaps(directory, files, ranks)], commit, files)
@@ -214,8 +255,13 @@ def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: 
 def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
     """Makes the files in `directories` those of `commit` alone, under their names. See [Note: another layout].
 
-    Args: locked: this process holds the files that are moved or removed.
-    Raises: PathInUseError (a live run holds one of them), PathError, TierIOError.
+    Args:
+        locked: this process holds the files that are moved or removed.
+
+    Raises:
+        PathInUseError: a live run holds one of them.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     before = commit.replaces
     with ExitStack() as undo:
@@ -235,7 +281,11 @@ def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locke
 
 
 def uncommitted(directories: Sequence[Path], runs: Collection[str], files: Files) -> list[Path]:
-    """What `runs` left in `directories` beside their swap files. Raises: PathError."""
+    """What `runs` left in `directories` beside their swap files.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     return [
         directory / name
         for directory in directories
@@ -249,7 +299,11 @@ def forget(directories: Sequence[Path], runs: Collection[str], files: Files) -> 
 
     A run that begins in several directories marks one swap file after the other as its own. Where it is cut off, the
     others would still look like a part of the run before, whose manifests lie there and whose first file is gone.
-    Raises: PathInUseError (a live run, which is about to commit), PathError, TierIOError.
+
+    Raises:
+        PathInUseError: a live run, which is about to commit.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     with ExitStack() as held:
         for swap in (swap for directory in directories for swap in swaps(directory, files)):
@@ -294,7 +348,11 @@ def _rename_and_remove(new: Sequence[Swap], stale: Sequence[Swap], files: Files)
 
 
 def _page_of(path: Path, files: Files) -> bytes | None:
-    """The first page of a regular file; None if it is something else, or gone. Raises: PathError."""
+    """The first page of a regular file; None if it is something else, or gone.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     try:
         return files.read(path, PAGE_BYTES)[:PAGE_BYTES]
     except OSError as error:
@@ -335,7 +393,11 @@ ON_OTHER_MACHINES = (
 
 
 def manifests_in(directories: Sequence[Path], commit: Commit, files: Files) -> dict[int, Path]:
-    """By rank: the first of `directories` with a file that has the name of its manifest. Raises: PathError."""
+    """By rank: the first of `directories` with a file that has the name of its manifest.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     named = {manifest_name(commit, rank): rank for rank in range(len(commit.manifests))}
     return {
         named[name]: directory
@@ -346,7 +408,11 @@ def manifests_in(directories: Sequence[Path], commit: Commit, files: Files) -> d
 
 
 def ranks_in(directories: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
-    """Those of `ranks` that have a swap file of the run of `commit` in `directories`. Raises: PathError."""
+    """Those of `ranks` that have a swap file of the run of `commit` in `directories`.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     return {
         swap.rank
         for directory in directories
@@ -360,8 +426,14 @@ def require_manifests(
 ) -> None:
     """Whether the manifests of all ranks were found.
 
-    Args: lying: ranks of which a swap file was found; directories: where; home: of the record.
-    Raises: CorruptionError (a manifest is gone), ResumeError (directories are missing).
+    Args:
+        lying: ranks of which a swap file was found.
+        directories: where.
+        home: of the record.
+
+    Raises:
+        CorruptionError: a manifest is gone.
+        ResumeError: directories are missing.
     """
     ranks = range(len(commit.manifests))
     if gone := [rank for rank in ranks if rank not in found and rank in lying]:
@@ -383,7 +455,11 @@ def ranks_named(ranks: Collection[int]) -> str:
 def hidden_ranks(
     directories: Sequence[Path], manifests: Sequence[Manifest], files: Files, ranks: Container[int]
 ) -> frozenset[int]:
-    """Those of `ranks` of which a swap file with committed slots is in none of `directories`. Raises: PathError."""
+    """Those of `ranks` of which a swap file with committed slots is in none of `directories`.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     found = (swap for directory in directories for swap in swaps(directory, files, ranks))
     blocks = [(swap.rank, swap.block) for swap in found if swap.block is not None]
     seen = {(rank, block.stripe[0]) for rank, block in blocks if block.run_id == manifests[0].run_id}

@@ -83,7 +83,11 @@ class Need:
 
 
 def require_space(needs: Iterable[Need]) -> None:
-    """Whether the parts of all ranks fit on their devices. Raises: BudgetError."""
+    """Whether the parts of all ranks fit on their devices.
+
+    Raises:
+        BudgetError: memory or disk space is missing.
+    """
     together: defaultdict[tuple[str, int], list[Need]] = defaultdict(list)
     for need in needs:
         together[need.host, need.device].append(need)
@@ -131,7 +135,11 @@ class Snapshot:
         return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
 
     def exists(self) -> bool:
-        """For rank 0: whether there is this very snapshot. Raises: PathError if something else has its name."""
+        """For rank 0: whether there is this very snapshot.
+
+        Raises:
+            PathError: if something else has its name.
+        """
         home = self.directories[0]
         try:
             if (found := read_commit(home, self.files)) is None or found == self.record:
@@ -148,15 +156,20 @@ class Snapshot:
     def superseded(self, keep: int, besides: Collection[str], held: ExitStack) -> list[str]:
         """For rank 0: names of the oldest snapshots of this run, so that `keep` stay, this one included.
 
-        Args: besides: names that do not count, and stay; held: gets the locks of the others. A snapshot that is being
-        read, or resumed in, is left out.
+        Args:
+            besides: names that do not count, and stay.
+            held: gets the locks of the others. A snapshot that is being read, or resumed in, is left out.
         """
         steps = {name: record.step for name, record in self.existing().items() if name not in besides}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
 
     def free(self, names: Iterable[str], held: ExitStack) -> list[str]:
-        """For rank 0: those of `names` that are snapshots of this run, and not in use. Args: held: gets their locks."""
+        """For rank 0: those of `names` that are snapshots of this run, and not in use.
+
+        Args:
+            held: gets their locks.
+        """
         existing = self.existing()
         return [name for name in names if name in existing and self._is_free(self.paths[0] / name, held)]
 
@@ -168,13 +181,21 @@ class Snapshot:
                     self._clear(path / name)
 
     def require_no_other(self) -> None:
-        """Raises: PathError if something else has this snapshot's name; called after `clear`."""
+        """TODO.
+
+        Raises:
+            PathError: if something else has this snapshot's name; called after `clear`.
+        """
         for directory in self.directories:
             if self.name in self._names(directory.parent):
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
 
     def needs(self) -> list[Need]:
-        """What `make` will write, by directory. Raises: also CorruptionError, if the manifest is damaged."""
+        """What `make` will write, by directory.
+
+        Raises:
+            CorruptionError: if the manifest is damaged.
+        """
         found = []
         for number, path in enumerate(self.paths):
             with failing("read", path):
@@ -284,7 +305,11 @@ class Snapshot:
         return all(self._try_lock(directory / name, held) for name in names)
 
     def _try_lock(self, swap: Path, held: ExitStack) -> bool:
-        """Whether nobody else uses it. Args: held: gets its lock."""
+        """Whether nobody else uses it.
+
+        Args:
+            held: gets its lock.
+        """
         try:
             held.callback(open_locked(swap, self.files).close)
         except PathInUseError:

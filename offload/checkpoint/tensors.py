@@ -58,7 +58,11 @@ def aligned(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> bytes:
-    """Everything before the data. Raises: ValueError for a dtype that the format lacks or too many names."""
+    """Everything before the data.
+
+    Raises:
+        ValueError: for a dtype that the format lacks or too many names.
+    """
     known: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for entry in entries:
@@ -77,7 +81,8 @@ def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 def stream(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """The bytes of a whole file. `entries` in the order they are to lie in, see `aligned`.
 
-    Raises: ValueError if a tensor's pieces are not as many bytes as it has: the file would be another's.
+    Raises:
+        ValueError: if a tensor's pieces are not as many bytes as it has: the file would be another's.
     """
     yield header(entries, metadata)
     for entry in entries:

@@ -147,8 +147,12 @@ class Placement:
         return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
 
     def describe(self, layout: Layout, paths: Sequence[Path], given: Collection[torch.dtype]) -> str:
-        """One line for people. Args: paths: of the files, in their order; given: the dtypes that trained parameters
-        had."""
+        """One line for people.
+
+        Args:
+            paths: of the files, in their order.
+            given: the dtypes that trained parameters had.
+        """
         choice = self.choice
         dtype = _DTYPES[choice.model.compute_dtype]
         if others := [name for one, name in _DTYPES.items() if one in given and one is not choice.model.compute_dtype]:
@@ -220,10 +224,13 @@ def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
 class Room:
     """What the model's device and the RAM beside it have room for.
 
-    Attributes: resident_bytes: what buffers, and parameters that never leave the device, take there; available_bytes:
-    what all may take there if no `device_memory` is given, None: any number; frozen_bytes: what frozen parameters take
-    there unless they stream; free_cpu_bytes: free RAM, None: what is free here; cpu_memory, device_memory: the options,
-    in bytes; ranks_on_node: that share this machine.
+    Attributes:
+        resident_bytes: what buffers, and parameters that never leave the device, take there.
+        available_bytes: what all may take there if no `device_memory` is given, None: any number.
+        frozen_bytes: what frozen parameters take there unless they stream.
+        free_cpu_bytes: free RAM, None: what is free here.
+        cpu_memory, device_memory: the options, in bytes.
+        ranks_on_node: that share this machine.
     """
 
     resident_bytes: int = 0
@@ -256,7 +263,11 @@ def streamed_bytes(layout: Layout, choice: Choice) -> int:
 
 
 def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
-    """See streamed_bytes. Args: unit_bytes: what each unit takes."""
+    """See streamed_bytes.
+
+    Args:
+        unit_bytes: what each unit takes.
+    """
     sizes = dict(unit_bytes)
     root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
@@ -303,7 +314,11 @@ def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
 
 
 def _require_room(layout: Layout, choice: Choice, room: Room, slab_bytes: int) -> int:
-    """The most bytes that the model takes on the device. Raises: BudgetError if it has no room for them."""
+    """The most bytes that the model takes on the device.
+
+    Raises:
+        BudgetError: if it has no room for them.
+    """
     model_bytes, limit = room.resident(choice) + peak_bytes(layout, choice), room.limit
     needed = model_bytes + slab_bytes
     if limit is None or needed <= limit:
@@ -363,7 +378,11 @@ def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArray
 
 
 def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -> SlotMap:
-    """Which slots a run has: those of the kinds that are on NVMe or committed. Args: arrays: from `chunk_arrays`."""
+    """Which slots a run has: those of the kinds that are on NVMe or committed.
+
+    Args:
+        arrays: from `chunk_arrays`.
+    """
     commits, params = choice.commits, choice.params
     has_slots = {
         ChunkKind.STATES: choice.states.tier.is_durable or commits.every is not None,
@@ -381,8 +400,9 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
 class Needs:
     """What a choice needs.
 
-    Args: held: the layout of all parameters that are trained or stream; direct: whether the model's device is the
-    CPU.
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        direct: whether the model's device is the CPU.
     """
 
     held: Layout
@@ -540,8 +560,12 @@ class Needs:
         return [*states.regions(self.memory, ChunkKind.STATES, REST, holds), *staged]
 
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
-        """Args: nbytes: of the region in which activations wait; spill_bytes: of the one in RAM for what a region on
-        the device lacks room for."""
+        """TODO.
+
+        Args:
+            nbytes: of the region in which activations wait.
+            spill_bytes: of the one in RAM for what a region on the device lacks room for.
+        """
         where = DEVICE if self.has_activations_on_device else CPU
         both = (where, ACTIVATIONS, nbytes), (CPU, SPILLED, spill_bytes)
         return [Region(tier, what, size, kind="activation") for tier, what, size in both if size]
@@ -624,7 +648,12 @@ class Needs:
 
 
 def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
-    """A chunk's first slot. Args: one: what it holds; is_moved: whether steps read or write it."""
+    """A chunk's first slot.
+
+    Args:
+        one: what it holds.
+        is_moved: whether steps read or write it.
+    """
     what = f"slots of {kind}"
     if not is_moved:
         return Region(NVME, what, one.nbytes, kind=SLOTS)
@@ -637,9 +666,14 @@ def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
 def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = None, reserved: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
-    Args: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device; reserved:
-    bytes to leave free for reading a commit in another layout.
-    Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
+    Args:
+        direct: whether the model's device is the CPU, so that copies need no buffers.
+        room: on the device.
+        reserved: bytes to leave free for reading a commit in another layout.
+
+    Raises:
+        ConfigError: what was given cannot be served.
+        BudgetError: naming what is needed, what is there and the option that would fix it.
     """
     if choice.grads_of_resident_params_on_nvme and not direct:
         few = "trained parameters stay on the device, because they are few beside the frozen ones: leave grad_tier out"

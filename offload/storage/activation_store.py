@@ -141,7 +141,8 @@ class _Entry:
 class Stored:
     """The right to get bytes back; what holds it is a graph of autograd. When it is gone, so are the bytes.
 
-    Attributes: store: where they are.
+    Attributes:
+        store: where they are.
     """
 
     __slots__ = ("__weakref__", "entry", "store")
@@ -198,10 +199,15 @@ class SpillFiles(NamedTuple):
 class ActivationStore:
     """See the top of this file. May be called from any thread.
 
-    Attributes: peak_bytes: the most that has waited, here and beneath, in whole pages; largest_bytes: of one tensor.
+    Attributes:
+        peak_bytes: the most that has waited, here and beneath, in whole pages.
+        largest_bytes: of one tensor.
 
-    Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; spill:
-    files for what has no room here; beneath: takes it instead. With neither, it is refused.
+    Args:
+        memory: the region, uint8, whole pages.
+        copier: between it and `device`, where activations are.
+        spill: files for what has no room here.
+        beneath: takes it instead. With neither, it is refused.
     """
 
     def __init__(
@@ -248,7 +254,9 @@ class ActivationStore:
     def put(self, data: Tensor) -> Stored:
         """Keeps `data`, uint8 of shape (nbytes,) on the device. Changed in place before it has been copied, it is lost.
 
-        Raises: BudgetError if nothing has room for it; TierIOError.
+        Raises:
+            BudgetError: if nothing has room for it.
+            TierIOError: a disk or its file system failed.
         """
         stored = self._put(data)
         if stored is None:
@@ -298,7 +306,11 @@ class ActivationStore:
     def get(self, stored: Stored) -> Tensor:
         """A copy of what was put, on the device. It can be asked for again.
 
-        Raises: ClosedError; StaleActivationError; TierIOError and CorruptionError if a disk fails.
+        Raises:
+            ClosedError: it was closed.
+            StaleActivationError: what was kept cannot be used any more.
+            TierIOError: a disk or its file system failed.
+            CorruptionError: if a disk fails.
         """
         return stored.store._get(stored.entry)
 
@@ -376,7 +388,11 @@ class ActivationStore:
     # Room.
 
     def _find_room(self, entry: _Entry, *, waits: bool) -> bool:
-        """Gives an entry memory; whether there is any. Args: waits: for what is under way."""
+        """Gives an entry memory; whether there is any.
+
+        Args:
+            waits: for what is under way.
+        """
         while self._region.free < entry.size:
             if waits and self._leaving:
                 self._end(self._leaving[0])
@@ -389,8 +405,11 @@ class ActivationStore:
         return True
 
     def _victim(self, entry: _Entry, *, is_ready: bool) -> _Entry | None:
-        """What will be asked for last of what has room. Args: is_ready: only what can go at once, and later than
-        `entry` is asked for."""
+        """What will be asked for last of what has room.
+
+        Args:
+            is_ready: only what can go at once, and later than `entry` is asked for.
+        """
 
         def can_go(other: _Entry) -> bool:
             if other is entry or not other.memory or not other.disk:
@@ -440,7 +459,11 @@ class ActivationStore:
         return entry.number % len(self._files)
 
     def _reserve(self, entry: _Entry) -> None:
-        """Gives an entry room in a file now: in a backward there might be none left. Raises: BudgetError."""
+        """Gives an entry room in a file now: in a backward there might be none left.
+
+        Raises:
+            BudgetError: memory or disk space is missing.
+        """
         if self._spill is None:
             return
         number = self._file_of(entry)
@@ -508,7 +531,12 @@ class ActivationStore:
         self._timeline.count("activation_read_bytes" if entry.is_read else "activation_written_bytes", entry.size)
 
     def _end_transfers(self, entry: _Entry) -> None:
-        """Waits for them. Raises: TierIOError, CorruptionError; the entry is then where it was before."""
+        """Waits for them.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+            CorruptionError: the entry is then where it was before.
+        """
         transfers, entry.transfers = entry.transfers, []
         is_read, entry.is_read = entry.is_read, False
         try:

@@ -42,7 +42,11 @@ parts: on a host that has been up for long this may take minutes in all. The res
 
 
 class Lender:
-    """Lends page-aligned pieces of one slab of memory, in order, for good. Args: slab: uint8, zeros."""
+    """Lends page-aligned pieces of one slab of memory, in order, for good.
+
+    Args:
+        slab: uint8, zeros.
+    """
 
     def __init__(self, slab: Tensor) -> None:
         self._slab = slab
@@ -70,7 +74,12 @@ class Lender:
 
 
 class Reserved:
-    """The pieces of all regions in memory, by name. Args: regions: in the order of their memory; lenders: by tier."""
+    """The pieces of all regions in memory, by name.
+
+    Args:
+        regions: in the order of their memory.
+        lenders: by tier.
+    """
 
     def __init__(self, regions: Iterable[Region], lenders: Mapping[Tier, Lender]) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
@@ -92,10 +101,14 @@ class Reserved:
 class Arena(Lender):
     """RAM.
 
-    Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps; at_once: whether all
-    pages are there from the beginning, as they are where they are locked; if not, they come as they are used, or by
-    `prefault`.
-    Raises: BudgetError if the machine refuses the memory.
+    Args:
+        size: bytes, rounded up to whole pages.
+        copier: page-locks the slab where that helps.
+        at_once: whether all pages are there from the beginning, as they are where they are locked; if not, they come as
+            they are used, or by `prefault`.
+
+    Raises:
+        BudgetError: if the machine refuses the memory.
     """
 
     def __init__(self, size: int, copier: Copier, *, at_once: bool = True) -> None:
@@ -145,7 +158,11 @@ class Arena(Lender):
             piece[::PAGE_BYTES] = 0  # the kernel is older than the call for it
 
     def _get(self, piece: Tensor) -> bool:
-        """Puts pages behind a piece of the slab. Returns: whether the kernel could."""
+        """Puts pages behind a piece of the slab.
+
+        Returns:
+            whether the kernel could.
+        """
         began = time.monotonic()
         could = populate(piece)
         if time.monotonic() - began > _SLOW_S:
@@ -159,7 +176,10 @@ class Arena(Lender):
 
         The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
         from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
-        it now, and not in the first step. Raises: BudgetError if the system refuses a thread for it.
+        it now, and not in the first step.
+
+        Raises:
+            BudgetError: if the system refuses a thread for it.
         """
         prefaulter = threading.Thread(target=self._prefault, args=(then,), name="offload-arena")
         start_threads([prefaulter])

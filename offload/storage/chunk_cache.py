@@ -210,8 +210,9 @@ class Store:
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
         """Waits until `chunk` is in RAM and acquires it. A dirty one is written back after its release.
 
-        Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
-        all of it, so that nothing has to be read.
+        Args:
+            step: what a dirty chunk is the result of; goes into its slot's header.
+            is_fresh: the caller overwrites all of it, so that nothing has to be read.
         """
         return Lease(self, chunk, step, is_fresh=is_fresh)
 
@@ -254,7 +255,10 @@ class Store:
             wait_until(self._lock, self._changed, lambda: not self._health.is_sound or chunk not in self._moving)
 
     def flush(self) -> dict[int, Version]:
-        """Writes what is newer in RAM, resident or not, and waits. Returns: which version of each chunk is in its slot.
+        """Writes what is newer in RAM, resident or not, and waits.
+
+        Returns:
+            which version of each chunk is in its slot.
 
         Nothing may be leased meanwhile.
         """

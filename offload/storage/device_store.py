@@ -27,7 +27,11 @@ from offload.storage.swap_format import SlotArrays
 class DeviceArena(Lender):
     """Memory of the device, of a size that is fixed before the first step.
 
-    Args: size: bytes. Raises: BudgetError if the device has not that much.
+    Args:
+        size: bytes.
+
+    Raises:
+        BudgetError: if the device has not that much.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:

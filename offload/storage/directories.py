@@ -63,9 +63,14 @@ def swap_name(rank: int) -> str:
 
 
 def require_file_size(file: str, needed: int, *, option: str = "path", advice: str = "") -> None:
-    """Raises: BudgetError if this process may make no file of `needed` bytes.
+    """TODO.
 
-    Args: option: says where; advice: what helps beside another limit.
+    Raises:
+        BudgetError: if this process may make no file of `needed` bytes.
+
+    Args:
+        option: says where.
+        advice: what helps beside another limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -81,9 +86,12 @@ def require_file_size(file: str, needed: int, *, option: str = "path", advice: s
 def check_directory(path: Path, files: Files, *, resumes: bool = False) -> None:
     """Checks that `path` is, or can be made, the directory of a run; writes nothing.
 
-    Args: resumes: whether it may hold a commit.
+    Args:
+        resumes: whether it may hold a commit.
 
-    Raises: PathError, ResumeError.
+    Raises:
+        PathError: a file or directory cannot be used.
+        ResumeError: what is committed cannot be resumed.
     """
     try:
         mode = files.stat(path).st_mode
@@ -133,7 +141,11 @@ def replaceable_in(path: Path, files: Files) -> Path | None:
 
 
 def _require_own_record(path: Path, files: Files) -> None:
-    """Raises: ResumeError if what is called COMMIT there is none, or cannot be read."""
+    """TODO.
+
+    Raises:
+        ResumeError: if what is called COMMIT there is none, or cannot be read.
+    """
     try:
         is_own = files.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
     except FileNotFoundError:

@@ -16,9 +16,11 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
     """The chunks that never leave RAM.
 
-    Args: order: ids as a step uses them, each once; sizes: bytes of each in RAM, by id; budget: bytes for them.
-    They are spread evenly over the order: then the disk works while the kernels are busy with what is there, and any
-    stretch of a step moves the same share of bytes.
+    Args:
+        order: ids as a step uses them, each once.
+        sizes: bytes of each in RAM, by id.
+        budget: bytes for them. They are spread evenly over the order: then the disk works while the kernels are busy
+            with what is there, and any stretch of a step moves the same share of bytes.
     """
     total = sum(sizes[chunk] for chunk in order)
     share = min(budget / total, 1.0) if total else 0.0
@@ -40,9 +42,11 @@ def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozen
 def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
     """The positions of `order` after which a chunk is retained in RAM until its next use.
 
-    Args: order: chunks as they are used; waiting: how many chunks may wait in RAM beside the one in use; fresh:
-    positions of uses that overwrite the chunk, for which nothing has to be retained.
-    All others are read again at their next use; no other choice reads fewer.
+    Args:
+        order: chunks as they are used.
+        waiting: how many chunks may wait in RAM beside the one in use.
+        fresh: positions of uses that overwrite the chunk, for which nothing has to be retained. All others are read
+            again at their next use; no other choice reads fewer.
     """
     following = [len(order) if use in fresh else use for use in _next_uses(order)]
     retained: set[int] = set()
@@ -60,8 +64,10 @@ def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> f
 def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
     """Yields (chunk, should_prefetch, buffers reserved by earlier uses) for each use to come.
 
-    Args: ahead: (chunk, whether the use overwrites all of it); in_ram: chunks that have a buffer.
-    A chunk that is overwritten before it is read is not prefetched, but reserves a buffer.
+    Args:
+        ahead: (chunk, whether the use overwrites all of it).
+        in_ram: chunks that have a buffer. A chunk that is overwritten before it is read is not prefetched, but reserves
+            a buffer.
     """
     overwritten: set[int] = set()
     taken = 0
@@ -75,7 +81,9 @@ def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> I
 def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:
     """The candidate to evict: it is used furthest ahead, or never again. None without candidates.
 
-    Args: candidates: chunks whose eviction costs no write; ahead: the uses to come.
+    Args:
+        candidates: chunks whose eviction costs no write.
+        ahead: the uses to come.
     """
     left = dict.fromkeys(candidates)
     for chunk in ahead:

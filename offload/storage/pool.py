@@ -20,7 +20,10 @@ BUFFERS = "buffers"
 class Pool:
     """The memory of one kind of chunks: some stay in it, the others pass through buffers.
 
-    Attributes: sizes: bytes of each chunk; resident: the chunks that stay; in_flight: how many buffers.
+    Attributes:
+        sizes: bytes of each chunk.
+        resident: the chunks that stay.
+        in_flight: how many buffers.
     """
 
     sizes: Sequence[int]
@@ -78,5 +81,9 @@ def resident(name: str) -> str:
 
 
 def kinds_held(slot: SlotArrays, kinds: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Bytes of each array of a slot, without header and padding. Args: kinds: of the arrays."""
+    """Bytes of each array of a slot, without header and padding.
+
+    Args:
+        kinds: of the arrays.
+    """
     return tuple((kind, itemsize * slot.numel) for kind, itemsize in zip(kinds, slot.itemsizes, strict=True))

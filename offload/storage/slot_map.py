@@ -70,7 +70,11 @@ class SlotMap:
         return self._ranges.get(kind, range(0))
 
     def at(self, kind: ChunkKind, chunk: int) -> int:
-        """The number of a chunk's slot. Raises: IndexError if it has none."""
+        """The number of a chunk's slot.
+
+        Raises:
+            IndexError: if it has none.
+        """
         return self.of(kind)[chunk]
 
     def committed_chunks(self, kind: ChunkKind) -> range:

@@ -40,7 +40,11 @@ IN_USE = "a live run holds this path: close it, or give each run a path of its o
 
 
 def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
-    """Raises: PathInUseError if another process holds it, PathError."""
+    """TODO.
+
+    Raises:
+        PathInUseError: if another process holds it, PathError.
+    """
     try:
         files.lock(file, exclusive=exclusive)
     except OSError as error:
@@ -52,7 +56,12 @@ def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
 
 
 def lock(file: IOFile, files: Files) -> None:
-    """Raises: PathInUseError if another process holds it, or has just removed it; PathError."""
+    """TODO.
+
+    Raises:
+        PathInUseError: if another process holds it, or has just removed it.
+        PathError: a file or directory cannot be used.
+    """
     _lock(file, files)
     if files.stat(file).st_nlink == 0:
         raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
@@ -61,7 +70,8 @@ def lock(file: IOFile, files: Files) -> None:
 def is_held(path: Path, files: Files) -> bool:
     """Whether a live run holds a swap file. To know it, takes a reader's lock and gives it back at once.
 
-    Raises: PathError if that cannot be told.
+    Raises:
+        PathError: if that cannot be told.
     """
     try:
         file = files.open(path, os.O_RDONLY)
@@ -80,12 +90,21 @@ def is_held(path: Path, files: Files) -> bool:
 
 
 def any_is_held(directory: Path, names: Iterable[str], files: Files) -> bool:
-    """Whether a live run holds a swap file among the files of a directory. Raises: PathError."""
+    """Whether a live run holds a swap file among the files of a directory.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     return any(is_held(directory / name, files) for name in names if name.endswith(".swap"))
 
 
 def open_locked(path: Path, files: Files) -> IOFile:
-    """Opens and locks a swap file that is to be moved or removed. Raises: PathInUseError, PathError."""
+    """Opens and locks a swap file that is to be moved or removed.
+
+    Raises:
+        PathInUseError: a live run holds it.
+        PathError: a file or directory cannot be used.
+    """
     try:
         file = files.open(path, os.O_RDWR)
     except OSError as error:
@@ -101,7 +120,11 @@ def open_locked(path: Path, files: Files) -> IOFile:
 
 
 def first_page(file: IOFile, files: Files) -> memoryview:
-    """The file's first page, with zeros after the file's end. Raises: PathError."""
+    """The file's first page, with zeros after the file's end.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     start = aligned_memory(PAGE_BYTES)
     try:
         files.read_at(file, 0, start)
@@ -115,8 +138,13 @@ def first_page(file: IOFile, files: Files) -> memoryview:
 def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
     """Allocates the file's blocks now: a full disk shows before training, not in it.
 
-    Args: needed: bytes; uncommitted: what would do without commits.
-    Raises: BudgetError, PathError.
+    Args:
+        needed: bytes.
+        uncommitted: what would do without commits.
+
+    Raises:
+        BudgetError: memory or disk space is missing.
+        PathError: a file or directory cannot be used.
     """
     info = files.stat(file)
     files.make_private(file)
@@ -210,7 +238,9 @@ class SlotFile:
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
         """Reads a slot into `data` and checks that it is what was written there as `step`'s.
 
-        Args: data: as long as the slot; checksum: the one that the header has to name; None: any.
+        Args:
+            data: as long as the slot.
+            checksum: the one that the header has to name; None: any.
 
         The future raises CorruptionError if it is not, and the engine's errors.
         """
@@ -236,7 +266,12 @@ class SlotFile:
     def verify(self, chunk: int, buffer: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> None:
         """Reads a slot piece by piece and checks it as `read` does, which takes no more memory than `buffer`.
 
-        Args: buffer: whole pages. Raises: CorruptionError, TierIOError.
+        Args:
+            buffer: whole pages.
+
+        Raises:
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
         """
         offset, size = self._table.offset(chunk, slot), self._table.slots.all_arrays[chunk].nbytes
         hasher, header = xxhash.xxh3_64(), None
@@ -251,7 +286,11 @@ class SlotFile:
         self._require_sum(hasher.intdigest(), header, offset)
 
     def _header(self, data: memoryview, chunk: int, offset: int, step: int, checksum: int | None) -> SlotHeader:
-        """The header of a slot, of which `data` is the beginning. Raises: CorruptionError if it is not the wanted."""
+        """The header of a slot, of which `data` is the beginning.
+
+        Raises:
+            CorruptionError: if it is not the wanted.
+        """
         header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
         numel = self._table.slots.all_arrays[chunk].numel
         if problem := header.problem(self._run_id, chunk, step, numel, checksum):
@@ -259,7 +298,11 @@ class SlotFile:
         return header
 
     def _require_sum(self, found: int, header: SlotHeader, offset: int) -> None:
-        """Raises: CorruptionError if the data of a slot has another checksum than its header names."""
+        """TODO.
+
+        Raises:
+            CorruptionError: if the data of a slot has another checksum than its header names.
+        """
         if found != header.checksum:
             problem = "the slot's data does not match its checksum"
             raise CorruptionError(problem, chunk=header.chunk, file=self.path, offset=offset)
@@ -268,9 +311,19 @@ class SlotFile:
 class SwapFile(SlotFile):
     """The slots of one rank in one directory; see [Note: swap file format 1].
 
-    Args: directory: made with mode 0700 if missing; slots: all of the rank; held: those in this file, in the order in
-    which they lie (None: all); stripe: which of the rank's files this is, of how many.
-    Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
+    Nothing of another run is lost then.
+
+    Args:
+        directory: made with mode 0700 if missing.
+        slots: all of the rank.
+        held: those in this file, in the order in which they lie (None: all).
+        stripe: which of the rank's files this is, of how many.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+        PathInUseError: a live run holds it.
+        BudgetError: disk space.
+        ResumeError: what is committed cannot be resumed.
     """
 
     def __init__(
@@ -335,8 +388,9 @@ class SwapFile(SlotFile):
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """Adds padding, checksum and header to `data` and writes it to slot A (0) or B (1) of the chunk.
 
-        Args: data: a whole slot, of which the first page is for the header; step: the step whose result it is.
-        The future's errors are those of the engine.
+        Args:
+            data: a whole slot, of which the first page is for the header.
+            step: the step whose result it is. The future's errors are those of the engine.
         """
         self._size_before = None
         transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
@@ -393,7 +447,11 @@ class SwapFile(SlotFile):
         self._undo.close()
 
     def _mark(self, block: memoryview) -> bool:
-        """Writes the superblock, durably; whether the disk has room for it. Raises: TierIOError."""
+        """Writes the superblock, durably; whether the disk has room for it.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+        """
         try:
             result_of(self._engine.write(self._file, 0, block))
             result_of(self.sync())
@@ -406,7 +464,8 @@ class SwapFile(SlotFile):
     def require_here(self) -> None:
         """Whether directory and file are still what their names lead to, and the file has its size.
 
-        Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
+        Raises:
+            PathError: if one was moved, removed or cut off: what is committed must be there to be found.
         """
         self._disk.require_here(self._final_path.parent)
         file = self._file.path
@@ -425,7 +484,11 @@ class SwapFile(SlotFile):
             )
 
     def _remove(self) -> None:
-        """Removes the file, if it is still the one that has its name. Raises: OSError."""
+        """Removes the file, if it is still the one that has its name.
+
+        Raises:
+            OSError: the operating system refused.
+        """
         path = Path(self._file.path)
         if self._disk.leads_to(path, self._file):
             self._disk.remove(path)
@@ -446,7 +509,11 @@ def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) 
 
 
 def _make(directory: Path, files: Files) -> bool:
-    """Makes `directory`; whether it was missing. Raises: PathError."""
+    """Makes `directory`; whether it was missing.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+    """
     try:
         return files.make_directory(directory)
     except OSError as error:
@@ -461,8 +528,11 @@ def _remove_if_empty(directory: Path, files: Files) -> None:
 
 
 def _is_blank(file: IOFile, files: Files) -> bool:
-    """Whether nothing is in it. Raises: PathError if it is somebody else's. One with our magic was left by a run that
-    committed nothing, and is reused."""
+    """Whether nothing is in it.
+
+    Raises:
+        PathError: if it is somebody else's. One with our magic was left by a run that committed nothing, and is reused.
+    """
     start = first_page(file, files)
     if start[: len(MAGIC)] == MAGIC:
         return False
@@ -486,9 +556,11 @@ def _require_same(file: IOFile, files: Files, block: memoryview) -> None:
 def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     """The path of each chunk, by number: pure, so that a plan and a run agree.
 
-    Args: sizes: bytes of each chunk, in the order of a step; weights: bandwidth of each path, in any unit, positive.
-    Each chunk goes to the path that would be done with it first. So every path has its share of any stretch of the
-    order, not only of the whole, and all of them work at all times.
+    Args:
+        sizes: bytes of each chunk, in the order of a step.
+        weights: bandwidth of each path, in any unit, positive. Each chunk goes to the path that would be done with it
+            first. So every path has its share of any stretch of the order, not only of the whole, and all of them work
+            at all times.
     """
     loads = [0.0] * len(weights)
     chosen = []
@@ -525,10 +597,18 @@ class Slots:
 class Stripes:
     """All slots of a rank over several directories.
 
-    Args: directories: one or more, all different; weights: their bandwidths; slots: of the rank; resident: slots of
-    what stays in RAM, and seldom moves.
-    Attributes: map: of the slots; run_id, 16 bytes; chosen: the number of each slot's directory.
-    Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
+    Args:
+        directories: one or more, all different.
+        weights: their bandwidths.
+        slots: of the rank.
+        resident: slots of what stays in RAM, and seldom moves.
+
+    Attributes:
+        map: of the slots; run_id, 16 bytes.
+        chosen: the number of each slot's directory.
+
+    Raises:
+        OffloadError: as `SwapFile`, naming the directory; then nothing is left behind in any of them does.
     """
 
     def __init__(
@@ -583,8 +663,9 @@ class Stripes:
     def sync(self) -> None:
         """Makes durable, in all files, what was written before.
 
-        Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
-        that is trusted.
+        Raises:
+            TierIOError: also that of an earlier call which was interrupted, for a disk says it once; nothing after that
+                is trusted.
         """
         wait_for_all(self._syncs)
         for future in self._syncs:
@@ -626,7 +707,13 @@ class CommittedFile:
     Attributes: path; file, for an engine; page, the first one; block, the superblock in it; size in bytes.
 
     Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile.
-    Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
+
+    Raises:
+        PathError: a file or directory cannot be used.
+        PathInUseError: a live run.
+        CorruptionError: what was read is damaged.
+        ResumeError: a newer version's.
+        TierIOError: a disk or its file system failed.
     """
 
     def __init__(self, path: Path, files: Files = LOCAL, *, exclusive: bool = False) -> None:
@@ -656,7 +743,11 @@ class CommittedFile:
             raise
 
     def _read(self, page: memoryview) -> int:
-        """Fills `page` from the beginning. Returns: bytes read, fewer only at the end of the file."""
+        """Fills `page` from the beginning.
+
+        Returns:
+            bytes read, fewer only at the end of the file.
+        """
         try:
             return self._disk.read_at(self.file, 0, page)
         except OSError as error:

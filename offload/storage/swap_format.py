@@ -148,7 +148,11 @@ class Superblock:
         return self.chunks in (chunks, {"xxh3": _digest(chunks)})
 
     def encode_text(self, chunks: Chunks) -> bytes:
-        """The text of the page. Args: chunks: what it says of them."""
+        """The text of the page.
+
+        Args:
+            chunks: what it says of them.
+        """
         known = {"run_id": self.run_id, "places": self.places, "stripe": self.stripe, "commits": self.commits}
         return json.dumps(known | {"chunks": chunks}).encode()
 
@@ -158,9 +162,14 @@ def _digest(chunks: Chunks) -> str:
 
 
 def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superblock:
-    """Args: is_whole: whether a checksum that does not match is an error.
+    """TODO.
 
-    Raises: CorruptionError naming `file`; ResumeError (a newer version's).
+    Args:
+        is_whole: whether a checksum that does not match is an error.
+
+    Raises:
+        CorruptionError: naming `file`.
+        ResumeError: a newer version's.
     """
     if len(page) < PAGE_BYTES:
         raise CorruptionError(f"ends after {len(page)} bytes, in its superblock", file=file)
@@ -209,7 +218,11 @@ class SlotHeader(NamedTuple):
         return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
 
     def problem(self, run_id: str, chunk: int, step: int, numel: int, checksum: int | None) -> str | None:
-        """In what it differs from the header wanted; None if in nothing. Args: checksum: None: any."""
+        """In what it differs from the header wanted; None if in nothing.
+
+        Args:
+            checksum: None: any.
+        """
         if self.run_id != run_id:
             return f"the slot was written by run {self.run_id}, not by {run_id}"
         if (self.chunk, self.step) != (chunk, step):
