@@ -31,10 +31,8 @@ WITH_INLINE_SECTIONS = {
     "checkpoint",
     "cli",
     "demo",
-    "layout.py",
     "optim",
     "optimizer.py",
-    "planner/placement.py",
     "ranks/torch_distributed.py",
     "storage",
 }
