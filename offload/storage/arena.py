@@ -67,7 +67,7 @@ class Lender:
         return self._slab[start : start + nbytes]
 
     def park(self) -> None:
-        """Frees memory of a device until `bring_back`; its content waits in RAM. RAM itself stays."""
+        """Frees memory of a device until `bring_back`; its content waits in RAM. For RAM this does nothing."""
 
     def bring_back(self) -> None:
         """Undoes `park`."""
@@ -77,8 +77,8 @@ class Reserved:
     """The pieces of all regions in memory, by name.
 
     Args:
-        regions: in the order of their memory.
-        lenders: by tier.
+        regions: the regions, in the order of their memory. Those on a tier without a lender are left out.
+        lenders: what lends the memory of each tier.
     """
 
     def __init__(self, regions: Iterable[Region], lenders: Mapping[Tier, Lender]) -> None:
@@ -88,8 +88,11 @@ class Reserved:
             self._pieces.setdefault(region.what, []).extend(pieces)
 
     def take(self, what: str) -> list[Tensor]:
-        """The pieces of a name, in the order of its regions; uint8, each of its region's `nbytes`. They are given once:
-        the next call finds none."""
+        """The pieces of a name, in the order of its regions. They are given once: the next call finds none.
+
+        Returns:
+            uint8 tensors, each of its region's `nbytes`.
+        """
         return self._pieces.pop(what, [])
 
     @property
@@ -99,16 +102,16 @@ class Reserved:
 
 
 class Arena(Lender):
-    """RAM.
+    """The one slab of RAM; see the top of this file.
 
     Args:
-        size: bytes, rounded up to whole pages.
+        size: its bytes, rounded up to whole pages.
         copier: page-locks the slab where that helps.
-        at_once: whether all pages are there from the beginning, as they are where they are locked; if not, they come as
-            they are used, or by `prefault`.
+        at_once: whether to get all pages now. If not, they come as they are used, or by `prefault`. Pages that are
+            locked are there from the beginning.
 
     Raises:
-        BudgetError: if the machine refuses the memory.
+        BudgetError: the machine refuses the memory.
     """
 
     def __init__(self, size: int, copier: Copier, *, at_once: bool = True) -> None:
@@ -158,7 +161,7 @@ class Arena(Lender):
             piece[::PAGE_BYTES] = 0  # the kernel is older than the call for it
 
     def _get(self, piece: Tensor) -> bool:
-        """Puts pages behind a piece of the slab.
+        """Gets the pages of a piece of the slab.
 
         Returns:
             whether the kernel could.
@@ -172,14 +175,17 @@ class Arena(Lender):
 
     @uninterrupted
     def prefault(self, then: Callable[[], None]) -> None:
-        """Gets the pages that are not there yet, in the background, and calls `then` there.
+        """Gets the pages that are not there yet, in the background, and then calls `then` in that thread.
 
-        The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
-        from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
-        it now, and not in the first step.
+        The system clears pages, and a virtual machine may have to get them from its host, at 1 to 3 GB/s. What is read
+        from a disk into the first of them need not wait for the last. A machine that promised more than it has shows it
+        now, and not in the first step.
+
+        Args:
+            then: called when the pages are there, or the kernel cannot get them; not if the arena is closed before.
 
         Raises:
-            BudgetError: if the system refuses a thread for it.
+            BudgetError: the system refuses a thread for it.
         """
         prefaulter = threading.Thread(target=self._prefault, args=(then,), name="offload-arena")
         start_threads([prefaulter])
@@ -194,13 +200,13 @@ class Arena(Lender):
         then()
 
     def join(self) -> None:
-        """Ends `prefault`, and waits for it and for `then` if that is running."""
+        """Ends `prefault`. Waits for it, and for `then` if that is running."""
         self._is_closing = True
         if self._prefaulter is not None:
             self._prefaulter.join()
 
     def close(self) -> None:
-        """Gives the memory back; tensors lent read zeros from then on."""
+        """Gives the memory back. Tensors that were lent read zeros from then on."""
         self.join()
         self._unpin()
         with contextlib.suppress(OSError, AttributeError):
