@@ -68,7 +68,15 @@ MAX_TENSORS_BYTES = 16 << 30
 
 @dataclass(frozen=True)
 class Commit:
-    """What was decided: run (32 hex digits), step, the manifest of each rank, and see [Note: COMMIT format 1]."""
+    """What was decided; see [Note: COMMIT format 1].
+
+    Attributes:
+        run_id: 32 hex digits.
+        step: the step that is committed.
+        manifests: the digest of each rank's manifest, by rank.
+        replaces: the id that the same run had before, if it was written anew in another layout.
+        is_snapshot: whether it is the record of a snapshot.
+    """
 
     run_id: RunId
     step: Natural
@@ -82,21 +90,25 @@ def manifest_name(of: Commit | Manifest, rank: int) -> str:
 
 
 def tensors_name(of: Commit | Manifest, rank: int) -> str:
-    """The file with the tensors of the user's extra state."""
+    """The name of the file with the tensors of the user's extra state."""
     return f"extra-{of.run_id}-{of.step}-rank{rank}.safetensors"
 
 
 def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
-    """Writes the rank's manifest, and what the user gives along; durable when it returns.
+    """Writes the rank's manifest, and what the user gives along. Both are durable when it returns.
 
     Args:
-        extra: anything that `extra.encode` takes; `manifest.extra` and `manifest.tensors` are filled in here.
+        directory: where.
+        manifest: the manifest, whose `extra` and `tensors` are filled in here.
+        extra: anything that `extra.encode` takes.
+        files: the file system.
 
     Returns:
         what the COMMIT record has to say of the manifest.
 
     Raises:
-        ConfigError: naming the part of `extra` that cannot be stored, before anything is written.
+        ConfigError: a part of `extra`, which the error names, or of the run cannot be stored; or the tensors are too
+            large. Nothing was written.
         TierIOError: a disk or its file system failed.
     """
     structure, tensors = extra_state.encode(extra)
@@ -118,7 +130,7 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
 
 
 def serialise_commit(commit: Commit) -> bytes:
-    """The record that `parse_commit` reads. Checks nothing."""
+    """The bytes of the record, as `parse_commit` reads them. Checks nothing."""
     line = _line(commit)
     return line + digest(line).encode() + b"\n"
 
@@ -140,7 +152,7 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
     """Makes `commit` the one that is found, durably.
 
     Raises:
-        TierIOError: see [Note: COMMIT format 1].
+        TierIOError: a disk or its file system failed. [Note: COMMIT format 1] says which commit is found then.
     """
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
@@ -151,12 +163,12 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
 
 
 def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
-    """The last commit in `directory`; None if there is none.
+    """The last commit in `directory`; None: there is none.
 
     Raises:
-        CorruptionError: what was read is damaged.
-        ResumeError: a newer version's.
-        PathError: a file or directory cannot be used.
+        CorruptionError: the record is damaged.
+        ResumeError: a newer version of this library wrote it.
+        PathError: it is a link, or cannot be read.
         TierIOError: a disk or its file system failed.
     """
     path = directory / COMMIT_NAME
@@ -165,10 +177,15 @@ def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
 
 
 def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
-    """The record that `data` spells.
+    """Decodes and checks a record.
+
+    Args:
+        data: the bytes of the record.
+        file: its path, for the errors.
 
     Raises:
-        CorruptionError: naming `file`, ResumeError (a newer version's).
+        CorruptionError: it is damaged, or not one that this library writes.
+        ResumeError: a newer version of this library wrote it.
     """
     end = data.find(b"\n") + 1
     line, checksum = data[:end], data[end:]
@@ -190,18 +207,21 @@ def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOC
     """The manifest of `rank` that `commit` names.
 
     Raises:
-        CorruptionError: if it is missing or another, ResumeError, PathError, TierIOError.
+        CorruptionError: it is missing or damaged, or another one has its name.
+        ResumeError: another version of this library wrote it.
+        PathError: it is a link, or cannot be read.
+        TierIOError: a disk or its file system failed.
     """
     path = directory / manifest_name(commit, rank)
     return _manifest_of(_read_exactly(files, path, commit.manifests[rank], MAX_BYTES), commit, rank, str(path))
 
 
 def manifest_told(data: bytes, commit: Commit, rank: int) -> Manifest:
-    """The same, where another rank has read it and sent its bytes.
+    """The manifest of `rank` that `commit` names, of which another rank has sent the bytes.
 
     Raises:
-        CorruptionError: what was read is damaged.
-        ResumeError: what is committed cannot be resumed.
+        CorruptionError: these are not the bytes that were committed.
+        ResumeError: another version of this library wrote them.
     """
     expected, name = commit.manifests[rank], manifest_name(commit, rank)
     if len(data) != expected.size or digest(data) != expected.xxh3:
@@ -218,11 +238,11 @@ def _manifest_of(data: bytes, commit: Commit, rank: int, file: str) -> Manifest:
 
 
 def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> object:
-    """What the user gave with the commit; tensors on the CPU.
+    """What the user gave along with the commit. Tensors are on the CPU.
 
     Raises:
-        CorruptionError: what was read is damaged.
-        PathError: a file or directory cannot be used.
+        CorruptionError: what was read is damaged, or missing.
+        PathError: the file is a link, or cannot be read.
         TierIOError: a disk or its file system failed.
     """
     tensors: dict[str, Tensor] = {}
@@ -238,14 +258,15 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
 
 
 def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
-    """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory; then it is durable.
+    """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory. The copies are durable.
 
     The manifest is written as it was read and checked. The tensors are not checked, like the slots that a snapshot
-    copies: who reads them does that.
+    copies: whoever reads them does that.
 
     Raises:
-        CorruptionError: what was read is damaged.
-        PathError: a file or directory cannot be used.
+        CorruptionError: the manifest is missing or damaged.
+        ResumeError: another version of this library wrote it.
+        PathError: it is a link, or cannot be read.
         TierIOError: a disk or its file system failed.
     """
     manifest = read_manifest(source, commit, rank, files)
@@ -262,13 +283,17 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
 def remove_superseded(
     directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
 ) -> bool:
-    """Clears away what `rank` wrote for other commits than `commit`, which has to be durable; None: what all ranks did,
-    and what is left of a record that was never put in place.
+    """Removes what `rank` wrote for other commits than `commit`, which has to be durable.
 
     Everything else in `directory` stays, also what only has the name of such a file.
 
     Args:
-        also: runs whose files these are, beside that of `commit` and the one that it replaces.
+        directory: where.
+        commit: the record.
+        rank: whose files; None: those of all ranks, and what is left of a record that was never put in place.
+        files: the file system.
+        also: the ids of runs whose files are removed too. Those of the run of `commit`, and of the one that it
+            replaces, always are.
 
     Returns:
         whether there was anything.
@@ -286,7 +311,7 @@ def remove_superseded(
 def superseded(
     directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
 ) -> list[str]:
-    """The names of what `remove_superseded` clears away; none if there is no such directory.
+    """The names of what `remove_superseded` would remove; none if there is no such directory.
 
     Raises:
         TierIOError: a disk or its file system failed.
@@ -312,7 +337,7 @@ def superseded(
 
 
 def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
-    """The manifest that a file holds; None if it holds none, or another than its name says.
+    """The manifest that a file holds; None: it holds none, or another one than its name says.
 
     Raises:
         TierIOError: a disk or its file system failed.
@@ -331,8 +356,10 @@ def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
 
 
 def _is_left(path: Path, files: Files) -> bool:
-    """Whether it was to become a COMMIT record. An older version called such a file COMMIT.new. Others may have files
-    of that name, so its content decides."""
+    """Whether a file was to become a COMMIT record.
+
+    An older version called such a file COMMIT.new. Others may have files of that name, so its content decides.
+    """
     if path.name != COMMIT_NAME + NEW_SUFFIX:
         return path.name == COMMIT_NAME + TEMPORARY
     with suppress(OSError):
@@ -341,10 +368,10 @@ def _is_left(path: Path, files: Files) -> bool:
 
 
 def _check(manifest: Manifest) -> None:
-    """What could not be read back is never committed.
+    """Checks that a manifest can be read back, so that no other is ever committed.
 
     Raises:
-        ConfigError: what was given cannot be served.
+        ConfigError: it cannot be read back.
     """
     try:
         parse(serialise(manifest), "the manifest to be written")
@@ -373,13 +400,15 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
 
 
 def require_one_model(first: Manifest, other: Manifest, file: str) -> None:
-    """Whether the manifests of two ranks describe one model.
+    """Checks that the manifests of two ranks describe one model.
 
     Args:
-        file: as `agree`.
+        first: a manifest.
+        other: another one.
+        file: what the error names.
 
     Raises:
-        CorruptionError: what was read is damaged.
+        CorruptionError: they describe different models.
     """
     if _model_of(first) != _model_of(other):
         raise CorruptionError(
@@ -394,14 +423,14 @@ def _model_of(manifest: Manifest) -> tuple[object, ...]:
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:
-    """Checks that the manifests of all ranks describe one model, and that the ranks of each slice own each element
-    once.
+    """Checks that the manifests describe one model, and that the ranks of each slice together own each element once.
 
     Args:
-        file: what to name in the error.
+        manifests: of all ranks, by rank.
+        file: what the error names.
 
     Raises:
-        CorruptionError: what was read is damaged.
+        CorruptionError: they do not.
     """
     ranks = len(manifests) // manifests[0].slices
     for start in range(0, len(manifests), ranks):

@@ -387,9 +387,7 @@ class RecoveryPlan:
 
     @property
     def slots(self) -> tuple[bytes, list[int]] | None:
-        """The id of the run, and the path of each committed slot, as `RunFiles` takes them; None: new files are
-        made.
-        """
+        """The run's id, and the path of each committed slot, for `RunFiles`; None: new files are made."""
         if self.manifest is None:
             return None
         return bytes.fromhex(self.commit.run_id), [slot.path for slot in self.manifest.slots]
@@ -464,8 +462,9 @@ class RecoveryPlan:
         in_turns(comm, lambda: self._priority(commit), work)
 
     def _priority(self, commit: Commit) -> int:
-        """The priority of this rank for `clean_up`. A record that was replaced is removed first, on whatever rank it
-        is.
+        """The priority of this rank for `clean_up`.
+
+        A record that was replaced is removed before anything else, on whatever rank it is.
         """
         if holds_record([*self.target.owned], commit.replaces, self.files):
             return 2

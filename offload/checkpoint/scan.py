@@ -101,8 +101,6 @@ def directories_of(run_id: str, rank: int, directories: Sequence[Path], files: F
 class ScanResult:
     """What some directories say of commits, without judging it: several ranks may each see a part of a run's.
 
-    `begun` and `held` are empty if there are records.
-
     Attributes:
         records: the COMMIT records, each with its directory.
         begun: the ids of runs whose first swap file is here. Their record would be beside it: so they never committed.
@@ -119,7 +117,7 @@ class ScanResult:
 
 
 def scan(directories: Sequence[Path], files: Files) -> ScanResult:
-    """What these directories say of commits.
+    """What these directories say of commits. If one has a record, only records are looked for.
 
     Raises:
         CorruptionError: a record is damaged.
