@@ -700,8 +700,9 @@ class Commits:
                 store.drain()
 
     def read_ahead(self) -> None:
-        """Begins to read the last commit, for a `restore` before anything is leased. `restore` raises what goes
-        wrong.
+        """Begins to read the last commit, for a `restore` before anything is leased.
+
+        `restore` raises what goes wrong.
         """
         if self.last is not None:
             with suppress(OffloadError):  # then `restore` begins anew, and all ranks hear of it
@@ -811,7 +812,7 @@ class Commits:
 
 
 def _id_of(commit: Commit, source: str = "") -> str:
-    """What a state dict calls a commit: its run, and the digest of its first manifest.
+    """What a state dict calls a commit. It is made of the id of the run and the digest of the first manifest.
 
     Args:
         commit: the record.
