@@ -28,7 +28,6 @@ SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields")
 NAMED = ("Args", "Raises", "Attributes")
 """Sections of which each line begins with a name."""
 WITH_INLINE_SECTIONS = {
-    "checkpoint",
     "cli",
     "demo",
     "optim",

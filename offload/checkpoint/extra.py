@@ -367,7 +367,7 @@ def collect_rng() -> dict[str, object]:
 
 
 def restore_rng(state: object) -> None:
-    """Sets the global random number generators to a state: all of them, or none.
+    """Sets all global random number generators to what they were, or none of them.
 
     Args:
         state: what `collect_rng` returned.

@@ -31,7 +31,9 @@ _RECORDS = (COMMIT_NAME, COMMIT_NAME + NEW_SUFFIX, COMMIT_NAME + TEMPORARY)
 class Found:
     """Files with names as this library gives them.
 
-    own: this library's, COMMIT first; strange: those that are not, or cannot be recognized, and why.
+    Attributes:
+        own: those that are this library's, COMMIT first.
+        strange: those that are not, or cannot be recognized, each with the reason.
     """
 
     own: tuple[Path, ...]
@@ -47,7 +49,8 @@ def find(directories: Sequence[Path]) -> Found:
     """The files of a run in its directories.
 
     Raises:
-        ConfigError: if one is not a directory, TierIOError.
+        ConfigError: one is no directory.
+        TierIOError: a disk or its file system failed.
     """
     paths = [path for directory in directories for path in _named(directory)]
     runs: dict[Path, set[str]] = {}
@@ -72,11 +75,11 @@ def find(directories: Sequence[Path]) -> Found:
 
 
 def require_idle(files: Sequence[Path]) -> None:
-    """TODO.
+    """Checks that no live run holds one of `files`.
 
     Raises:
-        PathInUseError: if a live run holds one of `files`.
-        PathError: a file or directory cannot be used.
+        PathInUseError: a live run holds one.
+        PathError: a file cannot be opened or locked.
     """
     with _locked(files):
         pass
@@ -84,11 +87,11 @@ def require_idle(files: Sequence[Path]) -> None:
 
 @contextmanager
 def _locked(files: Sequence[Path]) -> Iterator[None]:
-    """Inside, no run can take one of these swap files.
+    """A context in which no run can take one of these swap files.
 
     Raises:
-        PathInUseError: a live run holds it.
-        PathError: a file or directory cannot be used.
+        PathInUseError: a live run holds one.
+        PathError: a file cannot be opened or locked.
     """
     with ExitStack() as stack:
         for path in files:
@@ -98,11 +101,14 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Deletes `files`, from `find`, and their directories if nothing else is in them.
+    """Deletes files of a run, and their directories if nothing else is in them.
+
+    Args:
+        files: what `find` found.
 
     Raises:
-        PathInUseError: a live run holds one, before anything is deleted.
-        PathError: a file or directory cannot be used.
+        PathInUseError: a live run holds one. Nothing is deleted.
+        PathError: a file cannot be opened or locked. Nothing is deleted.
         TierIOError: a disk or its file system failed.
     """
     with _locked(files):
@@ -131,7 +137,7 @@ def _named(directory: Path) -> Iterator[Path]:
 
 
 def _runs_in(path: Path) -> set[str] | None:
-    """The runs that a file of this library names; None if it is not recognized as one.
+    """The ids of the runs that a file of this library names; None: it is not recognized as one.
 
     Raises:
         OSError: the operating system refused.

@@ -40,7 +40,14 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its name, dtype and shape, and what gives its bytes, piece by piece, row-major."""
+    """A tensor to be written.
+
+    Attributes:
+        name: its name in the file.
+        dtype: its dtype.
+        shape: its shape.
+        pieces: gives its bytes, piece by piece, row-major.
+    """
 
     name: str
     dtype: torch.dtype
@@ -53,7 +60,7 @@ class Entry:
 
 
 def aligned(entries: Iterable[Entry]) -> list[Entry]:
-    """`entries` with the wider dtypes first: the format has no gaps, and readers map the file."""
+    """The entries with the wider dtypes first. The format has no gaps, and readers map the file."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -61,7 +68,7 @@ def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
     """Everything before the data.
 
     Raises:
-        ValueError: for a dtype that the format lacks or too many names.
+        ValueError: the format lacks a dtype, a name is taken, or there are too many names.
     """
     known: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
@@ -79,10 +86,14 @@ def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def stream(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a whole file. `entries` in the order they are to lie in, see `aligned`.
+    """The bytes of a whole file.
+
+    Args:
+        entries: the tensors, in the order in which they are to lie; see `aligned`.
+        metadata: what the header says of the file.
 
     Raises:
-        ValueError: if a tensor's pieces are not as many bytes as it has: the file would be another's.
+        ValueError: the pieces of a tensor have not as many bytes as it has, or as `header`.
     """
     yield header(entries, metadata)
     for entry in entries:
