@@ -282,8 +282,9 @@ def is_text(value: str) -> bool:
 
 
 def canonical(value: Json) -> bytes:
-    """The one spelling of a JSON value. It is ASCII, with the keys in their order, no blanks, and a newline at the
-    end.
+    """The one spelling of a JSON value.
+
+    It is ASCII, with the keys in the order that they have, no blanks, and a newline at the end.
     """
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 

@@ -538,7 +538,7 @@ class Reader:
         return 4 * max((chunk.numel for manifest in self.manifests for chunk in manifest.chunks), default=0)
 
     def _numbers(self, rank: int, chunk: int) -> list[int]:
-        """The slots that hold a chunk: that of its states, and that of the parameters if these are committed, too."""
+        """The slots that belong to a chunk, for its states and, if these are committed too, for its parameters."""
         slots = self._maps[rank]
         return [slots.at(kind, chunk) for kind in KINDS if slots.of(kind)]
 

@@ -249,8 +249,9 @@ class Snapshot:
         write_commit(self.directories[0], self.record, self.files)
 
     def finish(self, names: Iterable[str]) -> None:
-        """Gives the swap files of decided snapshots their final names, unless somebody reads them. May be called
-        again.
+        """Gives the swap files of decided snapshots their final names, unless somebody reads them.
+
+        May be called again.
         """
         for path in self.paths:
             for name in names:
