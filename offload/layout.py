@@ -38,8 +38,9 @@ import torch
 from offload.sizes import SUM_BLOCK, round_up
 
 ALIGN_NUMEL = 64
-"""Elements: a cache line or more in every dtype, so that matrix kernels find parameters as aligned as torch's
-own allocator leaves them and two threads never write one line."""
+"""Parameters begin at multiples of so many elements: a cache line or more in every dtype.
+
+So matrix kernels find them as aligned as torch's own allocator leaves them, and two threads never write one line."""
 ALIGN_BYTES = 256
 """What lies in one piece of memory begins at multiples of this, which is enough for every kernel."""
 

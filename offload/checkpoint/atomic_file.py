@@ -34,7 +34,7 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
         pieces: what is written, one after the other.
 
     Returns:
-        the digest of what was written.
+        The digest of what was written.
 
     Raises:
         TierIOError: a disk or its file system failed.
@@ -84,7 +84,7 @@ def _make_temporary(files: Files, path: Path, fill: Callable[[IOFile], int]) -> 
         fill: writes to the temporary file, and returns its size.
 
     Returns:
-        the size.
+        The size.
 
     Raises:
         TierIOError: a disk or its file system failed.

@@ -63,7 +63,7 @@ SNAPSHOT_SCHEMA = "offload snapshot"
 VERSION = 1
 MAX_COMMIT_BYTES = 4 << 20
 MAX_TENSORS_BYTES = 16 << 30
-"""Of the tensors in the user's extra state: they are read as one."""
+"""The most bytes of the file with the tensors of the user's extra state, which is read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
         files: the file system.
 
     Returns:
-        what the COMMIT record has to say of the manifest.
+        What the COMMIT record has to say of the manifest.
 
     Raises:
         ConfigError: a part of `extra`, which the error names, or of the run cannot be stored; or the tensors are too
@@ -296,7 +296,7 @@ def remove_superseded(
             replaces, always are.
 
     Returns:
-        whether there was anything.
+        Whether there was anything.
 
     Raises:
         TierIOError: a disk or its file system failed.

@@ -287,7 +287,7 @@ class Commits:
         """Makes this rank's part durable, before the decision. For the arguments see `commit`.
 
         Returns:
-            the manifest, the version of each chunk that is in its slot, for each of `_stores`, and the digest of the
+            The manifest, the version of each chunk that is in its slot, for each of `_stores`, and the digest of the
             manifest; None: all of it is committed already.
         """
         slots = self._slots
@@ -375,7 +375,7 @@ class Commits:
         """Records that a state dict names the last commit. Before another one replaces it, it becomes a snapshot.
 
         Returns:
-            the bytes that the snapshot takes.
+            The bytes that the snapshot takes.
 
         Raises:
             ResumeError: nothing is committed.
@@ -526,7 +526,7 @@ class Commits:
             keep: how many of this run's snapshots stay, the newest; None: all.
 
         Returns:
-            this rank's directories of the snapshot.
+            This rank's directories of the snapshot.
 
         Raises:
             ResumeError: nothing is committed.
@@ -671,7 +671,7 @@ class Commits:
         """Makes states and parameters those of the last commit, on all ranks. Nothing else may be under way.
 
         Returns:
-            the manifest of that commit.
+            The manifest of that commit.
 
         Raises:
             OffloadError: what `require_last` raises.
@@ -741,7 +741,7 @@ class Commits:
         """Writes what only RAM, or the device, has newer.
 
         Returns:
-            the version of each chunk that is in its slot, for each of `_stores`.
+            The version of each chunk that is in its slot, for each of `_stores`.
         """
         versions = [self._all_stores.states.flush()]
         if self._choice.holds_params:

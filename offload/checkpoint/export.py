@@ -59,7 +59,7 @@ def export(
         files: the file system.
 
     Returns:
-        the files; none if `shared` and all was there already.
+        The files; none if `shared` and all was there already.
 
     Raises:
         PathError: `directory` is no directory or cannot be made, or has an export of this stem.
@@ -207,7 +207,7 @@ def _make(directory: Path, files: Files) -> bool:
     """Makes a directory.
 
     Returns:
-        whether it was missing.
+        Whether it was missing.
 
     Raises:
         PathError: it cannot be made, or is no directory.

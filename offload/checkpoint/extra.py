@@ -37,7 +37,7 @@ from offload.storage.swap_format import MAX_INT
 
 MAX_DEPTH = 64
 MAX_HEX = 1 << 12
-"""Digits of a large int: 16,384 bits."""
+"""The most hexadecimal digits of an int: 16,384 bits."""
 MAX_ITEMS = 1 << 22
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

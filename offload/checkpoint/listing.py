@@ -23,7 +23,7 @@ from offload.storage.directories import COMMIT_NAME, RECORD_START, file_name
 from offload.storage.swap_file import any_is_held
 
 MOST_DIRECTORIES = 20_000
-"""That are looked at: `offload list /` ends, too."""
+"""How many directories are looked at. So `offload list /` ends, too."""
 _BLOCK_BYTES = 512
 """What `st_blocks` counts, whatever the file system's blocks are."""
 _TRIES = 3

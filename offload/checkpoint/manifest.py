@@ -74,9 +74,9 @@ VERSION = 2
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
-"""Most values a document holds, roughly: what bounds the memory that reading it takes."""
+"""The most values of a document, roughly. It bounds the memory that reading one takes."""
 MAX_TEXT = 4096
-"""Characters of a name or another string."""
+"""The most characters of a name or another string."""
 MAX_WORLD = 1 << 16
 MAX_DIMENSIONS = 64
 MAX_PARAMETERS = 1 << 20
@@ -84,9 +84,9 @@ MAX_GROUPS = 1 << 12
 MAX_OPTIONS = 1 << 8
 MAX_CHUNKS = 1 << 20
 PARAMS = "params"
-"""What a param group of torch's has its parameters under: no hyper-parameter can be called so."""
+"""The key under which a param group of torch has its parameters. No hyper-parameter can be called so."""
 ROW_BYTES = 96
-"""The most that a chunk takes: seven fields, of which five are short numbers, a step and a checksum."""
+"""The most bytes that a chunk takes in a manifest: five short numbers, a step and a checksum."""
 
 _CONTROL = "\\x00-\\x1f\\x7f-\\x9f"
 _FORBIDDEN = re.compile(f"[{_CONTROL}\\ud800-\\udfff]")

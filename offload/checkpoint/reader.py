@@ -75,7 +75,7 @@ class CommittedSlots:
             data: uint8, as long as the slot.
 
         Returns:
-            a future. It raises what that of `SlotFile.read` raises.
+            A future. It raises what that of `SlotFile.read` raises.
 
         Raises:
             CorruptionError: the slot's file is damaged or too short.
@@ -266,9 +266,9 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
 
 
 KINDS = (ChunkKind.STATES, ChunkKind.PARAMS)
-"""What is committed."""
+"""The kinds of chunks that are committed."""
 PIECE_BYTES = 4 * MIB
-"""A read while verifying: enough for any drive at full speed."""
+"""The size of a read while verifying, which is enough for any drive at full speed."""
 
 
 def _threads() -> IOEngine:
@@ -583,7 +583,7 @@ class Reader:
             reading: the reads into `buffers`.
 
         Returns:
-            the states, by kind, fp32: all of them, or those that need no other slot.
+            The states, by kind, fp32: all of them, or those that need no other slot.
         """
         wait_for_all(reading)
         for future in reading:
@@ -609,7 +609,7 @@ class Reader:
             threads: how many slots are read at a time.
 
         Yields:
-            first the errors of swap files outside of slots, and of `extra`. Then one result for each committed slot, in
+            First the errors of swap files outside of slots, and of `extra`. Then one result for each committed slot, in
             the order of the run.
         """
         damage: list[tuple[int, OffloadError]] = []

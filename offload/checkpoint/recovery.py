@@ -88,7 +88,7 @@ from offload.storage.directories import COMMIT_NAME, check_directory, holds_comm
 from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
 
 _Identity = tuple[str, int, int]
-"""Of a directory: the machine, the device and the number on it."""
+"""What a directory is known by: the machine, the device, and its number on the device."""
 
 
 class RunDirectories(NamedTuple):
@@ -149,7 +149,7 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
     """What ranks have to know of each other before they look for a commit.
 
     Returns:
-        the directories of all ranks, and the id of a new run: 16 bytes, those of rank 0.
+        The directories of all ranks, and the id of a new run: 16 bytes, those of rank 0.
 
     Raises:
         RankError: another rank failed, or cannot be reached.
@@ -301,7 +301,7 @@ def in_turns(comm: Communicator, priority: Callable[[], int], work: Callable[[],
 
 
 SHOWN = 5
-"""Differences that an error lists."""
+"""How many differences an error lists."""
 
 
 class Resumed(NamedTuple):
@@ -781,7 +781,7 @@ def _require_this_model(
         frozen: the names of parameters that are frozen now.
 
     Returns:
-        the manifest of the first rank of this one's slice; of rank 0 where there were other slices.
+        The manifest of the first rank of this one's slice; of rank 0 where there were other slices.
 
     Raises:
         ResumeError: it is of another model.

@@ -426,7 +426,7 @@ ON_OTHER_MACHINES = (
     "same layout (stage, chunks, directories); or copy all directories to a file system that every rank sees, for any "
     "number of ranks, or to one machine for `offload export`"
 )
-"""What to do where a rank sees a part of a run alone."""
+"""What to do if a rank sees only a part of a run."""
 
 
 def manifests_in(directories: Sequence[Path], commit: Commit, files: Files) -> dict[int, Path]:

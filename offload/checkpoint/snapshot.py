@@ -36,7 +36,7 @@ from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, file
 from offload.storage.swap_file import open_locked
 
 RUN_DIGITS = 8
-"""Of the run's id, in the name: a run that began from a snapshot may come to the same step again."""
+"""How many digits of the run's id a snapshot's name has. A run that began from one may come to the same step again."""
 _NAME = re.compile(rf"snapshot-(?:0|[1-9]\d{{0,18}})-[0-9a-f]{{{RUN_DIGITS}}}")
 
 
@@ -349,7 +349,7 @@ class Snapshot:
             held: gets the lock.
 
         Returns:
-            whether nobody else uses it.
+            Whether nobody else uses it.
         """
         try:
             held.callback(open_locked(swap, self.files).close)

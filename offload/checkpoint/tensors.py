@@ -32,10 +32,10 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format has a name for."""
+"""The names of dtypes in the format."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Readers refuse more."""
+"""The most bytes of a header: readers refuse more."""
 
 
 @dataclass(frozen=True)

@@ -40,26 +40,28 @@ from offload.storage.swap_format import (
 from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
 IN_FLIGHT = 4
-"""Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
+"""How many buffers streamed chunks have if the budget allows: one more than the least, so that a late write delays no
+read."""
 
 ACTIVATION_SHARE = 4
-"""Of the RAM that is left, one part in so many is for activations, if nothing is said about them; at most, for those
-that a region on the device lacks room for."""
+"""If `activation_memory` is not given, activations get one part in so many of the RAM that is left.
+
+Those that a region on the device has no room for get no more than that."""
 LEAST_ACTIVATION_BYTES = 16 * MIB
-"""The least that they get then."""
+"""The least that activations get if `activation_memory` is not given."""
 UNITS_ON_THE_WAY = 4
-"""Of whose inputs RAM has room on their way to the files: of two that are written or read, and two in use."""
+"""RAM has room for the inputs of so many units on their way to and from the files: two move, and two are in use."""
 
 TYPICAL_TBW = 600e12
-"""Bytes a common 1 TB consumer drive is warranted for."""
+"""How many bytes may be written to a common 1 TB consumer drive under its warranty."""
 
 STAGED = "commits"
-"""Of the names of pools' regions, beside those of `ChunkKind`."""
+"""What the regions of `Placement.staged` are called. Those of other pools are called as `ChunkKind` says."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
-"""Kind of slots that no step writes."""
+"""The kind of slots that are there for commits only."""
 ARRAYS = {
     ChunkKind.STATES: STATE_KINDS,
     ChunkKind.PARAMS: ("param",),

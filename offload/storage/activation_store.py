@@ -44,11 +44,11 @@ Range = tuple[int, int]
 """First byte, and the one after the last."""
 
 MOST_COPIES = 2
-"""Activations on their way from the device at once; each keeps its memory there until it has left."""
+"""How many activations may be on their way from the device at once. Each keeps its memory there until it has left."""
 
 
 MOST_SPARE = 8
-"""Buffers on the device that nobody refers to."""
+"""How many buffers on the device are kept that nobody refers to."""
 
 
 class Ranges:
@@ -104,7 +104,7 @@ def _pairs(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[Ran
         others: ranges of as many bytes together.
 
     Yields:
-        a range within `ones`, and the byte where it begins in `others`.
+        A range within `ones`, and the byte where it begins in `others`.
     """
     left = deque(others)
     for start, stop in ones:
@@ -430,7 +430,7 @@ class ActivationStore:
             waits: whether to wait for copies and transfers that are under way.
 
         Returns:
-            whether there is room.
+            Whether there is room.
         """
         while self._region.free < entry.size:
             if waits and self._leaving:

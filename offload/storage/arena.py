@@ -33,12 +33,14 @@ from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 from offload.tiers import Tier
 
 _PIECE_BYTES = 16 * MIB
-"""Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
+"""The size in which pages are asked for. Page faults of other threads, and `close`, may have to wait for one such piece."""
 _THREADS = 8
-"""That get pages at once. More wait for each other in the kernel."""
+"""How many threads get pages at once. More would wait for each other in the kernel."""
 _SLOW_S = 0.5
-"""A piece that takes longer has waited until the kernel had moved other memory, to make huge pages of what was free in
-parts: on a host that has been up for long this may take minutes in all. The rest gets ordinary pages."""
+"""If a piece takes longer, in seconds, the rest gets ordinary pages.
+
+The kernel then had to move other memory, to make huge pages of what was free in parts. On a host that has been up for
+long this may take minutes in all."""
 
 
 class Lender:
@@ -164,7 +166,7 @@ class Arena(Lender):
         """Gets the pages of a piece of the slab.
 
         Returns:
-            whether the kernel could.
+            Whether the kernel could.
         """
         began = time.monotonic()
         could = populate(piece)

@@ -104,7 +104,7 @@ class Lease(AbstractContextManager["Lease"]):
 
 
 LOOKS_BEFORE_COLLECTING = 20
-"""A wait for a lease looks ten times a second, and this often before it looks for leases that were lost."""
+"""A wait for a lease looks ten times a second. After so many it collects garbage, to find leases that are lost."""
 _WAITS_FOR = {
     Residency.READING: "wait for read",
     Residency.WRITING: "wait for write",
@@ -285,7 +285,7 @@ class Store:
         """Writes all chunks that are newer in RAM, resident or not, and waits. Nothing may be leased meanwhile.
 
         Returns:
-            which version of each chunk is in its slot.
+            Which version of each chunk is in its slot.
         """
         self.drain()
         self._write_newer()
@@ -381,7 +381,7 @@ class Store:
         """Moves the chunk to LEASED if it has a buffer in RAM with its data.
 
         Returns:
-            whether it had.
+            Whether it had.
         """
         chunk = self._chunks[lease.chunk]
         with self._books:

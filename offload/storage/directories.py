@@ -21,7 +21,7 @@ NEW_SUFFIX = ".new"
 TEMPORARY = ".offload.new"
 """Ends the name of a file that is being written. Nobody else has files of such names."""
 SWAP_NAME = "offload-rank0.swap"
-"""Of the first rank, or the only one; `swap_name` of the others."""
+"""The name of the swap file of the first rank, or the only one. `swap_name` has the names of the others."""
 COMMIT_NAME = "COMMIT"
 RECORD_START = b'{"schema":"offload '
 """How a COMMIT record and a manifest begin."""

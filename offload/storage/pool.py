@@ -11,9 +11,9 @@ from offload.storage.swap_format import SlotArrays
 from offload.tiers import Tier
 
 LEAST_IN_FLIGHT = 3
-"""Chunks in flight in a step: one is read while one is in Adam and one is written."""
+"""The least chunks in flight in a step: one is read while one is in Adam and one is written."""
 BUFFERS = "buffers"
-"""Kind of the memory that chunks pass through."""
+"""The kind of the memory that chunks pass through."""
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class SlotFile:
             checksum: the one that the header has to name; None: any.
 
         Returns:
-            a future. It raises CorruptionError if the slot is something else, and the engine's errors.
+            A future. It raises CorruptionError if the slot is something else, and the engine's errors.
         """
         moving = self._timeline.begin(self._reads, "read", chunk=chunk, size=len(data), tier="nvme")
 
@@ -429,7 +429,7 @@ class SwapFile(SlotFile):
             slot: the version, A (0) or B (1).
 
         Returns:
-            a future. It raises the engine's errors.
+            A future. It raises the engine's errors.
         """
         self._size_before = None
         transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
@@ -489,7 +489,7 @@ class SwapFile(SlotFile):
         """Writes the superblock, durably.
 
         Returns:
-            whether the disk has room for it.
+            Whether the disk has room for it.
 
         Raises:
             TierIOError: a disk or its file system failed.
@@ -554,7 +554,7 @@ def _make(directory: Path, files: Files) -> bool:
     """Makes a directory.
 
     Returns:
-        whether it was missing.
+        Whether it was missing.
 
     Raises:
         PathError: it cannot be made.
@@ -807,7 +807,7 @@ class CommittedFile:
         """Fills `page` from the beginning of the file.
 
         Returns:
-            how many bytes were read, fewer only at the end of the file.
+            How many bytes were read, fewer only at the end of the file.
 
         Raises:
             TierIOError: a disk or its file system failed.

@@ -43,7 +43,7 @@ MAX_INT = (1 << 63) - 1
 MAX_PATHS = 1 << 10
 MAX_PLACES = 2
 MAX_NUMEL = 1 << 48
-"""Elements of a run: 256 times the largest known model, and no product of two overflows 128 bits."""
+"""The most elements of a run. It is 256 times the largest known model, and no product of two overflows 128 bits."""
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 WHOLE = (4, 4, 4)
