@@ -33,7 +33,7 @@ from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 from offload.tiers import Tier
 
 _PIECE_BYTES = 16 * MIB
-"""Pages are asked for in pieces of so many bytes. Page faults of other threads, and `close`, may have to wait for one."""
+"""How many bytes are asked for at once. Page faults of other threads, and `close`, may have to wait for them."""
 _THREADS = 8
 """How many threads get pages at once. More would wait for each other in the kernel."""
 _SLOW_S = 0.5

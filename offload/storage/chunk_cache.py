@@ -165,7 +165,7 @@ class Store:
         slot_arrays: the arrays of each chunk.
         resident: the memory of the chunks that never leave RAM, by chunk.
         buffers: the memory that the other chunks pass through.
-        slots: the slots of the chunks; None: all chunks are resident, and nothing is committed.
+        slots: the slots of the chunks; None: no chunk moves between RAM and the disk.
         timeline: of the run.
         health: of the run.
         is_due: tells whether the results of a step are known to be committed. Resident chunks are then written behind
