@@ -223,8 +223,7 @@ class Layout:
         return self.shard_numel(flat) * self.ranks
 
     def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
-        """Where a rank's shard of a flat begins and ends, without padding: its first element, and the one after its
-        last.
+        """The first element of a rank's shard of a flat, and the one after its last, without padding.
 
         Args:
             flat: the number of the flat.

@@ -417,8 +417,9 @@ class Commits:
         self._is_named = False
 
     def _named_snapshot(self, snapshot: Snapshot) -> str | None:
-        """For rank 0: the name of the snapshot of the last commit, or of the one that it is a copy of; None: there
-        is none yet.
+        """For rank 0: the name of the snapshot of the last commit; None: there is none yet.
+
+        A snapshot of the commit that the last one is a copy of counts, too.
 
         Args:
             snapshot: of the last commit.
@@ -478,10 +479,9 @@ class Commits:
         )
 
     def go_back_to(self, reader: Reader, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Makes states and parameters those of a snapshot, and commits them. The last commit has to have been restored
-        before.
+        """Makes states and parameters those of a snapshot, and commits them.
 
-        If reading fails, the last commit stays what it was.
+        The last commit has to have been restored before. If reading fails, it stays what it was.
 
         Args:
             reader: of the snapshot.
@@ -757,8 +757,7 @@ class Commits:
         return versions
 
     def _final_if_ambiguous(self, work: Callable[[], None]) -> None:
-        """Calls `work`. If nobody knows after its failure what is on the disk, the failure is final for the run's
-        health.
+        """Calls `work`. A failure after which nobody knows what is on the disk is final for the run's health.
 
         That holds even if an interrupt followed at once and hides the failure.
         """

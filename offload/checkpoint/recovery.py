@@ -446,8 +446,9 @@ class RecoveryPlan:
         in_turns(comm, priority, work)
 
     def finish(self, commit: Commit, comm: Communicator) -> None:
-        """Leaves the files of `commit` alone in the directories. The commit has to be durable, and this run to hold the
-        files.
+        """Lets all ranks clean up after `commit`, one after the other; see `clean_up`.
+
+        The commit has to be durable, and this run has to hold the files.
 
         Raises:
             TierIOError: a disk or its file system failed.
@@ -691,8 +692,7 @@ def find_together(
 
 
 def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm: Communicator, files: Files) -> None:
-    """Checks that what lies in the directories is of runs that never committed, on all ranks, and removes what they
-    left.
+    """Checks that the directories of all ranks hold only what runs left that never committed, and removes that.
 
     One directory alone cannot tell: the record of a run of several directories is in the first.
 

@@ -279,7 +279,9 @@ def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: 
 
 
 def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
-    """Leaves the files of `commit` alone in `directories`, under their final names; see [Note: another layout].
+    """Removes files of runs that no commit needs after `commit`, and gives its own files their final names.
+
+    See [Note: another layout].
 
     Args:
         directories: the directories.

@@ -69,8 +69,10 @@ class Ranges:
         self.give([(self.size - nbytes, self.size)])
 
     def take(self, nbytes: int) -> list[Range]:
-        """Lends `nbytes` of the free bytes, of which there have to be as many: one range if one is long enough, else
-        several.
+        """Lends free bytes: one range if one is long enough, else several.
+
+        Args:
+            nbytes: how many. As many have to be free.
         """
         fitting = next((number for number, (start, stop) in enumerate(self._free) if stop - start >= nbytes), None)
         taken: list[Range] = []

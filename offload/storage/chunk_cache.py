@@ -210,8 +210,9 @@ class Store:
 
     @uninterrupted
     def expect(self, order: Iterable[int]) -> None:
-        """Announces the leases to come, in order. Reading ahead begins at once. When all have come, the same order is
-        expected.
+        """Announces the leases to come, in order. Reading ahead begins at once.
+
+        When all have come, they are expected again in the same order.
         """
         with self._lock, self._books:
             self.check()

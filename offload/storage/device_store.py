@@ -163,8 +163,9 @@ class DeviceStore(Store):
 
     @contextmanager
     def _both(self, chunk: int, step: int) -> Iterator[tuple[Lease, Lease]]:
-        """A lease of a chunk's states on the device, and one of its buffer in RAM, all of which is about to be
-        overwritten.
+        """A lease of a chunk's states on the device, and one of a buffer for it in RAM.
+
+        All of the buffer is about to be overwritten.
         """
         with (
             self.lease(chunk, step=step) as here,

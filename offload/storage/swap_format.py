@@ -119,14 +119,15 @@ def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[SlotArrays]:
 
 
 class Chunks(TypedDict, total=False):
-    """What a superblock says of the chunks: `xxh3` alone, or `held` and `numels`, and `itemsizes` if they are not
-    WHOLE.
+    """What a superblock says of the committed slots, or of all slots if nothing is ever committed.
+
+    It is `xxh3` alone, or the other fields. `itemsizes` is missing if all are WHOLE.
 
     Attributes:
-        held: the numbers of the slots in this file.
-        numels: the elements of each slot of the rank.
-        itemsizes: for each slot of the rank, bytes an element of each array.
-        xxh3: the digest of what would be said otherwise, if that has no room.
+        held: the numbers of those in this file.
+        numels: the elements of each of the rank's.
+        itemsizes: for each of the rank's, bytes an element of each array.
+        xxh3: the digest of the other fields, if these have no room.
     """
 
     held: list[_Natural]
