@@ -40,7 +40,7 @@ IN_USE = "a live run holds this path: close it, or give each run a path of its o
 
 
 def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
-    """Locks a swap file, without waiting.
+    """Locks a swap file. Does not wait for a live process.
 
     Raises:
         PathInUseError: another process holds it.
@@ -57,7 +57,7 @@ def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
 
 
 def lock(file: IOFile, files: Files) -> None:
-    """Locks a swap file against all others, without waiting.
+    """Locks a swap file against all others. Does not wait for a live process.
 
     Raises:
         PathInUseError: another process holds it, or has just removed it.
@@ -355,9 +355,11 @@ class SwapFile(SlotFile):
     Raises:
         PathError: the directory or the file cannot be used, or the file is somebody else's.
         PathInUseError: a live run holds the file.
-        BudgetError: the disk has no room for the file, or the limit of file sizes is too low.
+        BudgetError: the disk has no room for the file, the limit of file sizes is too low, or the system refuses a
+            thread.
         ResumeError: the directory holds a commit that nobody asked for, or not the file that is to be resumed.
         CorruptionError: the file that is to be resumed is damaged.
+        TierIOError: a disk or its file system failed.
     """
 
     def __init__(
