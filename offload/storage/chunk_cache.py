@@ -40,11 +40,17 @@ from offload.storage.swap_format import STATE_KINDS, SlotArrays
 class Lease(AbstractContextManager["Lease"]):
     """The right to use one chunk's arrays, from entering to leaving. See `Store.lease`.
 
-    Attributes:
+    Args:
+        store: the store of the chunk.
         chunk: the number of the chunk.
         step: the step whose result the arrays are if the holder writes to them.
-        arrays: the chunk's arrays, tensors of shape (chunk.numel,).
         is_fresh: whether the holder overwrites all of the chunk, so that nothing has to be read.
+
+    Attributes:
+        chunk: see above.
+        step: see above.
+        arrays: the chunk's arrays, tensors of shape (chunk.numel,).
+        is_fresh: see above.
         dirty: the holder sets it if it wrote to the arrays.
         is_unfinished: the holder sets it if it will write again. The chunk is then written back only if its buffer is
             needed.
