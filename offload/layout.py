@@ -38,8 +38,9 @@ import torch
 from offload.sizes import SUM_BLOCK, round_up
 
 ALIGN_NUMEL = 64
-"""Elements: a cache line or more in every dtype, so that matrix kernels find parameters as aligned as torch's
-own allocator leaves them and two threads never write one line."""
+"""Parameters begin at multiples of so many elements: a cache line or more in every dtype.
+
+So matrix kernels find them as aligned as torch's own allocator leaves them, and two threads never write one line."""
 ALIGN_BYTES = 256
 """What lies in one piece of memory begins at multiples of this, which is enough for every kernel."""
 
@@ -48,11 +49,17 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its name, element count, unit, the dtype of its compute copy, its param group.
+    """One parameter, as this rank has it. Sizes are those of this rank's part.
 
-    tile: elements of it that are on the device at once, if not all are; then it is alone in its unit.
-    is_frozen: it is never stepped, and has no group. shard_dim: of a parameter that tensor-parallel ranks share, the
-    dimension along which it is cut; None: each of them has all of it. All sizes are those of this rank's part.
+    Attributes:
+        name: its name in the model.
+        numel: how many elements it has.
+        unit: the unit that it belongs to.
+        dtype: the dtype of its copy for compute.
+        group: the number of its param group. It means nothing if the parameter is frozen.
+        tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit.
+        is_frozen: whether it is never stepped.
+        shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
     """
 
     name: str
@@ -67,7 +74,17 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Flat:
-    """One unit's parameters of one dtype. `offsets` and `numel` in elements; `params` index Layout.specs."""
+    """One unit's parameters of one dtype, end to end.
+
+    Attributes:
+        index: its number in `Layout.flats`.
+        unit: the unit.
+        dtype: the dtype of its parameters.
+        params: the numbers of its parameters in `Layout.specs`.
+        offsets: where each of them begins, in elements.
+        numel: how many elements it has, gaps included and padding excluded.
+        is_frozen: whether its parameters are frozen.
+    """
 
     index: int
     unit: str
@@ -101,9 +118,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Elements `start` to `start + numel` of flat parameter `flat`, which are fetched together: all of it, or a tile.
+    """Elements `start` to `start + numel` of flat parameter `flat`, which are fetched together.
 
-    A tile is a unit of its own."""
+    It is the whole flat parameter, or one of its tiles. A tile is a unit of its own.
+    """
 
     index: int
     unit: str
@@ -134,11 +152,22 @@ class Segment(Generic[Key]):
 
 @dataclass(frozen=True)
 class Layout:
-    """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units.
+    """Where every element lies; see [Note: flats, chunks, pieces].
 
-    ranks, rank: over how many the flats are sharded, and whose shards the chunks are; chunk_numel: most
-    elements of one, at whose multiples within a shard they begin if there are several ranks; replicas, copies, frozen:
-    see the note; trained_replicas: of the trained parameters, where only frozen ones are kept so often; None: the same.
+    Chunks are in the order of the flats, and flats in the order of their units.
+
+    Attributes:
+        specs: the parameters, the trained ones first.
+        flats: the flat parameters.
+        chunks: the chunks of this rank's shards of trained parameters.
+        chunk_numel: the most elements of a chunk. With several ranks, chunks begin at multiples of it within a shard.
+        ranks: the number of ranks that the flats are sharded over.
+        rank: the rank whose shards the chunks are.
+        replicas: the number of groups of ranks, each of which keeps all parameters.
+        copies: the chunks of trained parameters that this rank keeps for its counterparts in the other groups.
+        frozen: the chunks of frozen parameters that this rank keeps, those for its counterparts included.
+        trained_replicas: how many groups keep all trained parameters, if only frozen ones are kept `replicas` times;
+            None: `replicas`.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -154,7 +183,7 @@ class Layout:
 
     @cached_property
     def trained(self) -> Layout:
-        """What is trained of it."""
+        """The layout of the trained parameters alone."""
         if not any(flat.is_frozen for flat in self.flats):
             return self
         specs = tuple(spec for spec in self.specs if not spec.is_frozen)
@@ -169,13 +198,15 @@ class Layout:
 
     @property
     def replicated_shards(self) -> range:
-        """The ranks whose shards of the parameters this one keeps too: itself, and its counterparts in the other
-        groups."""
+        """The ranks whose shards of the parameters this one keeps.
+
+        They are this rank, and its counterparts in the other groups.
+        """
         return range(self.rank % self.shard_group_size, self.ranks, self.shard_group_size)
 
     @cached_property
     def param_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of which a rank keeps the parameters: its own, the copies, the frozen ones, numbered on."""
+        """The chunks of which this rank keeps the parameters: `chunks`, then `copies`, then `frozen`."""
         return self.chunks + self.copies + self.frozen
 
     @property
@@ -188,17 +219,27 @@ class Layout:
         return shard_numel(self.flats[flat].numel, self.ranks)
 
     def padded_numel(self, flat: int) -> int:
-        """Elements of a flat in memory."""
+        """Elements of a flat in memory, padding included."""
         return self.shard_numel(flat) * self.ranks
 
     def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
-        """First element of a rank's (None: the own) shard and the one after its last, without padding."""
+        """The first element of a rank's shard of a flat, and the one after its last, without padding.
+
+        Args:
+            flat: the number of the flat.
+            rank: whose shard; None: this rank's.
+        """
         numel, shard = self.flats[flat].numel, self.shard_numel(flat)
         start = min((self.rank if rank is None else rank) * shard, numel)
         return start, min(start + shard, numel)
 
     def param_shard_range(self, param: int, rank: int | None = None) -> tuple[int, int]:
-        """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) shard."""
+        """Which elements of a parameter are in a rank's shard: the first, and the one after the last.
+
+        Args:
+            param: the number of the parameter.
+            rank: whose shard; None: this rank's.
+        """
         flat, offset = self.locations[param]
         start, stop = self.shard_range(flat, rank)
         numel = self.specs[param].numel
@@ -215,7 +256,10 @@ class Layout:
         return self.specs[info.params[0]].tile if len(info.params) == 1 else 0
 
     def tiles_of(self, param: int) -> list[tuple[int, int]]:
-        """The elements of a parameter whose gradients come together: of each tile, or all of them."""
+        """Where each tile of a parameter begins and ends, in elements. Its gradients come tile by tile.
+
+        A parameter without tiles counts as one tile.
+        """
         spec = self.specs[param]
         step = spec.tile or max(spec.numel, 1)
         return [(start, min(start + step, spec.numel)) for start in range(0, max(spec.numel, 1), step)]
@@ -242,11 +286,11 @@ class Layout:
 
     @cached_property
     def chunks_of(self) -> dict[int, tuple[int, ...]]:
-        """For each parameter: the chunks that hold a piece of it, in its own order."""
+        """For each parameter: the chunks of `chunks` that hold a piece of it, in the parameter's order."""
         return self._holders(self.chunks)
 
     def pieces_of(self, param: int) -> Iterator[tuple[Chunk, Piece]]:
-        """The pieces of a parameter in this rank's chunks, in its own order, each with its chunk."""
+        """The pieces of a parameter in this rank's chunks, each with its chunk, in the parameter's order."""
         offset = self.locations[param][1]
         for index in self.chunks_of[param]:
             chunk = self.chunks[index]
@@ -255,7 +299,7 @@ class Layout:
 
     @cached_property
     def param_chunks_of(self) -> dict[int, tuple[int, ...]]:
-        """The same of `param_chunks`."""
+        """For each parameter: the chunks of `param_chunks` that hold a piece of it, in the parameter's order."""
         return self._holders(self.param_chunks)
 
     def _holders(self, chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
@@ -267,7 +311,11 @@ class Layout:
 
 
 def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where parts of so many bytes lie in one piece of memory, one after the other, and what they take together."""
+    """Where parts of these sizes begin if they lie one after the other in one piece of memory, and the bytes of all.
+
+    Args:
+        sizes: the bytes of each part.
+    """
     starts, end = [], 0
     for size in sizes:
         starts.append(round_up(end, ALIGN_BYTES))
@@ -289,10 +337,15 @@ def build(
     replicas: int = 1,
     trained_replicas: int | None = None,
 ) -> Layout:
-    """Lays out `specs`, in the order given within a unit and dtype.
+    """Lays out parameters. Within a unit and dtype they keep their order.
 
-    Args: specs: the trained ones first; chunk_numel: most elements a chunk, a positive number; ranks, rank, replicas (a
-    divisor of `ranks`), trained_replicas (the same, or 1): see Layout.
+    Args:
+        specs: the parameters, the trained ones first.
+        chunk_numel: the most elements of a chunk, a positive number.
+        ranks: the number of ranks that the flats are sharded over.
+        rank: the rank whose layout it is.
+        replicas: the number of groups of ranks that each keep all parameters, a divisor of `ranks`.
+        trained_replicas: how many groups keep all trained parameters: `replicas`, or 1; None: `replicas`.
     """
     flats: list[Flat] = []
     for (is_frozen, unit, dtype), params in _by_unit_and_dtype(specs):
@@ -327,10 +380,15 @@ def _chunks_of(layout: Layout, flats: Sequence[Flat], ranks: Sequence[int], firs
 
 
 def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) -> list[ParamSpec]:
-    """`specs` with those that can be tiled, and are larger than `tile_bytes`, in tiles of at most that, a unit each.
+    """The specs, with tiles for each parameter that can be tiled and is larger than `tile_bytes`.
 
-    Args: rows: the elements of a row of each parameter that can be tiled; tile_bytes: 0 for no tiles. A tile is so many
-    whole rows that the next one is aligned.
+    A tile is as many whole rows as fit into `tile_bytes`, at least one, so that the next tile is aligned. A parameter
+    with tiles becomes a unit of its own.
+
+    Args:
+        specs: the parameters.
+        rows: for each parameter that can be tiled, by its number, the elements of one row.
+        tile_bytes: the most bytes of a tile; 0: no tiles.
     """
     made = list(specs)
     for number, row in rows.items() if tile_bytes else ():
@@ -343,8 +401,10 @@ def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) 
 
 
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[bool, str, torch.dtype], list[int]]]:
-    """What is trained, then what is frozen; in each the units in order of first appearance, and in each of these its
-    dtypes likewise."""
+    """The numbers of the parameters of each unit and dtype: what is trained first, then what is frozen.
+
+    Units are in the order of their first appearance, and so are the dtypes within a unit.
+    """
     units: dict[tuple[bool, str], dict[torch.dtype, list[int]]] = {}
     for number, spec in enumerate(specs):
         units.setdefault((spec.is_frozen, spec.unit), {}).setdefault(spec.dtype, []).append(number)
@@ -353,8 +413,11 @@ def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[bool,
 
 
 def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts elements `start` to `last` into chunks. The squares of gradients are summed over blocks of SUM_BLOCK
-    elements of a parameter: of one rank, chunks with room for one end where one ends, so that a sum needs one chunk."""
+    """Cuts elements `start` to `last` of a flat into chunks.
+
+    The squares of gradients are summed over blocks of SUM_BLOCK elements of a parameter. With one rank, a chunk with
+    room for a block ends where a block ends. So a sum needs one chunk.
+    """
     ends_at_blocks = layout.ranks == 1 and layout.chunk_numel >= SUM_BLOCK
     tile = layout.tile_of(flat.index)
     while start < last:
@@ -378,11 +441,14 @@ def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int
 
 
 def segments(chunk: Chunk, key: Callable[[int], Key | None]) -> list[Segment[Key]]:
-    """The runs of `chunk` that share a key.
+    """The runs of pieces of a chunk that share a key.
 
-    Args: key: of a parameter; None: no part of it belongs to a segment.
-    A gap between two parameters of one key belongs to their segment: it is calculated along (on zeros) and never
-    read, which is cheaper than a call more.
+    A gap between two parameters of one key belongs to their segment. It is calculated along, on zeros, and never read:
+    that is cheaper than one more call.
+
+    Args:
+        chunk: the chunk.
+        key: the key of a parameter, by its number; None: no part of it belongs to a segment.
     """
     runs: list[Segment[Key]] = []
     for this, group in groupby(chunk.pieces, lambda piece: key(piece.param)):

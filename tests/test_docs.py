@@ -26,13 +26,6 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields")
 NAMED = ("Args", "Raises", "Attributes")
 """Sections of which each line begins with a name."""
-WITH_INLINE_SECTIONS = {
-    "checkpoint",
-    "layout.py",
-    "planner/placement.py",
-    "storage",
-}
-"""Rooms and files of offload/ whose docstrings are not in Google's form yet. Nothing may be added."""
 BLOCKS = re.compile(r"^(<!-- compiled only: [^\n]*-->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -281,28 +274,9 @@ def faults(text: str, names: set[str]) -> Iterator[str]:
                 yield f"{head} has no {name!r}"
 
 
-def is_left(file: Path) -> bool:
-    """Whether a file is in WITH_INLINE_SECTIONS."""
-    path = file.relative_to(ROOT / "offload")
-    return bool({path.as_posix(), path.parts[0]} & WITH_INLINE_SECTIONS)
-
-
-IN_FORM = [file for _, file in sources() if not is_left(file)]
-
-
-@pytest.mark.parametrize("file", IN_FORM, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("file", [file for _, file in sources()], ids=lambda file: str(file.relative_to(ROOT)))
 def test_docstrings_have_a_first_line_and_sections_on_lines_of_their_own(file: Path) -> None:
     assert not [f"{where}: {fault}" for where, text, names in docstrings(file) for fault in faults(text, names)]
-
-
-def test_files_with_inline_sections_have_some() -> None:
-    """Whoever mends the last of a room takes the room off the list."""
-    left = set()
-    for _, file in sources():
-        if any(True for _, text, names in docstrings(file) for _ in faults(text, names)):
-            path = file.relative_to(ROOT / "offload")
-            left |= {path.as_posix(), path.parts[0]} & WITH_INLINE_SECTIONS
-    assert left == WITH_INLINE_SECTIONS
 
 
 @pytest.mark.parametrize(

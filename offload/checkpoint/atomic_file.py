@@ -23,10 +23,21 @@ from offload.storage.directories import TEMPORARY
 
 
 def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
-    """Writes `pieces` to the temporary file of `path` and syncs them; `atomic_replace` makes them the file.
+    """Writes the temporary file of `path`, and syncs it. `atomic_replace` makes it the file.
 
-    Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
-    Raises: TierIOError. A failed sync is final: it is not tried again.
+    A leftover of an earlier attempt is replaced. After a failure there is no temporary file. A failed sync is final: it
+    is not tried again.
+
+    Args:
+        files: the file system.
+        path: the file.
+        pieces: what is written, one after the other.
+
+    Returns:
+        The digest of what was written.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
     """
     hasher = xxhash.xxh3_128()
 
@@ -44,9 +55,16 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
 
 
 def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
-    """The same with the first `size` bytes of the file `source`, which are neither read into RAM nor checked.
+    """As `write_temporary`, with the beginning of another file, which is neither read into RAM nor checked.
 
-    Raises: TierIOError, also if `source` is shorter.
+    Args:
+        files: the file system.
+        source: the other file.
+        path: the file.
+        size: how many bytes are copied.
+
+    Raises:
+        TierIOError: a disk or its file system failed, or `source` is shorter.
     """
 
     def copy(file: IOFile) -> int:
@@ -58,7 +76,19 @@ def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
 
 
 def _make_temporary(files: Files, path: Path, fill: Callable[[IOFile], int]) -> int:
-    """Makes the temporary file of `path`, syncs what `fill` puts there, and returns its size; removes it on failure."""
+    """Makes the temporary file of `path`, and syncs it. Removes it if that fails.
+
+    Args:
+        files: the file system.
+        path: the file.
+        fill: writes to the temporary file, and returns its size.
+
+    Returns:
+        The size.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     made, size = temporary(path), 0
     with failing("remove", made):
         files.remove(made)
@@ -85,25 +115,37 @@ def temporary(path: Path) -> Path:
 
 
 def atomic_replace(files: Files, path: Path) -> None:
-    """Renames what `write_temporary` wrote to `path`. Not durable before `sync_directory`. Raises: TierIOError."""
+    """Gives the temporary file of `path` its final name. That is not durable before `sync_directory`.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     with failing("rename", path):
         files.rename(temporary(path), path)
 
 
 def sync_directory(files: Files, directory: Path) -> None:
-    """Makes what was renamed, made and removed in `directory` durable.
+    """Makes durable what was renamed, made and removed in `directory`.
 
-    Raises: TierIOError; then nobody knows whether it is, and it is not tried again.
+    Raises:
+        TierIOError: a disk or its file system failed. Nobody knows then what is durable, and it is not tried again.
     """
     with failing("sync", directory):
         files.sync_directory(directory)
 
 
 def read_whole(files: Files, path: Path, most: int) -> bytes | None:
-    """The content of `path`; None if there is no such file.
+    """The content of a file; None: there is no such file.
 
-    Raises: PathError for a link or anything but a file, CorruptionError if it is longer than `most` bytes,
-    TierIOError.
+    Args:
+        files: the file system.
+        path: the file.
+        most: how many bytes are allowed.
+
+    Raises:
+        PathError: it is a link or no regular file, or cannot be read.
+        CorruptionError: it is longer than `most` bytes.
+        TierIOError: a disk or its file system failed.
     """
     try:
         data = files.read(path, most)
@@ -122,7 +164,17 @@ def read_whole(files: Files, path: Path, most: int) -> bytes | None:
 
 @contextlib.contextmanager
 def failing(operation: str, path: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
-    """Turns an OSError of the system into a TierIOError that names what failed."""
+    """A context that turns an OSError of the system into a TierIOError that says what failed.
+
+    Args:
+        operation: "read", "write", "sync", "rename" or another word for what is done.
+        path: the file.
+        offset: where in the file, in bytes.
+        length: how many bytes.
+
+    Raises:
+        TierIOError: the operating system refused.
+    """
     try:
         yield
     except OSError as error:

@@ -32,8 +32,12 @@ RNG = "rng"
 class _Accessor(NamedTuple):
     """How to get and set the state of one object.
 
-    is_drawn: see [Note: when a state is captured]; is_rng: it is a random number generator, or all of them; is_copied:
-    its states are copies that nobody changes; another copy would double the RAM.
+    Attributes:
+        get: returns the state.
+        set: takes the state.
+        is_drawn: whether something is drawn from the object; see [Note: when a state is captured].
+        is_rng: whether it is a random number generator, or all of them.
+        is_copied: whether `get` returns a copy that nobody changes. Another copy would double the RAM.
     """
 
     get: Callable[[], object]
@@ -43,22 +47,30 @@ class _Accessor(NamedTuple):
     is_copied: bool = False
 
     def copy(self) -> object:
-        """The present state, which nobody changes."""
+        """The present state, as a copy that nobody changes."""
         return self.get() if self.is_copied else copy.deepcopy(self.get())
 
 
 class Committed(NamedTuple):
-    """What a commit carries. groups: its hyper-parameters, by param group."""
+    """What the commit that a run resumes from carries.
+
+    Attributes:
+        carried: the states of attached objects, and the user's extra.
+        groups: the hyper-parameters of each param group.
+    """
 
     carried: Carried
     groups: tuple[Mapping[str, Any], ...] = ()
 
 
 class Attached:
-    """The objects attached to one optimizer. Args: committed: of the commit that the run resumes from.
+    """The objects attached to one optimizer.
 
-    Their states are in RAM only until training begins, and while a commit is made: what later goes back to a commit
-    reads it again.
+    Committed states are in RAM only until training begins, and while a commit is made. Whatever goes back to a commit
+    later reads it again.
+
+    Args:
+        committed: what the commit carries that the run resumes from.
     """
 
     def __init__(self, committed: Committed) -> None:
@@ -70,7 +82,7 @@ class Attached:
 
     @property
     def committed_names(self) -> Collection[str]:
-        """Of the states that the commit carries from which the run resumes."""
+        """The names of the states in the commit that the run resumes from."""
         return self._committed.carried.attached.keys()
 
     @property
@@ -82,9 +94,13 @@ class Attached:
         return bool(self._accessors)
 
     def attach(self, objects: Mapping[str, object]) -> None:
-        """Adds `objects`. Before the first step of a resumed run each gets the state that its name was committed with.
+        """Adds objects. Before the first step of a resumed run, each gets the state that was committed under its name.
 
-        Raises: ConfigError if an object has no state, or one that a commit cannot store; nothing is attached then.
+        Args:
+            objects: the objects, by name.
+
+        Raises:
+            ConfigError: an object has no state, or one that a commit cannot store. Nothing is attached then.
         """
         accessors = {name: _accessor_of(name, value) for name, value in objects.items()}
         encode(Carried(attached={name: accessor.get() for name, accessor in accessors.items()}))
@@ -93,12 +109,19 @@ class Attached:
             self._give_back(accessors, self._committed.carried)
 
     def groups_for(self, objects: Mapping[str, object]) -> tuple[Mapping[str, Any], ...]:
-        """The committed hyper-parameters, if one of `objects` is a scheduler, whose constructor has set others."""
+        """The committed hyper-parameters of each param group, if one of `objects` is a scheduler; else none.
+
+        The constructor of a scheduler has set others.
+        """
         is_scheduled = not self._is_training and any(hasattr(value, "get_last_lr") for value in objects.values())
         return self._committed.groups if is_scheduled else ()
 
     def step_begins(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warns at the first step if a state that was committed has not been given back. Args: groups: as they are."""
+        """Warns at the first step if a state that was committed has not been given back.
+
+        Args:
+            groups: the param groups as they are now.
+        """
         if not self._is_training:
             self._is_training = True
             if missing := sorted(name for name in self._committed.carried.attached if name not in self._accessors):
@@ -112,7 +135,7 @@ class Attached:
             self._committed = Committed(Carried())  # nothing is given back from now on
 
     def _warn_of_a_new_schedule(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """A scheduler that nobody attached has begun anew: its constructor sets the first learning rate."""
+        """Warns if a scheduler that nobody attached has begun anew: its constructor sets the first learning rate."""
         for number, (now, then) in enumerate(zip(groups, self._committed.groups, strict=False)):
             # Schedulers leave this key in the groups.
             if "initial_lr" in now and "initial_lr" in then and now["lr"] != then["lr"]:
@@ -125,19 +148,19 @@ class Attached:
                 return
 
     def step_ends(self, step: int) -> None:
-        """Captures what is drawn from, after a step that is due to be committed."""
+        """Captures the state of objects that are drawn from, after a step that is due to be committed."""
         captured = {name: accessor.copy() for name, accessor in self._accessors.items() if accessor.is_drawn}
         self._captured, self._step = captured, step
 
     def capture_rest(self) -> None:
-        """Captures the rest, once a step: a forward begins, or the commit is due."""
+        """Captures the state of all other objects, once a step. Called when a forward begins, or the commit is due."""
         if self._step is not None and torch.is_grad_enabled():
             for name, accessor in self._accessors.items():
                 if name not in self._captured:
                     self._captured[name] = accessor.copy()
 
     def is_captured(self, step: int) -> bool:
-        """False after an interrupt in `step_ends`: the state after `step` is not known any more."""
+        """Whether the state after `step` is known. It is not after an interrupt in `step_ends`."""
         return not self._accessors or self._step == step
 
     def carry_captured(self) -> object:
@@ -146,17 +169,25 @@ class Attached:
         return self._carried(None, dict(self._captured)) if self._accessors else None
 
     def carry(self, extra: object) -> object:
-        """What a commit of the present state carries. Args: extra: the user's."""
+        """What a commit of the present state carries.
+
+        Args:
+            extra: what the user gives along.
+        """
         if not self._accessors:
             return extra
         return self._carried(extra, {name: accessor.copy() for name, accessor in self._accessors.items()})
 
     def commit_ends(self) -> None:
-        """What was captured is committed, or will not be."""
+        """Drops what was captured, which is committed now, or will not be."""
         self._captured, self._step = {}, None
 
     def go_back(self, carried: Carried) -> None:
-        """Gives all objects the states that a commit carries, which is the last one now."""
+        """Gives all objects the states that the last commit carries.
+
+        Args:
+            carried: what that commit carries.
+        """
         self.commit_ends()
         if not self._is_training:  # what is attached from now on
             self._committed = Committed(carried)
@@ -166,7 +197,12 @@ class Attached:
         return Carried(extra, states, tuple(name for name, accessor in self._accessors.items() if accessor.is_drawn))
 
     def _give_back(self, accessors: Mapping[str, _Accessor], carried: Carried) -> None:
-        """Gives these objects what is carried under their names, and after that all attached generators theirs."""
+        """Gives objects the states that are carried under their names, and then all attached generators theirs.
+
+        Args:
+            accessors: the objects that get their states.
+            carried: what the commit carries.
+        """
         states, drawn = carried.attached, carried.drawn
         for name in accessors:
             if name in drawn and name not in states:

@@ -63,12 +63,20 @@ SNAPSHOT_SCHEMA = "offload snapshot"
 VERSION = 1
 MAX_COMMIT_BYTES = 4 << 20
 MAX_TENSORS_BYTES = 16 << 30
-"""Of the tensors in the user's extra state: they are read as one."""
+"""The most bytes of the file with the tensors of the user's extra state, which is read as a whole."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What was decided: run (32 hex digits), step, the manifest of each rank, and see [Note: COMMIT format 1]."""
+    """What was decided; see [Note: COMMIT format 1].
+
+    Attributes:
+        run_id: 32 hex digits.
+        step: the step that is committed.
+        manifests: the digest of each rank's manifest, by rank.
+        replaces: the id that the same run had before, if it was written anew in another layout.
+        is_snapshot: whether it is the record of a snapshot.
+    """
 
     run_id: RunId
     step: Natural
@@ -82,16 +90,26 @@ def manifest_name(of: Commit | Manifest, rank: int) -> str:
 
 
 def tensors_name(of: Commit | Manifest, rank: int) -> str:
-    """The file with the tensors of the user's extra state."""
+    """The name of the file with the tensors of the user's extra state."""
     return f"extra-{of.run_id}-{of.step}-rank{rank}.safetensors"
 
 
 def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
-    """Writes the rank's manifest, and what the user gives along; durable when it returns.
+    """Writes the rank's manifest, and what the user gives along. Both are durable when it returns.
 
-    Args: extra: anything that `extra.encode` takes; `manifest.extra` and `manifest.tensors` are filled in here.
-    Returns: what the COMMIT record has to say of the manifest.
-    Raises: ConfigError naming the part of `extra` that cannot be stored, before anything is written; TierIOError.
+    Args:
+        directory: where.
+        manifest: the manifest, whose `extra` and `tensors` are filled in here.
+        extra: anything that `extra.encode` takes.
+        files: the file system.
+
+    Returns:
+        What the COMMIT record has to say of the manifest.
+
+    Raises:
+        ConfigError: a part of `extra`, which the error names, or of the run cannot be stored; or the tensors are too
+            large. Nothing was written.
+        TierIOError: a disk or its file system failed.
     """
     structure, tensors = extra_state.encode(extra)
     _check(replace(manifest, extra=structure, tensors=None))
@@ -112,7 +130,7 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
 
 
 def serialise_commit(commit: Commit) -> bytes:
-    """The record that `parse_commit` reads. Checks nothing."""
+    """The bytes of the record, as `parse_commit` reads them. Checks nothing."""
     line = _line(commit)
     return line + digest(line).encode() + b"\n"
 
@@ -131,7 +149,11 @@ def _line(commit: Commit) -> bytes:
 
 
 def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
-    """Makes `commit` the one that is found, durably. Raises: TierIOError; see [Note: COMMIT format 1]."""
+    """Makes `commit` the one that is found, durably.
+
+    Raises:
+        TierIOError: a disk or its file system failed. [Note: COMMIT format 1] says which commit is found then.
+    """
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
     path = directory / COMMIT_NAME
@@ -141,9 +163,13 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
 
 
 def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
-    """The last commit in `directory`; None if there is none.
+    """The last commit in `directory`; None: there is none.
 
-    Raises: CorruptionError, ResumeError (a newer version's), PathError, TierIOError.
+    Raises:
+        CorruptionError: the record is damaged.
+        ResumeError: a newer version of this library wrote it.
+        PathError: it is a link, or cannot be read.
+        TierIOError: a disk or its file system failed.
     """
     path = directory / COMMIT_NAME
     data = read_whole(files, path, MAX_COMMIT_BYTES)
@@ -151,7 +177,16 @@ def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
 
 
 def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
-    """The record that `data` spells. Raises: CorruptionError naming `file`, ResumeError (a newer version's)."""
+    """Decodes and checks a record.
+
+    Args:
+        data: the bytes of the record.
+        file: its path, for the errors.
+
+    Raises:
+        CorruptionError: it is damaged, or not one that this library writes.
+        ResumeError: a newer version of this library wrote it.
+    """
     end = data.find(b"\n") + 1
     line, checksum = data[:end], data[end:]
     if checksum != digest(line).encode() + b"\n":
@@ -171,14 +206,23 @@ def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
 def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOCAL) -> Manifest:
     """The manifest of `rank` that `commit` names.
 
-    Raises: CorruptionError if it is missing or another, ResumeError, PathError, TierIOError.
+    Raises:
+        CorruptionError: it is missing or damaged, or another one has its name.
+        ResumeError: another version of this library wrote it.
+        PathError: it is a link, or cannot be read.
+        TierIOError: a disk or its file system failed.
     """
     path = directory / manifest_name(commit, rank)
     return _manifest_of(_read_exactly(files, path, commit.manifests[rank], MAX_BYTES), commit, rank, str(path))
 
 
 def manifest_told(data: bytes, commit: Commit, rank: int) -> Manifest:
-    """The same, where another rank has read it and sent its bytes. Raises: CorruptionError, ResumeError."""
+    """The manifest of `rank` that `commit` names, of which another rank has sent the bytes.
+
+    Raises:
+        CorruptionError: these are not the bytes that were committed.
+        ResumeError: another version of this library wrote them.
+    """
     expected, name = commit.manifests[rank], manifest_name(commit, rank)
     if len(data) != expected.size or digest(data) != expected.xxh3:
         raise CorruptionError("is not the file that was committed", file=name)
@@ -194,7 +238,13 @@ def _manifest_of(data: bytes, commit: Commit, rank: int, file: str) -> Manifest:
 
 
 def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> object:
-    """What the user gave with the commit; tensors on the CPU. Raises: CorruptionError, PathError, TierIOError."""
+    """What the user gave along with the commit. Tensors are on the CPU.
+
+    Raises:
+        CorruptionError: what was read is damaged, or missing.
+        PathError: the file is a link, or cannot be read.
+        TierIOError: a disk or its file system failed.
+    """
     tensors: dict[str, Tensor] = {}
     path = directory / tensors_name(manifest, manifest.rank)
     if manifest.tensors is not None:
@@ -208,11 +258,16 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
 
 
 def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
-    """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory; then it is durable.
+    """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory. The copies are durable.
 
     The manifest is written as it was read and checked. The tensors are not checked, like the slots that a snapshot
-    copies: who reads them does that.
-    Raises: CorruptionError, PathError, TierIOError.
+    copies: whoever reads them does that.
+
+    Raises:
+        CorruptionError: the manifest is missing or damaged.
+        ResumeError: another version of this library wrote it.
+        PathError: it is a link, or cannot be read.
+        TierIOError: a disk or its file system failed.
     """
     manifest = read_manifest(source, commit, rank, files)
     made = target / manifest_name(commit, rank)
@@ -228,12 +283,23 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
 def remove_superseded(
     directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
 ) -> bool:
-    """Clears away what `rank` wrote for other commits than `commit`, which has to be durable; None: what all ranks did,
-    and what is left of a record that was never put in place.
+    """Removes what `rank` wrote for other commits than `commit`, which has to be durable.
 
     Everything else in `directory` stays, also what only has the name of such a file.
-    Args: also: runs whose files these are, beside that of `commit` and the one that it replaces.
-    Returns: whether there was anything. Raises: TierIOError.
+
+    Args:
+        directory: where.
+        commit: the record.
+        rank: whose files; None: those of all ranks, and what is left of a record that was never put in place.
+        files: the file system.
+        also: the ids of runs whose files are removed too. Those of the run of `commit`, and of the one that it
+            replaces, always are.
+
+    Returns:
+        Whether there was anything.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
     """
     found = superseded(directory, commit, rank, files, also)
     for name in found:
@@ -245,7 +311,11 @@ def remove_superseded(
 def superseded(
     directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
 ) -> list[str]:
-    """The names of what `remove_superseded` clears away; none if there is no such directory. Raises: TierIOError."""
+    """The names of what `remove_superseded` would remove; none if there is no such directory.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     names: list[str] = []
     with failing("read", directory), suppress(FileNotFoundError):
         names = files.names(directory)
@@ -267,7 +337,11 @@ def superseded(
 
 
 def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
-    """The manifest that a file holds; None if it holds none, or another than its name says. Raises: TierIOError."""
+    """The manifest that a file holds; None: it holds none, or another one than its name says.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
     file = file_name(path.name)
     if file is None or not path.name.endswith(".json"):
         return None
@@ -282,8 +356,10 @@ def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
 
 
 def _is_left(path: Path, files: Files) -> bool:
-    """Whether it was to become a COMMIT record. An older version called such a file COMMIT.new. Others may have files
-    of that name, so its content decides."""
+    """Whether a file was to become a COMMIT record.
+
+    An older version called such a file COMMIT.new. Others may have files of that name, so its content decides.
+    """
     if path.name != COMMIT_NAME + NEW_SUFFIX:
         return path.name == COMMIT_NAME + TEMPORARY
     with suppress(OSError):
@@ -292,7 +368,11 @@ def _is_left(path: Path, files: Files) -> bool:
 
 
 def _check(manifest: Manifest) -> None:
-    """What could not be read back is never committed. Raises: ConfigError."""
+    """Checks that a manifest can be read back, so that no other is ever committed.
+
+    Raises:
+        ConfigError: it cannot be read back.
+    """
     try:
         parse(serialise(manifest), "the manifest to be written")
     except (OffloadError, ValueError) as error:
@@ -320,7 +400,16 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
 
 
 def require_one_model(first: Manifest, other: Manifest, file: str) -> None:
-    """Whether the manifests of two ranks describe one model. Args: file: as `agree`. Raises: CorruptionError."""
+    """Checks that the manifests of two ranks describe one model.
+
+    Args:
+        first: a manifest.
+        other: another one.
+        file: what the error names.
+
+    Raises:
+        CorruptionError: they describe different models.
+    """
     if _model_of(first) != _model_of(other):
         raise CorruptionError(
             f"the manifests of ranks {first.rank} and {other.rank} describe different models", file=file
@@ -334,10 +423,14 @@ def _model_of(manifest: Manifest) -> tuple[object, ...]:
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:
-    """Checks that the manifests of all ranks describe one model, and that the ranks of each slice own each element
-    once.
+    """Checks that the manifests describe one model, and that the ranks of each slice together own each element once.
 
-    Args: file: what to name in the error. Raises: CorruptionError.
+    Args:
+        manifests: of all ranks, by rank.
+        file: what the error names.
+
+    Raises:
+        CorruptionError: they do not.
     """
     ranks = len(manifests) // manifests[0].slices
     for start in range(0, len(manifests), ranks):

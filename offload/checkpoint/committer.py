@@ -95,10 +95,20 @@ class _Attempt(NamedTuple):
 class Commits:
     """The commits of one run whose directories are open and locked.
 
-    Args: slots: the swap files; masters, new_params: through which parameters are restored; wanted: from `describe`;
-    found: the commit that the run resumes from.
-    Attributes: last: the manifest of the last durable commit, None before the first.
-    Raises: ResumeError if the commit found is no longer the last one.
+    Args:
+        run: what the parts of the run share.
+        slots: the swap files; None: the run has none.
+        stores: the stores of the run.
+        masters: the masters of the parameters.
+        new_params: restores parameters.
+        wanted: what `describe` returned.
+        found: the commit that the run resumes from; None: it begins anew.
+
+    Attributes:
+        last: the manifest of the last durable commit; None before the first.
+
+    Raises:
+        ResumeError: the commit that was found is no longer the last one.
     """
 
     def __init__(
@@ -144,11 +154,15 @@ class Commits:
 
     @property
     def last_id(self) -> str | None:
-        """What state dicts call the last commit; None if nothing was committed."""
+        """What state dicts call the last commit; None: nothing was committed."""
         return None if self.last is None or self._record is None else _id_of(self._record, self._source)
 
     def is_due(self, step: int) -> bool:
-        """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `learn_outcome`."""
+        """Whether `commit_every` wants a commit of `step`, and there is none.
+
+        Raises:
+            OffloadError: what `learn_outcome` raises.
+        """
         self.learn_outcome()
         return self._choice.is_due(step) and not self.has(step)
 
@@ -164,15 +178,26 @@ class Commits:
         groups: Sequence[Mapping[str, Any]],
         extra: object,
     ) -> None:
-        """Makes the states as they are now, which nobody is changing, the committed ones; durable when it returns.
+        """Commits the present states, which nobody may change meanwhile. The commit is durable when this returns.
 
-        Every rank has to call it, and on each it does all or nothing: see [Note: commits over ranks].
+        Every rank has to call it. On each rank it does all or nothing: see [Note: commits over ranks]. If it raises,
+        the last commit stays what it was, but for a RankError: then a resume finds this commit or the last one. After a
+        failed sync or rename the run's health is final.
 
-        Args: prepare: called first; what it raises counts as the commit's failure.
-        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), PathError (a
-        directory or a swap file was moved, removed or cut off), TierIOError, OtherRankError, RankError; the last commit
-        stays what it was, but for a RankError, after which a resume finds this one or the last. After a failed sync or
-        rename the run's health is final.
+        Args:
+            prepare: called first. What it raises counts as the commit's failure.
+            step: the step whose results the states are.
+            param_steps: for each parameter, how many steps it has taken.
+            groups: the param groups, with their hyper-parameters.
+            extra: what is committed along.
+
+        Raises:
+            ConfigError: the run has no path or no commits, `extra` or a hyper-parameter cannot be stored, or another
+                commit of this step was made.
+            PathError: a directory or a swap file was moved, removed or cut off.
+            TierIOError: a disk or its file system failed.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
         """
         with self._agree():
             self.learn_outcome()
@@ -192,8 +217,10 @@ class Commits:
                 remove_superseded(path, commit, self._comm.rank, self._files)
 
     def _decide(self, attempt: _Attempt) -> None:
-        """Makes `attempt` the last commit. If this raises, either it is known which commit is the last, or the failure
-        is final."""
+        """Makes `attempt` the last commit.
+
+        If this raises, either it is known which commit is the last, or the failure is final.
+        """
         self._undecided = attempt
         try:
             with self._agree():
@@ -209,7 +236,7 @@ class Commits:
             raise
 
     def _note(self, attempt: _Attempt) -> None:
-        """Takes note that `attempt` is the last commit. It may be interrupted anywhere, and is called again then."""
+        """Records that `attempt` is the last commit. If this is interrupted, it is called again."""
         for store, of in zip(self._stores, attempt.versions, strict=True):
             store.set_committed(of)
         self._health.can_go_back = True
@@ -225,7 +252,8 @@ class Commits:
     def learn_outcome(self) -> None:
         """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
 
-        Raises: what makes it impossible to go on, also after a rollback.
+        Raises:
+            OffloadError: what makes it impossible to go on, also after a rollback.
         """
         attempt = self._undecided
         if attempt is not None and not self._health.is_final:
@@ -236,7 +264,7 @@ class Commits:
         self._health.require_mendable()
 
     def _read_record(self, attempt: _Attempt) -> None:
-        """Takes note of `attempt` if the COMMIT record on the disk is its own: then it was decided."""
+        """Records that `attempt` is the last commit, if the COMMIT record on the disk is its own."""
         try:
             is_decided = read_commit(self._home, self._files) == attempt.record
         except OffloadError as error:
@@ -256,7 +284,12 @@ class Commits:
     def _write(
         self, step: int, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
     ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
-        """This rank's part before the decision, durable: what is in the slots. None: all of it is committed already."""
+        """Makes this rank's part durable, before the decision. For the arguments see `commit`.
+
+        Returns:
+            The manifest, the version of each chunk that is in its slot, for each of `_stores`, and the digest of the
+            manifest; None: all of it is committed already.
+        """
         slots = self._slots
         if self._choice.every is None or slots is None:
             raise ConfigError("commit() needs a path, and commit_every: 0 for commit() alone, or a number of steps")
@@ -282,16 +315,22 @@ class Commits:
         return manifest, versions, digests[0]
 
     def _digests(self, own: Digest) -> tuple[Digest, ...]:
-        """Of all ranks' manifests."""
+        """The digests of all ranks' manifests, by rank.
+
+        Args:
+            own: the digest of this rank's.
+        """
         line = torch.frombuffer(bytearray(own.size.to_bytes(8, "little") + bytes.fromhex(own.xxh3)), dtype=torch.uint8)
         rows = [bytes(row.tolist()) for row in self._comm.all_gather(line)]
         return tuple(Digest(int.from_bytes(row[:8], "little"), row[8:].hex()) for row in rows)
 
     @contextmanager
     def _agree(self) -> Iterator[None]:
-        """What fails here on one rank fails on all, and what is final on one is final on all.
+        """A context whose work succeeds on all ranks, or fails on all. What is final on one rank is final on all.
 
-        Raises: OtherRankError where nothing was wrong; RankError.
+        Raises:
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
         """
         try:
             with together(self._comm, STAYS, lambda: self._health.is_final):
@@ -304,9 +343,19 @@ class Commits:
     def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
 
-        Every slot is read once. Where this run commits, the commit is made anew in its own layout, which decides, and
-        the other one is cleared away; else that stays as it is. Nothing else is under way.
-        Raises: CorruptionError, TierIOError, and then the other commit is still there.
+        Every slot is read once. If this run commits, it makes the commit anew in its own layout, which decides, and
+        clears the other one away. If not, the other one stays as it is. Nothing else may be under way. If reading
+        fails, the other commit is still there.
+
+        Args:
+            found: the commit.
+            param_steps: for each parameter, how many steps it has taken.
+            groups: the param groups, with their hyper-parameters.
+
+        Raises:
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
+            OffloadError: what `commit` raises.
         """
         reader, step = found.reader, found.commit.step
         assert reader is not None
@@ -323,9 +372,16 @@ class Commits:
         reader.close()
 
     def name_last(self) -> int:
-        """A state dict names the last commit: before another one replaces it, it becomes a snapshot.
+        """Records that a state dict names the last commit. Before another one replaces it, it becomes a snapshot.
 
-        Returns: the bytes that this takes. Raises: BudgetError (disk space), CorruptionError, TierIOError.
+        Returns:
+            The bytes that the snapshot takes.
+
+        Raises:
+            ResumeError: nothing is committed.
+            BudgetError: the disk has no room for the snapshot.
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
         """
         snapshot = self._as_snapshot()
         needs = snapshot.needs()
@@ -338,6 +394,9 @@ class Commits:
         """Makes a snapshot of the last commit if a state dict names it, and removes the oldest ones beyond `keep`.
 
         What an interrupt leaves undone is done by the next call.
+
+        Args:
+            step: the step that is about to be committed.
         """
         if self.last is None or self.has(step) or self._slots is None:
             return
@@ -358,9 +417,15 @@ class Commits:
         self._is_named = False
 
     def _named_snapshot(self, snapshot: Snapshot) -> str | None:
-        """For rank 0: the snapshot of the last commit, or of the one that it is a copy of; None if there is none yet.
+        """For rank 0: the name of the snapshot of the last commit; None: there is none yet.
 
-        Args: snapshot: of the last commit. Raises: PathError if one of the user's has its name.
+        A snapshot of the commit that the last one is a copy of counts, too.
+
+        Args:
+            snapshot: of the last commit.
+
+        Raises:
+            PathError: something of the user's has its name.
         """
         found = self._snapshot_called(snapshot.commit.step, self.last_id)
         if found is None and snapshot.name not in self._named:
@@ -368,7 +433,12 @@ class Commits:
         return found
 
     def _snapshot_called(self, step: int, name: object) -> str | None:
-        """The snapshot of the commit, or of a copy of it, that state dicts call `name`; None if there is none."""
+        """The directory's name of the snapshot of a commit, or of a copy of it; None: there is none.
+
+        Args:
+            step: the step that was committed.
+            name: what state dicts call the commit.
+        """
         for directory, record in records_in(self._home, self._files).items():
             if record.step != step:
                 continue
@@ -382,9 +452,17 @@ class Commits:
         return None
 
     def snapshot_of(self, step: int, name: object) -> Reader:
-        """The snapshot of the commit that a state dict calls `name`; the caller closes it.
+        """Opens the snapshot of a commit. The caller closes it.
 
-        Raises: ResumeError if there is none, or it is of another model; CorruptionError, PathError, TierIOError.
+        Args:
+            step: the step that was committed.
+            name: what a state dict calls the commit.
+
+        Raises:
+            ResumeError: there is none, or it is of another model.
+            CorruptionError: what was read is damaged.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
         """
         home, files = self._home, self._files
         if (directory := self._snapshot_called(step, name)) is not None:
@@ -401,9 +479,19 @@ class Commits:
         )
 
     def go_back_to(self, reader: Reader, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Makes states and parameters those of a snapshot, and commits them. The last commit has been restored before.
+        """Makes states and parameters those of a snapshot, and commits them.
 
-        Raises: CorruptionError, TierIOError, and then the last commit is what it was; as `commit`.
+        The last commit has to have been restored before. If reading fails, it stays what it was.
+
+        Args:
+            reader: of the snapshot.
+            param_steps: for each parameter, how many steps it has taken.
+            groups: the param groups, with their hyper-parameters.
+
+        Raises:
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
+            OffloadError: what `commit` raises.
         """
         self._take_values(reader)
         carried = carried_in(reader.extra())
@@ -411,7 +499,7 @@ class Commits:
         self.commit(_nothing, reader.commit.step, param_steps, groups, carried._replace(source=source))
 
     def _take_values(self, reader: Reader) -> None:
-        """Copies states and parameters from `reader`'s commit. Every slot is read once."""
+        """Copies states and parameters from the commit of `reader`. Every slot is read once."""
         step, what = reader.commit.step, copy_ranges(reader.manifests, self._layout, self._wanted.slice)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
@@ -432,10 +520,22 @@ class Commits:
     def snapshot(self, keep: int | None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; see [Note: snapshots] in snapshot.py.
 
-        Every rank has to call it. Args: keep: how many of this run's stay, the newest; None: all.
-        Returns: this rank's directories of it.
-        Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
-        OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
+        Every rank has to call it. It changes neither the run nor its commits. What fails on one rank fails on all.
+
+        Args:
+            keep: how many of this run's snapshots stay, the newest; None: all.
+
+        Returns:
+            This rank's directories of the snapshot.
+
+        Raises:
+            ResumeError: nothing is committed.
+            BudgetError: the disks have no room for it.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
+            CorruptionError: what was read is damaged.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
         """
         snapshot = self._as_snapshot()
         # The one of which the last commit is a copy may have the same name.
@@ -493,7 +593,9 @@ class Commits:
     def _remove(self, snapshot: Snapshot, choose: Callable[[ExitStack], list[str]]) -> None:
         """Removes snapshots of this run. What cannot be removed now is left to the next call.
 
-        Args: snapshot: of any snapshot; choose: called on rank 0; returns names, and gives their locks to its argument.
+        Args:
+            snapshot: any snapshot of the run; it does the work.
+            choose: called on rank 0. It returns the names of those to remove, and gives their locks to its argument.
         """
         comm = self._comm
         with ExitStack() as held, suppress(TierIOError, OtherRankError):
@@ -507,21 +609,40 @@ class Commits:
                 snapshot.clear(names)
 
     def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
-        """What each rank finds, by rank. Args: kind: as of `all_gather_object`.
+        """What each rank finds, by rank.
 
-        Raises: what `find` raises, on all ranks; RankError.
+        Args:
+            find: called on each rank.
+            kind: see `all_gather_object`.
+
+        Raises:
+            OffloadError: what `find` raises.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
         """
         with together(self._comm):
             own = find()
         return all_gather_object(self._comm, own, kind)
 
     def _found_by_first(self, find: Callable[[], T]) -> T:
-        """What rank 0 finds, on all ranks. Raises: as `_found_by_all`."""
+        """What rank 0 finds, on all ranks.
+
+        Args:
+            find: called on rank 0.
+
+        Raises:
+            OffloadError: what `_found_by_all` raises.
+        """
         found = self._found_by_all(lambda: find() if self._comm.rank == 0 else None)[0]
         return cast(T, found)
 
     def require_last(self) -> Manifest:
-        """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
+        """The manifest of the last commit.
+
+        Raises:
+            ResumeError: nothing was committed.
+            OffloadError: what makes it impossible to go on, also after a rollback.
+        """
         self.learn_outcome()
         self._comm.check()
         if self.last is None:
@@ -529,7 +650,16 @@ class Commits:
         return self.last
 
     def carried(self) -> Carried:
-        """What the last commit carries. Raises: as `restore`."""
+        """What the last commit carries.
+
+        Raises:
+            OffloadError: what `require_last` raises.
+            CorruptionError: what was read is damaged.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
+        """
         self.require_last()
         record, files = self._record, self._files
         assert record is not None
@@ -538,9 +668,17 @@ class Commits:
             return carried_in(read_extra(self._home, manifest, files))
 
     def restore(self) -> Manifest:
-        """Makes states and parameters those of the last commit, on all ranks. Nothing else is under way.
+        """Makes states and parameters those of the last commit, on all ranks. Nothing else may be under way.
 
-        Raises: as `require_last`; CorruptionError, TierIOError, OtherRankError, RankError.
+        Returns:
+            The manifest of that commit.
+
+        Raises:
+            OffloadError: what `require_last` raises.
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
         """
         manifest = self.require_last()
         with together(self._comm):
@@ -549,7 +687,11 @@ class Commits:
         return manifest
 
     def _all_gather_parameters(self, step: int) -> None:
-        """Gets the other ranks' parameters. Args: step: whose."""
+        """Gets the parameters of the other ranks.
+
+        Args:
+            step: the step whose results they are.
+        """
         for flat in self._layout.flats:
             self._new_params.all_gather(flat.index, step)
         for store in self._all_stores.all:
@@ -558,7 +700,10 @@ class Commits:
                 store.drain()
 
     def read_ahead(self) -> None:
-        """Begins to read the last commit, for a `restore` before anything is leased, which says what goes wrong."""
+        """Begins to read the last commit, for a `restore` before anything is leased.
+
+        `restore` raises what goes wrong.
+        """
         if self.last is not None:
             with suppress(OffloadError):  # then `restore` begins anew, and all ranks hear of it
                 self._go_to(self.last)
@@ -571,7 +716,7 @@ class Commits:
         self._masters.restore(manifest.step)
 
     def _go_to(self, manifest: Manifest) -> None:
-        """Everything in the stores is what `manifest` names."""
+        """Makes the content of all stores what `manifest` names."""
         self._versions = [
             {number: Version(slot.step, slot.slot, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
@@ -584,13 +729,20 @@ class Commits:
 
     @property
     def _stores(self) -> list[Store]:
-        """What is committed: the states, and with a split master the parameters, which are their other halves."""
+        """The stores that are committed.
+
+        They are that of the states, and with a split master that of the parameters, which are the other halves.
+        """
         params = self._all_stores.params
         assert params is not None or not self._choice.holds_params
         return [self._all_stores.states] + ([params] if params is not None and self._choice.holds_params else [])
 
     def _flush(self) -> list[dict[int, Version]]:
-        """Writes what only RAM, or the device, has newer. Returns: what is in the slots, for each of `_stores`."""
+        """Writes what only RAM, or the device, has newer.
+
+        Returns:
+            The version of each chunk that is in its slot, for each of `_stores`.
+        """
         versions = [self._all_stores.states.flush()]
         if self._choice.holds_params:
             before = self._versions[0] if self._versions else {}
@@ -605,8 +757,10 @@ class Commits:
         return versions
 
     def _final_if_ambiguous(self, work: Callable[[], None]) -> None:
-        """Calls `work`. A failure after which nobody knows what is on the disk is noted as final, even if an interrupt
-        followed at once and hides it."""
+        """Calls `work`. A failure after which nobody knows what is on the disk is final for the run's health.
+
+        That holds even if an interrupt followed at once and hides the failure.
+        """
         before = sys.exception()  # is being handled by the caller
         try:
             work()
@@ -657,14 +811,21 @@ class Commits:
 
 
 def _id_of(commit: Commit, source: str = "") -> str:
-    """What a state dict calls a commit: its run, and the digest of its first manifest. Args: source: see `Carried`."""
+    """What a state dict calls a commit. It is made of the id of the run and the digest of the first manifest.
+
+    Args:
+        commit: the record.
+        source: what state dicts call the commit that this one is a copy of; "": it is none.
+    """
     return source or f"{commit.run_id[:RUN_DIGITS]}-{commit.manifests[0].xxh3}"
 
 
 def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:
-    """The error behind `raised`, which an interrupt may have hidden.
+    """The error behind an exception, which an interrupt may have hidden; None: there is none.
 
-    Args: before: an exception that was being handled already, and is not the cause.
+    Args:
+        raised: the exception.
+        before: an exception that was being handled already, and is not the cause.
     """
     error: BaseException | None = raised
     while error is not None and error is not before:

@@ -42,16 +42,32 @@ def export(
     shared: bool = False,
     files: Files = LOCAL,
 ) -> tuple[Path, ...]:
-    """Writes `entries` to `directory`, made if its parent exists, and returns the files.
+    """Writes tensors to `directory`, which is made if its parent exists.
 
-    Args: entries: the tensors; their `pieces` are asked for one after the other, in this order but for wider dtypes
-    first in a shard; shard_bytes: most bytes of tensors a file, one larger tensor has a file of its own; stem:
-    "model" gives model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json.
-    Other files in `directory` stay; a finished export of this stem is never overwritten. shared: others that have the
-    same tensors may export to this directory, too: if what is there is what would be written, it is done, and no files
-    are returned. Who comes while another exports there waits for it.
-    Raises: PathError (taken, not a directory), BudgetError (disk space), ConfigError (names, dtypes) before anything
-    is written; TierIOError, and what `pieces` raises, after which nothing of this export is left.
+    Other files in `directory` stay. A finished export of this stem is never overwritten. If it raises, nothing of this
+    export is left.
+
+    Args:
+        directory: where.
+        entries: the tensors. Their `pieces` are asked for one tensor after the other, in this order, but within a shard
+            wider dtypes come first.
+        shard_bytes: the most bytes of tensors in a file. A larger tensor has a file of its own.
+        stem: "model" gives model.safetensors, or model-00001-of-00003.safetensors and so on with
+            model.safetensors.index.json.
+        shared: whether others that have the same tensors may export to this directory, too. They wait for each other.
+            If what is there is what would be written, nothing is written.
+        files: the file system.
+
+    Returns:
+        The files; none if `shared` and all was there already.
+
+    Raises:
+        PathError: `directory` is no directory or cannot be made, or has an export of this stem.
+        BudgetError: the disk has no room for it, or the limit of file sizes is too low.
+        ConfigError: safetensors cannot hold a name or a dtype, or `stem` or `shard_bytes` is impossible. Nothing was
+            written.
+        TierIOError: a disk or its file system failed.
+        OffloadError: what `pieces` raise.
     """
     shards = _shards(_checked(entries), shard_bytes)
     total = sum(entry.nbytes for shard in shards for entry in shard)
@@ -155,7 +171,12 @@ def _checked(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _shards(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
-    """Consecutive entries of at most `most` bytes together, or a single one; at least one shard."""
+    """Parts entries into shards, in their order. There is at least one shard.
+
+    Args:
+        entries: the tensors.
+        most: the most bytes of a shard that is not a single tensor.
+    """
     if most < 1:
         raise ConfigError(f"shard_bytes={most}: give a number of bytes, at least 1")
     shards: list[list[Entry]] = [[]]
@@ -183,7 +204,14 @@ def _index(total: int, names: Sequence[str], shards: Sequence[Sequence[Entry]]) 
 
 
 def _make(directory: Path, files: Files) -> bool:
-    """Whether it was missing."""
+    """Makes a directory.
+
+    Returns:
+        Whether it was missing.
+
+    Raises:
+        PathError: it cannot be made, or is no directory.
+    """
     try:
         made = files.make_directory(directory, 0o777)
     except OSError as error:
@@ -221,12 +249,16 @@ def _require_space(directory: Path, needed: int, files: Files) -> None:
 
 
 def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = None) -> Iterator[Entry]:
-    """The parameters of a commit under their own names, in the order in which their slots are read once each.
+    """The parameters of a commit under their own names, in the order in which each slot is read once.
 
-    Args: kind: one of STATE_KINDS; dtype: what they are rounded to (to nearest even); None: a master to its
-    parameter's compute dtype, a moment stays fp32.
-    Memory: a slot and its cast; for a parameter that does not lie row-major, or is cut along another dimension than the
-    first, all of it, twice.
+    It takes the memory of a slot and its cast. For a parameter that does not lie row-major, or is cut along another
+    dimension than the first, it takes that of the whole parameter, twice.
+
+    Args:
+        reader: of the commit.
+        kind: one of STATE_KINDS.
+        dtype: what values are rounded to, to nearest even; None: a master is rounded to its parameter's compute dtype,
+            and a moment stays fp32.
     """
     parameters = reader.manifests[0].parameters
     for flat in reader.manifests[0].flats:

@@ -37,7 +37,7 @@ from offload.storage.swap_format import MAX_INT
 
 MAX_DEPTH = 64
 MAX_HEX = 1 << 12
-"""Digits of a large int: 16,384 bits."""
+"""The most hexadecimal digits of an int: 16,384 bits."""
 MAX_ITEMS = 1 << 22
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -51,11 +51,14 @@ _FLOAT = struct.Struct(">d")
 
 
 class Carried(NamedTuple):
-    """What a commit carries beside the user's extra.
+    """What a commit carries.
 
-    attached: the states of attached objects, by name; drawn: the names of those whose state is of one rank only (data
-    loaders, random number generators); named: the snapshots that were made because a state dict names them, the oldest
-    first; source: the commit that this one is a copy of, as state dicts call it, if it is one.
+    Attributes:
+        extra: what the user gave along.
+        attached: the states of attached objects, by name.
+        drawn: the names of those whose state is of one rank only: data loaders and random number generators.
+        named: the snapshots that were made because a state dict names them, the oldest first.
+        source: what state dicts call the commit that this one is a copy of; "": it is none.
     """
 
     extra: object = None
@@ -65,14 +68,15 @@ class Carried(NamedTuple):
     source: str = ""
 
     def for_other_ranks(self) -> Carried:
-        """What is left on another number of ranks."""
+        """What of it a run on another number of ranks gets."""
         return self._replace(attached={name: state for name, state in self.attached.items() if name not in self.drawn})
 
 
 def encode(value: object) -> tuple[Json, list[Tensor]]:
-    """`value` as JSON, and the tensors it refers to; see [Note: extra format].
+    """A value as JSON, and the tensors that the JSON refers to; see [Note: extra format].
 
-    Raises: ConfigError naming the part that cannot be stored, such as extra['scheduler']['f'].
+    Raises:
+        ConfigError: a part cannot be stored. The error names it, such as extra['scheduler']['f'].
     """
     tensors: list[Tensor] = []
     encoder = _Encoder(tensors)
@@ -87,14 +91,20 @@ def encode(value: object) -> tuple[Json, list[Tensor]]:
 
 
 def carried_in(extra: object) -> Carried:
-    """What was committed along, also by a run that attached nothing."""
+    """What was committed along, as a `Carried`, also by a run that attached nothing."""
     return extra if isinstance(extra, Carried) else Carried(extra)
 
 
 def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
-    """The inverse of `encode`; `tensors` by their number, as a string.
+    """The inverse of `encode`.
 
-    Raises: CorruptionError naming `file`.
+    Args:
+        structure: the JSON.
+        tensors: the tensors, by their number as a string.
+        file: the file of the JSON, for the errors.
+
+    Raises:
+        CorruptionError: it is not what `encode` returns.
     """
     decoder = _Decoder(dict(tensors))
     try:
@@ -107,13 +117,17 @@ def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements, row-major; a copy only if they are elsewhere or lie otherwise."""
+    """The bytes of a tensor's elements, row-major. They are copied only if they are elsewhere or lie otherwise."""
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else memoryview(b"")
 
 
 class _Encoder:
-    """Args: tensors: gets those that are met, in that order."""
+    """Encodes values; see [Note: extra format].
+
+    Attributes:
+        tensors: gets the tensors that are met, in that order.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -208,7 +222,11 @@ class _DamagedError(Exception):
 
 
 class _Decoder:
-    """Attribute: tensors, those that nothing has referred to yet."""
+    """Decodes values; see [Note: extra format].
+
+    Attributes:
+        tensors: the tensors that nothing has referred to yet, by number.
+    """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -278,7 +296,12 @@ class _Decoder:
 
 
 def _items(value: Any, count: int | None = None) -> list[Any]:
-    """The elements of a list of `count`; None: of at most MAX_ITEMS."""
+    """The elements of a list.
+
+    Args:
+        value: has to be a list.
+        count: how many elements it has to have; None: at most MAX_ITEMS.
+    """
     if not isinstance(value, list) or len(value) > MAX_ITEMS or count not in (None, len(value)):
         raise _DamagedError(f"expected a list{'' if count is None else f' of {count}'}")
     return value
@@ -326,11 +349,11 @@ _PARTS = ("python", "numpy", "torch", "accelerator")
 
 
 def collect_rng() -> dict[str, object]:
-    """The global states of Python's random, NumPy's legacy generator, torch's CPU and (where used) accelerator
-    generators.
+    """The states of the global random number generators.
 
-    What it returns can be committed as, or in, `extra`. Generators of one's own have states of their own:
-    `generator.get_state()`, or `generator.bit_generator.state`.
+    They are those of Python's random, of NumPy's legacy generator, of torch on the CPU, and of torch on the
+    accelerators if these are in use. What this returns can be committed as, or in, `extra`. Generators of one's own
+    have states of their own: `generator.get_state()`, or `generator.bit_generator.state`.
     """
     # Without an accelerator in use there is no state of it; asking for one would start it.
     device = accelerator()
@@ -344,10 +367,10 @@ def collect_rng() -> dict[str, object]:
 
 
 def restore_rng(state: object) -> None:
-    """Puts back what `collect_rng` gave: all of it, or nothing.
+    """Sets all global random number generators to what they were, or none of them.
 
     Args:
-        state: what `collect_rng` gave.
+        state: what `collect_rng` returned.
 
     Raises:
         ConfigError: it is something else.
@@ -378,7 +401,11 @@ def _set(state: dict[str, object]) -> None:
 
 
 def stored(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Option], ...]:
-    """The groups' options as a commit stores them. Raises: ConfigError naming what cannot be stored."""
+    """The groups' options as a commit stores them.
+
+    Raises:
+        ConfigError: an option cannot be stored. The error names it.
+    """
     for number, group in enumerate(groups):
         if len(group) > MAX_OPTIONS:
             raise ConfigError(f"param group {number} has {len(group)} keys: at most {MAX_OPTIONS} can be stored")
@@ -406,7 +433,13 @@ def _option(number: int, group: Mapping[str, Any], key: object) -> Option:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Raises: TypeError, ValueError, RuntimeError if it is none."""
+    """A value as a plain number, string, bool or None. It may be a tensor or a NumPy scalar.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a commit cannot store the number or string.
+        RuntimeError: it is a tensor of several elements.
+    """
     # Tensors and NumPy's scalars: a learning rate may be either.
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, str) and not is_text(plain):

@@ -23,7 +23,7 @@ from offload.storage.directories import COMMIT_NAME, RECORD_START, file_name
 from offload.storage.swap_file import any_is_held
 
 MOST_DIRECTORIES = 20_000
-"""That are looked at: `offload list /` ends, too."""
+"""How many directories are looked at. So `offload list /` ends, too."""
 _BLOCK_BYTES = 512
 """What `st_blocks` counts, whatever the file system's blocks are."""
 _TRIES = 3
@@ -33,10 +33,18 @@ _TRIES = 3
 class Listed:
     """A run or a snapshot, or a directory of which nobody can tell.
 
-    path: where its record is, or its first file; also: its other directories; run_id, step: None where no commit was
-    found; optimizers: of its param groups; nbytes: on disk, of this library's files; committed_s: when, in Unix time;
-    is_live: whether a process holds its files now; is_part: it is a directory of a run whose first one was not seen;
-    problem: why not all of this could be read, or None.
+    Attributes:
+        path: the directory of its record, or of its first file.
+        also: its other directories.
+        run_id: 32 hex digits; None: it is not known.
+        step: the step that is committed; None: no commit was found.
+        is_snapshot: whether it is a snapshot.
+        optimizers: the optimizers of its param groups.
+        nbytes: the bytes of this library's files on disk.
+        committed_s: when it was committed, in Unix time; None: no commit was found.
+        is_live: whether a process holds its files now.
+        is_part: whether it is a directory of a run whose first directory was not seen.
+        problem: why not all of this could be read; None: it could.
     """
 
     path: Path
@@ -54,8 +62,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """rows: by path; too_deep: directories that lie deeper than was looked; is_cut: whether there were more than are
-    looked at."""
+    """What was found below a directory.
+
+    Attributes:
+        rows: the runs and snapshots, by path.
+        too_deep: how many directories lie deeper than was looked.
+        is_cut: whether there are more directories than are looked at.
+    """
 
     rows: list[Listed]
     too_deep: int
@@ -72,10 +85,15 @@ class _Walk:
 
 
 def find(root: Path, *, depth: int) -> Listing:
-    """The runs and snapshots in `root` and below. Changes nothing, follows no links.
+    """The runs and snapshots in a directory and below. Changes nothing, and follows no links.
 
-    Args: depth: levels of directories below `root` that are looked at; the nearest come first, up to MOST_DIRECTORIES.
-    Raises: ConfigError if `root` is no directory.
+    Args:
+        root: the directory.
+        depth: how many levels of directories below `root` are looked at. The nearest come first, up to
+            MOST_DIRECTORIES.
+
+    Raises:
+        ConfigError: `root` is no directory.
     """
     if not LOCAL.is_directory(root, follows=True):
         raise ConfigError(f"{root} is not a directory: give one that has runs in it or below")
@@ -115,7 +133,15 @@ def _directories(root: Path, walk: _Walk) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _look(directory: Path, own: Sequence[str], walk: _Walk) -> None:
-    """Adds what a directory holds: a row if there is a record or a file that cannot be read, else a part of a run."""
+    """Adds what a directory holds.
+
+    That is a row if there is a record or a file that cannot be read, and else a part of a run.
+
+    Args:
+        directory: the directory.
+        own: the names in it that are this library's.
+        walk: gets the row or the part.
+    """
     row = replace(Listed(directory), nbytes=sum(_bytes_on_disk(directory / name) for name in own))
     try:
         row = replace(row, is_live=any_is_held(directory, own, LOCAL))
@@ -134,7 +160,11 @@ def _look(directory: Path, own: Sequence[str], walk: _Walk) -> None:
 
 
 def _committed(row: Listed) -> Listed:
-    """`row` with what the record in its directory says, and the manifest of rank 0. Raises: OffloadError."""
+    """A row with what the record in its directory says, and the manifest of rank 0.
+
+    Raises:
+        OffloadError: what `read_commit` raises.
+    """
     commit: Commit | None = None
     for _ in range(_TRIES):
         # A live run may commit meanwhile, and clear away what the record named.
@@ -155,7 +185,7 @@ def _committed(row: Listed) -> Listed:
 
 
 def _joined(rows: Sequence[Listed], parts: Sequence[Listed]) -> list[Listed]:
-    """Each part in the row of its run, or of its snapshot; a row of its own where there is none."""
+    """Puts each part into the row of its run, or of its snapshot. A part without one becomes a row."""
     homes: dict[tuple[str | None, str | None], int] = {}
     found = list(rows)
     for number, row in enumerate(found):
@@ -179,8 +209,7 @@ def _joined(rows: Sequence[Listed], parts: Sequence[Listed]) -> list[Listed]:
 
 
 def _may_be_record(directory: Path) -> bool:
-    """Whether a file called COMMIT, with nothing of this library beside it, is a record, or may be one for all that can
-    be read of it."""
+    """Whether a file called COMMIT, with nothing of this library beside it, is a record or cannot be read."""
     try:
         return LOCAL.read(directory / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
     except OSError:
@@ -200,7 +229,7 @@ def _optimizer_of(group: object) -> str:
 
 
 def _said(error: BaseException, directory: Path) -> str:
-    """What an error about a file in `directory` says, in few words: it stands in a table."""
+    """What an error about a file in `directory` says, in few words, for a table."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror

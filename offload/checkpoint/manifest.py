@@ -74,9 +74,9 @@ VERSION = 2
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
-"""Most values a document holds, roughly: what bounds the memory that reading it takes."""
+"""The most values of a document, roughly. It bounds the memory that reading one takes."""
 MAX_TEXT = 4096
-"""Characters of a name or another string."""
+"""The most characters of a name or another string."""
 MAX_WORLD = 1 << 16
 MAX_DIMENSIONS = 64
 MAX_PARAMETERS = 1 << 20
@@ -84,9 +84,9 @@ MAX_GROUPS = 1 << 12
 MAX_OPTIONS = 1 << 8
 MAX_CHUNKS = 1 << 20
 PARAMS = "params"
-"""What a param group of torch's has its parameters under: no hyper-parameter can be called so."""
+"""The key under which a param group of torch has its parameters. No hyper-parameter can be called so."""
 ROW_BYTES = 96
-"""The most that a chunk takes: seven fields, of which five are short numbers, a step and a checksum."""
+"""The most bytes that a chunk takes in a manifest: five short numbers, a step and a checksum."""
 
 _CONTROL = "\\x00-\\x1f\\x7f-\\x9f"
 _FORBIDDEN = re.compile(f"[{_CONTROL}\\ud800-\\udfff]")
@@ -104,7 +104,12 @@ Option: TypeAlias = Scalar | Annotated[tuple[Scalar, ...], Meta(max_length=MAX_O
 
 
 class Digest(NamedTuple):
-    """What a file has to be: bytes, and XXH3-128 in 32 hex digits."""
+    """What the content of a file has to be.
+
+    Attributes:
+        size: its bytes.
+        xxh3: its XXH3-128, in 32 hex digits.
+    """
 
     size: Natural
     xxh3: RunId
@@ -130,7 +135,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class FlatFacts:
-    """One unit's parameters of one dtype, end to end; `owned` is the rank's shard, [start, stop)."""
+    """One unit's parameters of one dtype, end to end; fields as in [Note: manifest format 2]."""
 
     params: Annotated[tuple[Number, ...], Meta(max_length=MAX_PARAMETERS)]
     offsets: Annotated[tuple[Count, ...], Meta(max_length=MAX_PARAMETERS)]
@@ -139,9 +144,16 @@ class FlatFacts:
 
 
 class ChunkFacts(NamedTuple):
-    """Where a chunk's committed version lies: path is the number of its swap file, slot 0 (A) or 1 (B) in it.
+    """Where the committed version of a chunk lies.
 
-    xxh3: the XXH3-64 of its slot after the header, 16 hex digits.
+    Attributes:
+        flat: the number of its flat.
+        start: its first element in the flat.
+        numel: its elements.
+        path: the number of its swap file.
+        slot: the version of its slot, A (0) or B (1).
+        step: the step that this version was written at.
+        xxh3: the XXH3-64 of its slot after the header, in 16 hex digits.
     """
 
     flat: Number
@@ -159,7 +171,10 @@ class ChunkFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """See [Note: manifest format 2]. What `parse` returns is consistent; one made by hand is checked when written."""
+    """What one rank's swap files hold at one commit; fields as in [Note: manifest format 2].
+
+    What `parse` returns is consistent. One made by hand is checked when it is written.
+    """
 
     run_id: RunId
     step: Natural
@@ -192,12 +207,12 @@ class Manifest:
 
     @cached_property
     def slots(self) -> tuple[ChunkFacts, ...]:
-        """What is committed, by the number in the slot."""
+        """The committed slots, by their number."""
         return self.chunks + self.copies
 
     @cached_property
     def homes(self) -> dict[int, tuple[int, int]]:
-        """For each parameter: (flat, offset in it)."""
+        """For each parameter: the number of its flat, and where in the flat it begins, in elements."""
         return {
             param: (number, offset)
             for number, flat in enumerate(self.flats)
@@ -216,7 +231,7 @@ class Manifest:
 
     @cached_property
     def slot_tables(self) -> dict[int, SlotTable]:
-        """Where they lie, by the number of their swap file."""
+        """Where the committed slots lie, by the number of their swap file."""
         return {path: SlotTable(self.slot_map, self.held(path)) for path in {slot.path for slot in self.slots}}
 
     def _has_halves(self, flat: int) -> bool:
@@ -231,9 +246,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a committed slot lies in its file, and the arrays in it. Sizes in bytes.
+    """Where a committed slot lies in its file, and the arrays in it.
 
-    chunk: its number; arrays: by state kind: (bytes an element, offset in the slot).
+    Attributes:
+        chunk: the number of the slot.
+        path: the number of its swap file.
+        offset: where it begins in the file, in bytes.
+        size: its bytes.
+        arrays: for each state kind, (bytes an element, where the array begins in the slot, in bytes).
     """
 
     chunk: int
@@ -244,7 +264,7 @@ class Slot:
 
 
 def committed_slots(manifest: Manifest) -> list[Slot]:
-    """By number: where the committed version lies."""
+    """Where the committed version of each slot lies, by the number of the slot."""
     slots, tables = manifest.slot_map, manifest.slot_tables
     found = []
     for kind, names in ((ChunkKind.STATES, STATE_KINDS), (ChunkKind.PARAMS, ("param",))):
@@ -257,12 +277,15 @@ def committed_slots(manifest: Manifest) -> list[Slot]:
 
 
 def is_text(value: str) -> bool:
-    """Whether it is short enough, and without control characters and halves of characters."""
+    """Whether a string is short enough, and without control characters and lone surrogates."""
     return len(value) <= MAX_TEXT and not _FORBIDDEN.search(value)
 
 
 def canonical(value: Json) -> bytes:
-    """The one spelling of `value`: ASCII, keys in the order they have, no blanks, a newline at the end."""
+    """The one spelling of a JSON value.
+
+    It is ASCII, with the keys in the order that they have, no blanks, and a newline at the end.
+    """
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
@@ -282,10 +305,19 @@ class Schema:
 def decode(
     data: bytes, kind: type[T], spell: Callable[[T], bytes], schema: Schema, file: str, most: int = MAX_BYTES
 ) -> T:
-    """The document that `data` spells.
+    """Decodes and checks a document.
 
-    Args: spell: the inverse: only what it would write is taken; file: its name, for the errors; most: bytes allowed.
-    Raises: CorruptionError naming `file`; ResumeError if it is of a newer or older version of this library.
+    Args:
+        data: its bytes.
+        kind: the type of the document.
+        spell: the inverse of this. Only the bytes that it returns are accepted.
+        schema: the schema and version that the document has to name.
+        file: its path, for the errors.
+        most: how many bytes are allowed.
+
+    Raises:
+        CorruptionError: it is damaged, or not one that this library writes.
+        ResumeError: another version of this library wrote it.
     """
     if len(data) > most:
         raise CorruptionError(f"is longer than the {format_bytes(most)} that are allowed", file=file)
@@ -326,7 +358,7 @@ def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
 
 
 def serialise(manifest: Manifest) -> bytes:
-    """The bytes of `manifest`, the same for equal manifests. Checks nothing: `parse` does."""
+    """The bytes of a manifest, the same for equal manifests. Checks nothing: `parse` does."""
     values = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     plain = msgspec.to_builtins(values)
     if manifest.slices == 1:
@@ -338,10 +370,15 @@ def serialise(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, file: str = "manifest") -> Manifest:
-    """The manifest that `data` spells, checked: every field, and that they fit together.
+    """Decodes a manifest, and checks every field, and that the fields fit together.
 
-    Args: file: its name, for the errors.
-    Raises: CorruptionError naming file and field; ResumeError if another version of this library wrote it.
+    Args:
+        data: the bytes of the manifest.
+        file: its path, for the errors.
+
+    Raises:
+        CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
+        ResumeError: another version of this library wrote it.
     """
     manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION), file)
     if problem := next(_problems(manifest), None):
@@ -350,9 +387,14 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
 
 
 def require_room(manifest: Manifest, slots: int) -> None:
-    """Args: manifest: of a run that begins, without slots.
+    """Checks that a manifest may name so many slots.
 
-    Raises: ConfigError if it would be too large with so many.
+    Args:
+        manifest: the manifest of a run that begins, without slots.
+        slots: how many slots will be committed.
+
+    Raises:
+        ConfigError: there are too many, or the manifest would be too large.
     """
     needed = slots * ROW_BYTES
     if slots > MAX_CHUNKS // 8:  # with fewer, all but the parameters' names is far below
@@ -365,7 +407,7 @@ def require_room(manifest: Manifest, slots: int) -> None:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """Why parameters, flats and chunks do not make sense together."""
+    """Why parameters, flats and chunks do not fit together."""
     step, parameters, flats = manifest.step, manifest.parameters, manifest.flats
     if manifest.rank >= manifest.world:
         yield f"rank: there is no rank {manifest.rank} of {manifest.world}"
@@ -424,7 +466,10 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
 
 
 def _chunks_problem(flat: FlatFacts, chunks: Sequence[ChunkFacts], parameters: Sequence[ParameterFacts]) -> str | None:
-    """Chunks follow each other in the owned shard, and only what belongs to no parameter is in none of them."""
+    """Why the chunks of a flat do not fit it; None: they do.
+
+    They have to follow each other in the owned shard. Only what belongs to no parameter may be in none of them.
+    """
     start, stop = flat.owned
     end = start
     gaps: list[tuple[int, int]] = []
@@ -446,7 +491,7 @@ def _spans(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> Iterator[tu
 
 
 def _in_both(gaps: Sequence[tuple[int, int]], spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The overlaps of two ascending sequences of [start, stop)."""
+    """The overlaps of two ascending sequences of ranges [start, stop)."""
     number = 0
     for start, stop in spans:
         while number < len(gaps) and gaps[number][1] <= start:
@@ -460,7 +505,7 @@ def _in_both(gaps: Sequence[tuple[int, int]], spans: Iterator[tuple[int, int]]) 
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions of a dense tensor from the outermost in memory to the innermost; None if that is their own order.
+    """The dimensions of a dense tensor, from the outermost in memory to the innermost; None: that is their own order.
 
     Dimensions of one element, whose strides mean nothing, come first.
     """
@@ -473,7 +518,14 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 def parameters_of(
     layout: Layout, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], param_steps: Sequence[int]
 ) -> tuple[ParameterFacts, ...]:
-    """The parameters of `layout` as a manifest has them. Args: shapes, strides, param_steps (taken): by parameter."""
+    """The parameters of a layout, as a manifest has them.
+
+    Args:
+        layout: the layout.
+        shapes: the shape of each parameter.
+        strides: the strides of each parameter.
+        param_steps: for each parameter, how many steps it has taken.
+    """
     return tuple(
         ParameterFacts(
             name=spec.name,
@@ -490,7 +542,12 @@ def parameters_of(
 
 
 def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> tuple[FlatFacts, ...]:
-    """The flats of `layout`. Args: owned: the rank's shard of each, in elements; None: all of it, on one rank."""
+    """The flats of a layout, as a manifest has them.
+
+    Args:
+        layout: the layout.
+        owned: the rank's shard of each flat, as elements [start, stop); None: one rank owns all.
+    """
     shards = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
     return tuple(
         FlatFacts(flat.params, flat.offsets, flat.numel, shard)
@@ -501,10 +558,15 @@ def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> 
 def differences(
     committed: Manifest, wanted: Manifest, *, unfrozen: Container[str] = (), frozen: Container[str] = ()
 ) -> list[str]:
-    """What keeps `committed` from being resumed as `wanted`, in words; empty if nothing does.
+    """What keeps a commit from being resumed by a run, in words; empty if nothing does.
 
     Units, chunks, paths, ranks and hyper-parameters may differ: elements are found by their parameter's name.
-    Args: unfrozen: parameters that were frozen when it was committed; frozen: those that are now.
+
+    Args:
+        committed: a manifest of the commit.
+        wanted: the manifest of the run.
+        unfrozen: the names of parameters that were frozen when it was committed.
+        frozen: the names of parameters that are frozen now.
     """
     if committed.slices != wanted.slices:
         return [f"tensor parallelism is over {wanted.slices} ranks, and over {committed.slices} when it was committed"]

@@ -50,8 +50,8 @@ class CommittedSlots:
 
     Args:
         manifest: says which they are.
-        files: its swap files, by their number; without one that is damaged.
-        engine: reads; has the files.
+        files: the rank's swap files, by their number, without those that are damaged.
+        engine: reads, and has the files open.
         hasher: compares checksums.
     """
 
@@ -68,27 +68,42 @@ class CommittedSlots:
         }
 
     def read(self, number: int, data: Tensor) -> IOFuture:
-        """Reads a slot into `data`, which is as long, and compares it with its checksum.
+        """Reads a slot, and compares it with its checksum.
 
-        Raises: CorruptionError if its file is damaged or too short; what `SlotFile.read` raises comes from the future.
+        Args:
+            number: the number of the slot.
+            data: uint8, as long as the slot.
+
+        Returns:
+            A future. It raises what that of `SlotFile.read` raises.
+
+        Raises:
+            CorruptionError: the slot's file is damaged or too short.
         """
         facts = self._manifest.slots[number]
         file = self._whole(number)
         return file.read(number, memory_of(data), step=facts.step, slot=facts.slot, checksum=facts.checksum)
 
     def verify(self, number: int, buffer: Tensor) -> None:
-        """Reads a slot through `buffer`, piece by piece, and compares it with its checksum.
+        """Reads a slot piece by piece, and compares it with its checksum.
 
-        Raises: CorruptionError, TierIOError.
+        Args:
+            number: the number of the slot.
+            buffer: the memory for a piece, uint8, whole pages.
+
+        Raises:
+            CorruptionError: the slot or its file is damaged.
+            TierIOError: a disk or its file system failed.
         """
         facts = self._manifest.slots[number]
         file = self._whole(number)
         file.verify(number, memory_of(buffer), step=facts.step, slot=facts.slot, checksum=facts.checksum)
 
     def require_whole(self, numbers: Iterable[int]) -> None:
-        """Whether the files are long enough for these slots, before memory is taken: a manifest may say anything.
+        """Checks that the files are long enough for these slots, before memory is taken: a manifest may say anything.
 
-        Raises: CorruptionError.
+        Raises:
+            CorruptionError: a file is damaged or too short.
         """
         for number in numbers:
             self._whole(number)
@@ -105,10 +120,16 @@ class CommittedSlots:
 
 
 class CommittedFiles:
-    """The swap files of a run in `paths`, described by `manifests`, by rank. None is opened before `lock`.
+    """The swap files of a run. None is opened before `lock`.
 
-    Attributes: ranks: whose files are opened; all, unless somebody limits it before.
-    Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
+    Args:
+        paths: the directories of the run.
+        manifests: the manifests that describe the files, by rank.
+        files: the file system.
+        open_engine: makes the I/O engine that reads slots.
+
+    Attributes:
+        ranks: the ranks whose files are opened; all, unless this is set before `lock`.
     """
 
     def __init__(
@@ -137,10 +158,19 @@ class CommittedFiles:
         return self._slots[rank]
 
     def lock(self, *, exclusive: bool = False, damage: list[tuple[int, OffloadError]] | None = None) -> None:
-        """Opens and locks the swap files, if they are not.
+        """Opens and locks the swap files. Does nothing if they are locked already.
 
-        Args: exclusive: against other readers, too; damage: gets rank and error of what is wrong with the files
-        themselves, instead of raising it. Raises: also BudgetError, if the system refuses threads.
+        Args:
+            exclusive: whether to lock them against other readers, too.
+            damage: gets (rank, error) of each file that is damaged; None: the error is raised.
+
+        Raises:
+            ResumeError: a directory is missing, or a newer version of this library wrote a file.
+            CorruptionError: a file is damaged, or not the one that its manifest describes.
+            PathError: a file or directory cannot be used.
+            PathInUseError: a live run holds a file.
+            TierIOError: a disk or its file system failed.
+            BudgetError: the system refuses threads.
         """
         if self._slots is not None:
             return
@@ -193,12 +223,20 @@ class CommittedFiles:
         )
 
     def hold(self, paths: Iterable[Path], *, exclusive: bool) -> None:
-        """Locks swap files beside those that are read, until `close`. Raises: as `lock`."""
+        """Locks swap files beside those that are read, until `close`.
+
+        Args:
+            paths: the files.
+            exclusive: whether to lock them against other readers, too.
+
+        Raises:
+            OffloadError: what `CommittedFile` raises.
+        """
         for path in paths:
             self._undo.callback(CommittedFile(path, self._disk, exclusive=exclusive).close)
 
     def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
-        """Where swap files of `rank` may lie. A file there may be another's: its superblock tells."""
+        """Where swap files of `rank` may lie. A file there may be of another run: its superblock tells."""
         for path in self._paths:
             if swap_name(rank) in names_in(path, self._disk):
                 yield path / swap_name(rank)
@@ -208,7 +246,11 @@ class CommittedFiles:
 
 
 def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
-    """Raises: CorruptionError if a swap file is not the one that the manifest of its rank describes."""
+    """Checks that a swap file is the one that the manifest of its rank describes.
+
+    Raises:
+        CorruptionError: it is another one, or damaged.
+    """
     block, path = file.block, file.block.stripe[0]
     problem = None
     if not block.commits:
@@ -224,9 +266,9 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
 
 
 KINDS = (ChunkKind.STATES, ChunkKind.PARAMS)
-"""What is committed."""
+"""The kinds of chunks that are committed."""
 PIECE_BYTES = 4 * MIB
-"""A read while verifying: enough for any drive at full speed."""
+"""The size of a read while verifying, which is enough for any drive at full speed."""
 
 
 def _threads() -> IOEngine:
@@ -236,7 +278,13 @@ def _threads() -> IOEngine:
 
 @dataclass(frozen=True)
 class Tensors:
-    """How one parameter is stored. nbytes: what its states take in the slots; chunks: (rank, chunk) that hold it."""
+    """How one parameter is stored.
+
+    Attributes:
+        facts: what the manifest says of it, with the shape of the whole parameter.
+        nbytes: what its states take in the slots.
+        chunks: the chunks that hold a part of it, as (rank, chunk).
+    """
 
     facts: ParameterFacts
     nbytes: int
@@ -247,7 +295,11 @@ class Tensors:
 class Verified:
     """The result for one slot, or an error in another file.
 
-    chunk: the slot's, None if it is another file; nbytes: the slot's size; error: None if nothing is wrong.
+    Attributes:
+        rank: whose slot or file it is.
+        chunk: the number of the slot; None: it is another file.
+        nbytes: the bytes of the slot; 0 for another file.
+        error: what is wrong; None: nothing.
     """
 
     rank: int
@@ -267,20 +319,32 @@ class Range:
 
 
 class Reader:
-    """The last commit in the directories `paths` of a run, in any order.
+    """The last commit of a run.
 
-    COMMIT and manifests are read at once. The swap files are opened and locked (shared: several readers may, but no
-    run can write meanwhile) when the first slot is asked for. Not for several threads at a time.
+    COMMIT and manifests are read at once. The swap files are opened and locked when the first slot is asked for. The
+    lock is shared: several readers may have it, but no run can write meanwhile. A reader is not for several threads at
+    a time.
 
     Args:
-        paths: all directories of the run.
+        paths: all directories of the run, in any order.
         files: the file system.
-        told: the last commit, where its record is, and its manifests, by rank, where not all of it may be seen here.
+        told: the directory of the record, the record, and the manifests by rank, where this rank may not see all of
+            them; None: they are looked for.
         open_engine: makes the I/O engine that reads slots.
 
-    Attributes: paths; commit; home, the directory of its record; manifests, by rank; swap_files.
-    Raises: ResumeError (no commit, a directory is missing, a newer version's), CorruptionError, PathError,
-    PathInUseError (a live run, from `verify` and `read` on), TierIOError.
+    Attributes:
+        paths: see above.
+        home: the directory of the record.
+        commit: the record.
+        manifests: the manifests, by rank.
+        swap_files: the swap files.
+
+    Raises:
+        ResumeError: there is no commit, a directory is missing, or another version of this library wrote it.
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        PathInUseError: a live run holds the files; from `verify` and `read` on.
+        TierIOError: a disk or its file system failed.
     """
 
     def __init__(
@@ -318,7 +382,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files, which frees their lock. May be called again."""
+        """Closes the files, which frees their locks. May be called again."""
         self._loaded = None
         self.swap_files.close()
         if self._kernels is not None:
@@ -326,7 +390,7 @@ class Reader:
             self._kernels = None
 
     def extra(self, rank: int = 0) -> object:
-        """What the user committed along with `rank`."""
+        """What the user committed along on a rank."""
         # Where the manifest is; where it has gone meanwhile, the extra is reported missing beside the record.
         directory = manifests_in(self.paths, self.commit, self._disk).get(rank, self.home)
         return read_extra(directory, self.manifests[rank], self._disk)
@@ -342,7 +406,12 @@ class Reader:
         return found
 
     def facts(self, name: str, slice_number: int = 0) -> ParameterFacts:
-        """Of a parameter as a slice of the model has it. Args: slice_number: whose."""
+        """What the manifest says of a parameter, as one slice of the model has it.
+
+        Args:
+            name: the name of the parameter.
+            slice_number: the number of the slice.
+        """
         return self._first_of(slice_number).parameters[self._number(name)]
 
     def slices_of(self, name: str) -> range:
@@ -362,7 +431,12 @@ class Reader:
         return self.manifests[self.manifests[0].ranks_of(slice_number).start]
 
     def ranges(self, name: str, slice_number: int = 0) -> list[Range]:
-        """Where the elements of a parameter lie, in the order of its memory. Args: slice_number: whose."""
+        """Where the elements of a parameter lie, in the order of its memory.
+
+        Args:
+            name: the name of the parameter.
+            slice_number: the number of the slice of the model.
+        """
         number, manifest = self._number(name), self._first_of(slice_number)
         flat, offset = manifest.homes[number]
         end = offset + manifest.parameters[number].numel
@@ -377,9 +451,13 @@ class Reader:
     def pieces(self, name: str, kind: str, slice_number: int = 0) -> Iterator[Tensor]:
         """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
 
-        Args: kind: one of STATE_KINDS; slice_number: whose.
-        A piece is valid until the next one is asked for. Whoever goes through the
-        parameters in the order of the flats reads every slot once.
+        A piece is valid until the next one is asked for. Whoever goes through the parameters in the order of the flats
+        reads every slot once.
+
+        Args:
+            name: the name of the parameter.
+            kind: one of STATE_KINDS.
+            slice_number: the number of the slice of the model.
         """
         if kind not in STATE_KINDS:
             raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
@@ -394,14 +472,17 @@ class Reader:
         return buffer[start : start + itemsize * numel].view(halves if itemsize == 2 else torch.float32)
 
     def _itemsize(self, rank: int, chunk: int) -> int:
-        """Bytes an element of a chunk in its slots."""
+        """Bytes an element of a chunk, in all of its slots together."""
         slots = [self._slots[rank][number] for number in self._numbers(rank, chunk)]
         return sum(itemsize for slot in slots for itemsize, _ in slot.arrays.values())
 
     def read(self, name: str, kind: str, slice_number: int | None = None) -> Tensor:
-        """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy.
+        """A state of a parameter: a copy, fp32, on the CPU, in the parameter's shape, row-major.
 
-        Args: slice_number: of this slice alone; None: whole.
+        Args:
+            name: the name of the parameter.
+            kind: one of STATE_KINDS.
+            slice_number: the slice of the model that is read alone; None: all of the parameter.
         """
         if slice_number is None:
             each = [self.read(name, kind, number) for number in self.slices_of(name)]
@@ -415,10 +496,15 @@ class Reader:
         return in_shape(line, facts)
 
     def slots(self, wanted: Iterable[tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
-        """The states of whole chunks, by kind: fp32, as long as the chunk, valid until the next one is asked for.
+        """The states of whole chunks, by kind: fp32, of shape (chunk.numel,), valid until the next ones are asked for.
 
-        Args: wanted: (rank, chunk) of each. One is read ahead. Memory: `slots_bytes`.
-        Raises: as `Reader`.
+        One chunk is read ahead. This takes `slots_bytes` of memory.
+
+        Args:
+            wanted: (rank, chunk) of each chunk.
+
+        Raises:
+            OffloadError: what `Reader` raises.
         """
         self.swap_files.lock()
         wanted = list(wanted)
@@ -437,27 +523,27 @@ class Reader:
             yield self._states(*each)
 
     def slots_bytes(self) -> int:
-        """RAM that `slots` takes."""
+        """The RAM that `slots` takes, in bytes."""
         return 2 * sum(self._largest()) + self._joined_bytes()
 
     def _largest(self) -> list[int]:
-        """Bytes of the largest slot of states, and of the 16-bit parameters beside them."""
+        """The bytes of the largest slot of states, and of the largest slot of 16-bit parameters."""
         both = [*zip(self._maps, self._slots, strict=True)]
         return [max((found[at].size for slots, found in both for at in slots.of(kind)), default=0) for kind in KINDS]
 
     def _joined_bytes(self) -> int:
-        """Of the largest master that is made of halves."""
+        """The bytes of the largest master that is made of two halves."""
         if not self.manifests[0].split_master:
             return 0
         return 4 * max((chunk.numel for manifest in self.manifests for chunk in manifest.chunks), default=0)
 
     def _numbers(self, rank: int, chunk: int) -> list[int]:
-        """The slots that hold a chunk: of its states, and of the parameters that are committed beside them."""
+        """The slots that belong to a chunk, for its states and, if these are committed too, for its parameters."""
         slots = self._maps[rank]
         return [slots.at(kind, chunk) for kind in KINDS if slots.of(kind)]
 
     def _needed(self, rank: int, chunk: int, kind: str = "master") -> list[int]:
-        """Of these the ones that a state is made of."""
+        """The slots of a chunk that one of its states is made of."""
         numbers = self._numbers(rank, chunk)
         is_split = self._slots[rank][numbers[0]].arrays["master"][0] == 2
         return numbers if is_split and kind != "exp_avg" else numbers[:1]
@@ -488,9 +574,16 @@ class Reader:
     def _states(
         self, rank: int, numbers: Sequence[int], buffers: Sequence[Tensor], reading: Sequence[IOFuture]
     ) -> dict[str, Tensor]:
-        """The states in the slots of a chunk, all of them or those that need no other slot, by kind: fp32.
+        """Waits for the slots of a chunk.
 
-        Args: buffers: with the slots, and last for masters that are joined of two; reading: into them.
+        Args:
+            rank: whose slots.
+            numbers: their numbers.
+            buffers: the memory of the slots, and last the memory for masters that are joined of two halves.
+            reading: the reads into `buffers`.
+
+        Returns:
+            The states, by kind, fp32: all of them, or those that need no other slot.
         """
         wait_for_all(reading)
         for future in reading:
@@ -508,11 +601,16 @@ class Reader:
         return found
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
-        """Reads all that a resume reads, and compares it with its checksum.
+        """Reads all that a resume reads, and compares it with its checksum. It goes on after an error.
 
-        Yields first the errors of swap files outside of slots, and of `extra`. Then one result for each committed slot,
-        in the order of the run; `threads` are read at a time. It continues after an error.
-        Memory: `threads` x PIECE_BYTES; one rank's extra.
+        This takes `threads` x PIECE_BYTES of memory, and that of one rank's extra.
+
+        Args:
+            threads: how many slots are read at a time.
+
+        Yields:
+            First the errors of swap files outside of slots, and of `extra`. Then one result for each committed slot, in
+            the order of the run.
         """
         damage: list[tuple[int, OffloadError]] = []
         self.swap_files.lock(damage=damage)
@@ -576,12 +674,17 @@ class Reader:
 
 
 def _buffer(nbytes: int) -> Tensor:
-    """`nbytes`, uint8, at the start of a page, as O_DIRECT wants them."""
+    """uint8 of shape (nbytes,), at the start of a page, as O_DIRECT wants it."""
     return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def in_shape(line: Tensor, facts: ParameterFacts) -> Tensor:
-    """`line`, a parameter's elements in the order of its memory, in its shape, row-major."""
+    """A parameter in its shape, row-major.
+
+    Args:
+        line: its elements, 1-D, in the order of its memory.
+        facts: what the manifest says of it.
+    """
     if facts.order is None:
         return line.view(facts.shape)
     lying = line.view([facts.shape[dimension] for dimension in facts.order])

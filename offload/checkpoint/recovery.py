@@ -88,14 +88,19 @@ from offload.storage.directories import COMMIT_NAME, check_directory, holds_comm
 from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
 
 _Identity = tuple[str, int, int]
-"""Of a directory: the machine, the device and the number on it."""
+"""What a directory is known by: the machine, the device, and its number on the device."""
 
 
 class RunDirectories(NamedTuple):
-    """Directories of all ranks, as their names are understood here.
+    """The directories of all ranks, as their names are understood on this rank.
 
-    own: this rank's; others: other ranks'; named: in `resume`, and in nobody's `path`; origins: in this one's `resume`;
-    shares: for own and origins, the ranks whose swap files this one looks at: ranks that see one directory divide them.
+    Attributes:
+        own: this rank's directories.
+        others: directories of other ranks.
+        named: directories given in some rank's `resume`, and in no rank's `path`.
+        origins: the directories given in this rank's `resume`.
+        shares: for each directory in `own` and `origins`, the ranks whose swap files this rank looks at there. Ranks
+            that see one directory divide its swap files among them.
     """
 
     own: tuple[Path, ...]
@@ -106,19 +111,32 @@ class RunDirectories(NamedTuple):
 
     @property
     def runs(self) -> tuple[Path, ...]:
-        """In which a run goes on."""
+        """The directories in which the run goes on."""
         return self.own + self.others
 
 
 class Scans(NamedTuple):
-    """What all ranks see. runs: in the directories in which the run goes on; named: in those that `resume` names."""
+    """What all ranks see together.
+
+    Attributes:
+        runs: in the directories in which the run goes on.
+        named: in the directories that `resume` names.
+    """
 
     runs: ScanResult
     named: ScanResult
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its directories. paths, origins: as it was given them, each with its identity."""
+    """What a rank tells the others of its directories.
+
+    Attributes:
+        run_id: 32 hex digits, the id of a new run. That of rank 0 counts.
+        paths: the rank's directories, as it was given them.
+        origins: the directories in its `resume`, as it was given them.
+        path_identities: the identity of each of `paths`.
+        origin_identities: the identity of each of `origins`.
+    """
 
     run_id: str
     paths: tuple[Path, ...]
@@ -128,9 +146,13 @@ class _Told(NamedTuple):
 
 
 def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, bytes]:
-    """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
+    """What ranks have to know of each other before they look for a commit.
 
-    Returns: also 16 bytes, of rank 0. Raises: RankError.
+    Returns:
+        The directories of all ranks, and the id of a new run: 16 bytes, those of rank 0.
+
+    Raises:
+        RankError: another rank failed, or cannot be reached.
     """
     path_identities, origin_identities = (
         tuple(_identity(path, files) for path in paths) for paths in (choice.paths, choice.origins)
@@ -153,7 +175,14 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
 def _shares(
     paths: Sequence[Path], identities: Sequence[_Identity], of_all: Sequence[Sequence[_Identity]], rank: int
 ) -> dict[Path, range]:
-    """For each path the ranks whose files in it `rank` looks at. Args: of_all: identities of each rank's paths."""
+    """For each path, the ranks whose files in it `rank` looks at.
+
+    Args:
+        paths: the paths of this rank.
+        identities: the identity of each of these.
+        of_all: for each rank, the identities of its paths.
+        rank: the number of this rank.
+    """
     found = {}
     for path, identity in zip(paths, identities, strict=True):
         beside = [number for number, those in enumerate(of_all) if identity in those]
@@ -162,9 +191,9 @@ def _shares(
 
 
 def _identity(path: Path, files: Files) -> _Identity:
-    """Equal for two ranks if they are on one machine and reach the same directory; else different.
+    """What a directory is known by: equal on two ranks if they are on one machine and reach the same directory.
 
-    That two machines share a file system is not known here: ranks on both then look at the same files.
+    That two machines share a file system is not known here. Ranks on both then look at the same files.
     """
     try:
         machine = files.kernel_text(Path("/proc/sys/kernel/random/boot_id"))
@@ -175,7 +204,13 @@ def _identity(path: Path, files: Files) -> _Identity:
 
 
 def scan_together(directories: RunDirectories, comm: Communicator, files: Files) -> Scans:
-    """Every rank looks in its own directories. Raises: as `scan`; OtherRankError where nothing was wrong; RankError."""
+    """What all ranks see. Each looks in its own directories, and in those of its `resume`.
+
+    Raises:
+        OffloadError: what `scan` raises.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
+    """
     with together(comm):
         own = [scan(directories.own, files), scan(directories.origins, files)]
     told = all_gather_object(comm, own, list[ScanResult])
@@ -188,10 +223,27 @@ def scan_together(directories: RunDirectories, comm: Communicator, files: Files)
 def read_together(
     wanted: Collection[int], directories: Sequence[Path], home: Path, commit: Commit, comm: Communicator, files: Files
 ) -> dict[int, Manifest]:
-    """The manifests of `commit` that this rank wants, by rank. It reads those in `directories`; those that only other
-    ranks see are sent by them. Of manifests that nobody wants it is only checked that some rank sees them.
+    """The manifests of a commit that this rank wants, by rank.
 
-    Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
+    It reads those in `directories`. Those that only other ranks see are sent by them. Of manifests that nobody wants,
+    it is only checked that some rank sees them.
+
+    Args:
+        wanted: the ranks whose manifests this rank wants.
+        directories: where this rank looks.
+        home: the directory of the record.
+        commit: the record.
+        comm: of all ranks.
+        files: the file system.
+
+    Raises:
+        CorruptionError: a manifest is damaged, or is gone from a directory that is there.
+        ResumeError: no rank sees anything of a rank that committed, or a newer version of this library wrote a
+            manifest.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
     """
     count = len(commit.manifests)
     with together(comm):
@@ -216,17 +268,24 @@ def read_together(
 
 
 def _numbers_in(flags: Tensor) -> list[int]:
-    """Which elements are true."""
+    """The numbers of the elements that are true."""
     found: list[int] = flags.nonzero().flatten().tolist()
     return found
 
 
 def in_turns(comm: Communicator, priority: Callable[[], int], work: Callable[[], None]) -> None:
-    """Every rank works in its own directories, one rank at a time, because ranks may share directories.
+    """Lets every rank work in its own directories, one rank at a time, because ranks may share directories.
 
-    Args: priority: of this rank for the next turn, 0 if it has nothing to do; asked before every turn, because another
-    rank may have done the work of this one; work: done once, when it is this rank's turn.
-    Raises: what they raise, OtherRankError on the other ranks; RankError.
+    Args:
+        comm: of all ranks.
+        priority: the priority of this rank for the next turn; 0: it has nothing to do. It is called before every turn,
+            because another rank may have done the work of this one.
+        work: called once, when it is this rank's turn.
+
+    Raises:
+        OffloadError: what `priority` and `work` raise.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
     """
     is_done = False
     while True:
@@ -242,11 +301,16 @@ def in_turns(comm: Communicator, priority: Callable[[], int], work: Callable[[],
 
 
 SHOWN = 5
-"""Differences that an error lists."""
+"""How many differences an error lists."""
 
 
 class Resumed(NamedTuple):
-    """What a run was resumed from: the step, and what was given to `commit` along with it."""
+    """What a run was resumed from.
+
+    Attributes:
+        step: the step that was committed.
+        extra: what was given to `commit` along with it.
+    """
 
     step: int
     extra: object
@@ -255,10 +319,13 @@ class Resumed(NamedTuple):
 class Target(NamedTuple):
     """The commit to resume.
 
-    last: the directory of its record, and the commit; is_elsewhere: whether it is a snapshot outside of this run's
-    directories, which is only read; here: the commit in this run's directories, None: there is none; directories: where
-    the commit's files may lie; owned: the directories that this rank cleans of files of other runs, each with the ranks
-    whose swap files it looks at there.
+    Attributes:
+        last: the directory of its record, and the record.
+        is_elsewhere: whether it is a snapshot outside of this run's directories, which is only read.
+        here: the last commit in this run's directories; None: there is none.
+        directories: the directories in which the commit's files may lie.
+        owned: the directories that this rank cleans of files of other runs. With each, the ranks whose swap files it
+            looks at there.
     """
 
     last: tuple[Path, Commit]
@@ -269,7 +336,13 @@ class Target(NamedTuple):
 
 
 class Records(NamedTuple):
-    """The records in the directories that were given to this rank, but for those of runs that were replaced."""
+    """The records in the directories that were given to this rank, but for those of runs that were replaced.
+
+    Attributes:
+        directories: the directories.
+        replaced: the ids of the runs that were replaced.
+        found: each record, with its directory.
+    """
 
     directories: tuple[Path, ...]
     replaced: frozenset[str | None]
@@ -278,13 +351,18 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """How a run resumes from a commit that fits the model.
+    """How a run resumes from a commit that fits the model. Either `manifest` or `reader` is None.
 
-    paths: this run's directories, in the order of its swap files; first: the manifest of the first rank that had this
-    rank's slice of the model, rank 0 where there is one slice; manifest: this rank's, whose slots are used where they
-    lie; reader: reads what this rank needs, if the layout is another one; records: as they were before anything was
-    locked; files: the run's file system, which holds the directories; extra: what was committed along, for this rank.
-    Either manifest or reader is None.
+    Attributes:
+        paths: this run's directories, in the order of its swap files.
+        first: the manifest of the first rank that had this rank's slice of the model; of rank 0 where there is one
+            slice.
+        manifest: this rank's manifest, whose slots are used where they lie; None: the layout is another one.
+        target: the commit.
+        records: the records as they were before anything was locked.
+        files: the run's file system, which holds the directories.
+        reader: reads what this rank needs if the layout is another one; None: it is the same.
+        extra: what was committed along, for this rank.
     """
 
     paths: tuple[Path, ...]
@@ -309,19 +387,28 @@ class RecoveryPlan:
 
     @property
     def slots(self) -> tuple[bytes, list[int]] | None:
-        """Run id, and the path of each committed slot, as `Stripes` takes them; None: files of its own are made."""
+        """The run's id, and the path of each committed slot, for `RunFiles`; None: new files are made."""
         if self.manifest is None:
             return None
         return bytes.fromhex(self.commit.run_id), [slot.path for slot in self.manifest.slots]
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the RAM in which slots are read that do not lie where they are used."""
+        """The RAM in which slots are read if they are not used where they lie, in bytes."""
         return 0 if self.reader is None else self.reader.slots_bytes()
 
     def with_frozen(self, trained: Container[str]) -> RecoveryPlan:
-        """The same. Parameters that were trained when it was committed, and are not among `trained`, are carried as
-        frozen ones that were written to, with their rounded masters. Raises: CorruptionError, PathError, TierIOError.
+        """The same plan, with the values of parameters that were trained when it was committed, and are frozen now.
+
+        They are carried as frozen parameters that were written to, with their rounded masters.
+
+        Args:
+            trained: the names of the parameters that are trained now.
+
+        Raises:
+            CorruptionError: what was read is damaged.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
         """
         frozen = [param for param in self.first.parameters if param.name not in trained]
         if not frozen or self.reader is None:
@@ -335,10 +422,15 @@ class RecoveryPlan:
         return replace(self, extra=self.extra._replace(attached={**self.extra.attached, written_frozen.NAME: state}))
 
     def clear_up(self, comm: Communicator) -> None:
-        """After a run that was cut off, before any rank locks what is to be read.
+        """Clears up after a run that was cut off, before any rank locks what is to be read.
 
-        Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed);
-        on ranks where nothing was wrong OtherRankError; RankError.
+        Raises:
+            PathInUseError: a live run holds the files.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
+            ResumeError: another run has just committed.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
         """
         commit = self.target.here or self.commit
 
@@ -354,7 +446,16 @@ class RecoveryPlan:
         in_turns(comm, priority, work)
 
     def finish(self, commit: Commit, comm: Communicator) -> None:
-        """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
+        """Lets all ranks clean up after `commit`, one after the other; see `clean_up`.
+
+        The commit has to be durable, and this run has to hold the files.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+            PathError: a file or directory cannot be used.
+            OtherRankError: it failed on another rank.
+            RankError: another rank failed, or cannot be reached.
+        """
 
         def work() -> None:
             clean_up([*self.target.owned], commit, self.files, locked=True)
@@ -362,16 +463,28 @@ class RecoveryPlan:
         in_turns(comm, lambda: self._priority(commit), work)
 
     def _priority(self, commit: Commit) -> int:
-        """Of this rank for `clean_up`: a record that was replaced is removed before anything else, on whatever rank."""
+        """The priority of this rank for `clean_up`.
+
+        A record that was replaced is removed before anything else, on whatever rank it is.
+        """
         if holds_record([*self.target.owned], commit.replaces, self.files):
             return 2
         return int(not is_clean(self.target.owned, commit, self.files))
 
     def lock(self, *, alone: bool) -> None:
-        """Locks the swap files that are to be read or replaced. Call `require_last` when all files are locked, those
-        too that are used where they lie.
+        """Locks the swap files that are to be read or replaced.
 
-        Args: alone: no other rank reads them. Raises: as `clear_up`.
+        When all files are locked, those too that are used where they lie, `require_last` has to be called.
+
+        Args:
+            alone: whether no other rank reads them.
+
+        Raises:
+            PathInUseError: a live run holds one.
+            ResumeError: a directory is missing, or a newer version of this library wrote a file.
+            CorruptionError: a file is damaged or too short.
+            PathError: a file or directory cannot be used.
+            TierIOError: a disk or its file system failed.
         """
         if self.manifest is not None:
             self._require_whole(self.manifest)
@@ -384,9 +497,11 @@ class RecoveryPlan:
                 self.reader.swap_files.hold(replaced, exclusive=alone)
 
     def _require_whole(self, manifest: Manifest) -> None:
-        """Whether this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
+        """Checks that this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
 
-        Raises: CorruptionError, PathError.
+        Raises:
+            CorruptionError: a file ends before a committed slot does.
+            PathError: a file cannot be opened.
         """
         sizes: dict[Path, int] = {}
         for slot in committed_slots(manifest):
@@ -408,7 +523,11 @@ class RecoveryPlan:
                 )
 
     def require_last(self) -> None:
-        """The commit was read before any lock was taken. Raises: ResumeError if it is no longer the last one."""
+        """Checks that no commit was made since this one was read, which was before any lock was taken.
+
+        Raises:
+            ResumeError: it is no longer the last one.
+        """
         if _records_in(self.records.directories, self.files, self.records.replaced) != self.records.found:
             raise _just_committed(self.target.last[0])
 
@@ -420,10 +539,17 @@ def describe(
     groups: Sequence[Mapping[str, Option]],
     comm: Communicator | None = None,
 ) -> Manifest:
-    """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change.
+    """The manifest of this run as far as it is known before it begins: without chunks, and with step 0.
 
-    Args: comm: of the ranks of the layout; None: the model has one slice.
-    Raises: ConfigError if there are more chunks than a manifest can name.
+    Args:
+        choice: what was decided.
+        layout: the layout of this rank.
+        params: the parameters of the layout.
+        groups: of each param group, what must not change between a commit and a resume.
+        comm: of all ranks; None: the model has one slice.
+
+    Raises:
+        ConfigError: there are more chunks than a manifest can name.
     """
     slices = 1 if comm is None else comm.tensor_parallel.size
     slice_number = 0 if comm is None else comm.tensor_parallel.rank
@@ -454,9 +580,12 @@ def describe(
 class Start(NamedTuple):
     """What a run begins with.
 
-    paths: the directories in the order of their files; found: the commit that all ranks resume, locked as far as
-    it is only read, None: the run begins anew; run_id: 16 bytes, of a new run; files: hold this rank's directories, as
-    far as they are there.
+    Attributes:
+        paths: the directories, in the order of their files.
+        found: the commit that all ranks resume, whose files are locked if they are only read; None: the run begins
+            anew.
+        run_id: 16 bytes, the id of a new run.
+        files: the file system, which holds those of this rank's directories that exist.
     """
 
     paths: tuple[Path, ...]
@@ -474,14 +603,28 @@ def find_together(
     files: Files,
     frozen: Container[str] = (),
 ) -> Start:
-    """Looks for the commit to resume. See [Note: disks of machines] above.
+    """Looks for the commit to resume; see [Note: disks of machines].
 
-    Args: wanted: from `describe`; files: the run's file system, which holds its directories from then on; frozen:
-    parameters that are frozen now, and may have been trained when it was committed; undo: gets the closing of what is
-    opened.
-    Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
-    what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
-    leftovers; on ranks where nothing was wrong OtherRankError; RankError.
+    If it raises, nothing was changed, but what runs that were cut off have left may be removed.
+
+    Args:
+        undo: gets the closing of what is opened.
+        choice: what was decided for commits.
+        comm: of all ranks.
+        layout: the layout of this rank.
+        wanted: what `describe` returned.
+        files: the run's file system, which holds its directories from then on.
+        frozen: the names of parameters that are frozen now, and may have been trained when it was committed.
+
+    Raises:
+        ResumeError: there is a commit and nobody asked for it, or there is none; it is of another model; or a rank does
+            not see what it needs of it.
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+        PathInUseError: a live run holds the files.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
     """
     directories, run_id = meet(choice, comm, files)
     own = directories.own + directories.origins
@@ -549,10 +692,13 @@ def find_together(
 
 
 def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm: Communicator, files: Files) -> None:
-    """Whether what lies in the directories of all ranks is of runs that were cut off before they first committed.
+    """Checks that the directories of all ranks hold only what runs left that never committed, and removes that.
 
-    One directory alone cannot tell: the record of a run of several is in the first. What such runs left is removed.
-    Raises: as `check_directory` if something is committed; as `scan_together` and `forget`.
+    One directory alone cannot tell: the record of a run of several directories is in the first.
+
+    Raises:
+        ResumeError: something is committed.
+        OffloadError: what `scan_together`, `check_directory` and `forget` raise.
     """
     with together(comm):
         has_record = any(COMMIT_NAME in names_in(path, files) for path in choice.paths)
@@ -570,7 +716,12 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
 
 
 def _require_idle(paths: Sequence[Path], files: Files) -> None:
-    """Raises: PathInUseError if a live run holds files in one of these directories; PathError, TierIOError."""
+    """Checks that no live run holds files in these directories.
+
+    Raises:
+        PathInUseError: a live run holds some.
+        PathError: a file or directory cannot be used.
+    """
     for path in paths:
         names = names_in(path, files) if files.is_directory(path, follows=True) else ()
         if any_is_held(path, names, files):
@@ -578,7 +729,13 @@ def _require_idle(paths: Sequence[Path], files: Files) -> None:
 
 
 def _forget_begun(seen: Scans, directories: RunDirectories, comm: Communicator, files: Files) -> None:
-    """Removes what runs left that committed nothing. Raises: as `forget`; RankError."""
+    """Removes what runs left that committed nothing.
+
+    Raises:
+        OffloadError: what `forget` raises.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
+    """
     own, begun = directories.own + directories.origins, seen.runs.begun
     in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
 
@@ -586,8 +743,10 @@ def _forget_begun(seen: Scans, directories: RunDirectories, comm: Communicator, 
 def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
     """The commit to resume; None for a run that begins anew.
 
-    A snapshot that `resume` names comes before what its run committed later, and stays what it is.
-    Raises: ResumeError if another run is committed where it is to go on; as `last_of`.
+    A snapshot that `resume` names comes before what its run committed later. It stays what it is.
+
+    Raises:
+        ResumeError: another run is committed where this one is to go on; or as `last_of`.
     """
     kept = next(((directory, record) for directory, record in seen.named.records if record.is_snapshot), None)
     if kept is None:
@@ -611,10 +770,24 @@ def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
 def _require_this_model(
     target: Target, manifests: Mapping[int, Manifest], wanted: Manifest, files: Files, frozen: Container[str]
 ) -> Manifest:
-    """The manifest of the first rank of this one's slice, of rank 0 where there were others.
+    """Checks that what is committed is of this model.
 
-    Args: manifests: of rank 0, and of this one if so many ranks committed.
-    Raises: ResumeError if what is committed is of another model; CorruptionError, PathError, TierIOError.
+    Args:
+        target: the commit.
+        manifests: the manifests of rank 0, of the first rank of this one's slice, and of this rank, if they were
+            committed.
+        wanted: the manifest of this run.
+        files: the file system.
+        frozen: the names of parameters that are frozen now.
+
+    Returns:
+        The manifest of the first rank of this one's slice; of rank 0 where there were other slices.
+
+    Raises:
+        ResumeError: it is of another model.
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     home, commit = target.last
     first = manifests[0]
@@ -637,7 +810,7 @@ def _require_this_model(
 
 
 def _own_of(manifests: Mapping[int, Manifest], wanted: Manifest) -> Manifest | None:
-    """This rank's, if as many ranks committed as many slices."""
+    """This rank's manifest, if as many ranks committed, and as many slices; else None."""
     own = manifests.get(wanted.rank)
     return own if own is not None and (own.world, own.slices) == (wanted.world, wanted.slices) else None
 
@@ -649,24 +822,41 @@ def _just_committed(directory: Path) -> ResumeError:
 def _records_in(
     directories: Sequence[Path], files: Files, replaced: frozenset[str | None] = frozenset()
 ) -> tuple[tuple[Path, Commit], ...]:
-    """The records in `directories`, but for those of runs that were replaced."""
+    """The records in `directories`, each with its directory, but for those of runs that were replaced.
+
+    Args:
+        directories: where to look.
+        files: the file system.
+        replaced: the ids of the runs that were replaced.
+    """
     records = ((directory, read_commit(directory, files)) for directory in directories)
     return tuple((directory, one) for directory, one in records if one is not None and one.run_id not in replaced)
 
 
 def _first_rank(wanted: Manifest, count: int) -> int:
-    """The first rank of this one's slice, of `count` that committed as many slices as there are now."""
+    """The first rank that had this one's slice. As many slices were committed as there are now.
+
+    Args:
+        wanted: the manifest of this run.
+        count: how many ranks committed.
+    """
     return wanted.slice * (count // wanted.slices)
 
 
 def _extra_rank(wanted: Manifest, commit: Commit) -> int:
-    """Which rank's extra this one gets. It may hold values of that rank's slice of the model."""
+    """The rank whose extra this one gets. The extra may hold values of that rank's slice of the model."""
     count = len(commit.manifests)
     return wanted.rank if count == wanted.world else _first_rank(wanted, count)
 
 
 def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, files: Files) -> Carried:
-    """What was committed along. Raises: CorruptionError, PathError, TierIOError."""
+    """What was committed along, for this rank.
+
+    Raises:
+        CorruptionError: what was read is damaged.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+    """
     home, commit = target.last
     rank = _extra_rank(wanted, commit)
     carried = carried_in(
@@ -676,9 +866,11 @@ def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, 
 
 
 def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files) -> None:
-    """Limits `reader` to the ranks whose slots this one needs. Changes nothing.
+    """Limits `reader` to the ranks whose slots this one needs, and checks that it sees them. Changes no file.
 
-    Raises: ResumeError if some of these lie where this rank does not see them; PathError.
+    Raises:
+        ResumeError: some of these lie where this rank does not see them.
+        PathError: a file or directory cannot be used.
     """
     commit, manifests = reader.commit, reader.manifests
     if wanted.world == len(manifests) == 1:
@@ -696,7 +888,7 @@ def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files
 def _directories_in_order(
     choice: CommitChoice, layout: Layout, wanted: Manifest, manifest: Manifest, files: Files
 ) -> tuple[Path, ...] | None:
-    """The directories by the number of the file in them, if the slots can be used where they lie; None if not."""
+    """The directories by the number of the file in them, if the slots can be used where they lie; else None."""
     if choice.every is None:
         return None
     chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]

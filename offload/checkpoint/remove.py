@@ -31,7 +31,9 @@ _RECORDS = (COMMIT_NAME, COMMIT_NAME + NEW_SUFFIX, COMMIT_NAME + TEMPORARY)
 class Found:
     """Files with names as this library gives them.
 
-    own: this library's, COMMIT first; strange: those that are not, or cannot be recognized, and why.
+    Attributes:
+        own: those that are this library's, COMMIT first.
+        strange: those that are not, or cannot be recognized, each with the reason.
     """
 
     own: tuple[Path, ...]
@@ -44,7 +46,12 @@ class Found:
 
 
 def find(directories: Sequence[Path]) -> Found:
-    """The files of a run in its directories. Raises: ConfigError if one is not a directory, TierIOError."""
+    """The files of a run in its directories.
+
+    Raises:
+        ConfigError: one is no directory.
+        TierIOError: a disk or its file system failed.
+    """
     paths = [path for directory in directories for path in _named(directory)]
     runs: dict[Path, set[str]] = {}
     unknown: dict[Path, str] = {}
@@ -68,14 +75,24 @@ def find(directories: Sequence[Path]) -> Found:
 
 
 def require_idle(files: Sequence[Path]) -> None:
-    """Raises: PathInUseError if a live run holds one of `files`; PathError."""
+    """Checks that no live run holds one of `files`.
+
+    Raises:
+        PathInUseError: a live run holds one.
+        PathError: a file cannot be opened or locked.
+    """
     with _locked(files):
         pass
 
 
 @contextmanager
 def _locked(files: Sequence[Path]) -> Iterator[None]:
-    """Inside, no run can take one of these swap files. Raises: PathInUseError, PathError."""
+    """A context in which no run can take one of these swap files.
+
+    Raises:
+        PathInUseError: a live run holds one.
+        PathError: a file cannot be opened or locked.
+    """
     with ExitStack() as stack:
         for path in files:
             if _is_swap(path):
@@ -84,9 +101,15 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Deletes `files`, from `find`, and their directories if nothing else is in them.
+    """Deletes files of a run, and their directories if nothing else is in them.
 
-    Raises: PathInUseError (a live run holds one), before anything is deleted; PathError, TierIOError.
+    Args:
+        files: what `find` found.
+
+    Raises:
+        PathInUseError: a live run holds one. Nothing is deleted.
+        PathError: a file cannot be opened or locked. Nothing is deleted.
+        TierIOError: a disk or its file system failed.
     """
     with _locked(files):
         records = [path for path in files if path.name == COMMIT_NAME]
@@ -114,7 +137,11 @@ def _named(directory: Path) -> Iterator[Path]:
 
 
 def _runs_in(path: Path) -> set[str] | None:
-    """The runs that a file of this library names; None if it is not recognized as one. Raises: OSError."""
+    """The ids of the runs that a file of this library names; None: it is not recognized as one.
+
+    Raises:
+        OSError: the operating system refused.
+    """
     if _is_swap(path):
         page = LOCAL.read(path, PAGE_BYTES)
         if page.startswith(MAGIC):

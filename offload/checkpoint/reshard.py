@@ -29,9 +29,12 @@ class Extent:
 def copy_ranges(
     manifests: Sequence[Manifest], layout: Layout, slice_number: int = 0
 ) -> dict[tuple[int, int], list[CopyRange]]:
-    """By (rank, chunk) of a commit: what of it goes where in `layout`, by target.
+    """What of a commit goes where in a layout, by the (rank, chunk) that it is read from.
 
-    Args: manifests: of all its ranks; slice_number: the number of the slice that the layout is of.
+    Args:
+        manifests: the manifests of all ranks that committed, by rank.
+        layout: the layout.
+        slice_number: the number of the slice of the model that the layout is of.
     """
     ranks = manifests[0].ranks_of(slice_number)
     first = manifests[ranks.start]
@@ -53,7 +56,7 @@ def copy_ranges(
 
 
 def _extents(manifests: Sequence[Manifest], ranks: range) -> list[list[Extent]]:
-    """By flat: where it lies, in the order of its elements."""
+    """For each flat, where it lies, in the order of its elements."""
     found: list[list[Extent]] = [[] for _ in manifests[ranks.start].flats]
     for rank in ranks:
         for number, chunk in enumerate(manifests[rank].chunks):
@@ -66,7 +69,17 @@ def _extents(manifests: Sequence[Manifest], ranks: range) -> list[list[Extent]]:
 def _wanted(
     committed: Manifest, layout: Layout, chunk: Chunk, numbers: dict[str, int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """For each piece of `chunk`: the committed flat, where in it the piece begins, where in the chunk, elements."""
+    """For each piece of a chunk, where the commit has it.
+
+    Args:
+        committed: a manifest of the commit.
+        layout: the layout of the chunk.
+        chunk: the chunk.
+        numbers: the number of each parameter of the commit, by name.
+
+    Yields:
+        (the committed flat, where in it the piece begins, where in the chunk the piece begins, elements).
+    """
     for piece in chunk.pieces:
         if (number := numbers.get(layout.specs[piece.param].name)) is None:
             continue  # it was frozen then

@@ -33,7 +33,14 @@ from offload.storage.swap_format import Superblock, parse_superblock
 
 @dataclass(frozen=True)
 class Swap:
-    """A file with a swap file's name. block: its superblock, None if it has none that makes sense."""
+    """A file with a swap file's name.
+
+    Attributes:
+        path: its path.
+        rank: the rank in its name.
+        is_temporary: whether its name ends in `.new`.
+        block: its superblock; None: it has none that this library can read.
+    """
 
     path: Path
     rank: int
@@ -46,9 +53,15 @@ class Swap:
 
 
 def swaps(directory: Path, files: Files, ranks: Container[int] | None = None) -> Iterator[Swap]:
-    """The regular files in `directory` with a swap file's name; none if there is no such directory.
+    """The regular files in a directory with a swap file's name; none if there is no such directory.
 
-    Args: ranks: only theirs; those of others are not opened. Raises: PathError.
+    Args:
+        directory: the directory.
+        files: the file system.
+        ranks: the ranks whose files are opened; None: of all.
+
+    Raises:
+        PathError: a file or directory cannot be read.
     """
     for name in names_in(directory, files):
         file = file_name(name)
@@ -59,7 +72,11 @@ def swaps(directory: Path, files: Files, ranks: Container[int] | None = None) ->
 
 
 def names_in(directory: Path, files: Files) -> list[str]:
-    """What lies there, sorted; nothing if there is no such directory. Raises: PathError."""
+    """The names in a directory, sorted; none if there is no such directory.
+
+    Raises:
+        PathError: the directory cannot be read.
+    """
     try:
         return sorted(files.names(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -71,7 +88,7 @@ def names_in(directory: Path, files: Files) -> list[str]:
 
 
 def directories_of(run_id: str, rank: int, directories: Sequence[Path], files: Files) -> dict[int, Path]:
-    """By number of the stripe: which of `directories` has a swap file of `rank` of this run."""
+    """The directories that have a swap file of a rank of this run, by the number of its stripe."""
     return {
         swap.block.stripe[0]: directory
         for directory in directories
@@ -84,8 +101,11 @@ def directories_of(run_id: str, rank: int, directories: Sequence[Path], files: F
 class ScanResult:
     """What some directories say of commits, without judging it: several ranks may each see a part of a run's.
 
-    records: of COMMIT, and where; begun: runs whose first file, beside which their record would be, lies there without
-    one; held: directories with a file of a committed run and no record, and the runs of which they have files.
+    Attributes:
+        records: the COMMIT records, each with its directory.
+        begun: the ids of runs whose first swap file is here. Their record would be beside it: so they never committed.
+        held: directories with a file of a committed run, whose record is elsewhere. With each, the ids of the runs that
+            have swap files there.
     """
 
     records: tuple[tuple[Path, Commit], ...] = ()
@@ -97,7 +117,14 @@ class ScanResult:
 
 
 def scan(directories: Sequence[Path], files: Files) -> ScanResult:
-    """Raises: CorruptionError (a record), ResumeError (a newer version's), PathError, TierIOError."""
+    """What these directories say of commits. If one has a record, only records are looked for.
+
+    Raises:
+        CorruptionError: a record is damaged.
+        ResumeError: a newer version of this library wrote a record.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
+    """
     records = tuple(
         (directory, commit) for directory in directories if (commit := read_commit(directory, files)) is not None
     )
@@ -115,7 +142,11 @@ def scan(directories: Sequence[Path], files: Files) -> ScanResult:
 
 
 def merge(looks: Sequence[ScanResult]) -> ScanResult:
-    """What ranks see together, by rank: a record that several see, in a shared directory, counts once."""
+    """What ranks see together. A record that several see, in a shared directory, counts once.
+
+    Args:
+        looks: what each rank sees, by rank.
+    """
     found = ScanResult()
     for rank, one in enumerate(looks):
         known = {commit for _, commit in found.records}
@@ -131,9 +162,15 @@ def merge(looks: Sequence[ScanResult]) -> ScanResult:
 
 
 def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Commit] | None:
-    """The last commit, and where its record lies; None if there is none. Args: directories: that were looked at.
+    """The last commit, with the directory of its record; None if there is none.
 
-    Raises: ResumeError (a directory of a committed run, whose record is in none; several runs').
+    Args:
+        scanned: what the directories say.
+        directories: the directories that were looked at, for the errors.
+
+    Raises:
+        ResumeError: a directory is of a committed run whose record is in none of them, or they hold commits of several
+            runs.
     """
     found = scanned.records
     if not found:
@@ -157,9 +194,17 @@ def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Com
 
 
 def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, files: Files) -> None:
-    """Args: rank: whose swap file is looked at first, because it mostly tells that a directory is this run's.
+    """Checks that no directory has a file of a committed run other than that of `commit`.
 
-    Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`.
+    Args:
+        directories: the directories.
+        commit: the record.
+        rank: the rank whose swap file is looked at first, because it mostly tells that a directory is this run's.
+        files: the file system.
+
+    Raises:
+        ResumeError: one has such a file.
+        OffloadError: what `swaps` and `read_commit` raise.
     """
     ours = {commit.run_id, commit.replaces}
     for directory in directories:
@@ -178,15 +223,26 @@ def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, fil
 
 
 def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> None:
-    """Raises: PathInUseError if a live run other than that of `commit` has a swap file in `directories`; PathError."""
+    """Checks that no live run other than that of `commit` has a swap file in `directories`.
+
+    Raises:
+        PathInUseError: a live run has one.
+        PathError: a file or directory cannot be used.
+    """
     for swap in foreign(dict.fromkeys(directories), commit, files):
         open_locked(swap.path, files).close()
 
 
 def foreign(directories: Mapping[Path, Container[int] | None], commit: Commit, files: Files) -> list[Swap]:
-    """Swap files of other runs than that of `commit`, which are in the way.
+    """The swap files that are in the way: they are of other runs than that of `commit`.
 
-    Args: directories: as for `is_clean`; None: of all ranks. Raises: PathError.
+    Args:
+        directories: the directories, each with the ranks whose swap files are looked at there; None: of all ranks.
+        commit: the record.
+        files: the file system.
+
+    Raises:
+        PathError: a file or directory cannot be read.
     """
     ours = (commit.run_id, commit.replaces)
     found = (swap for directory, ranks in directories.items() for swap in swaps(directory, files, ranks))
@@ -194,7 +250,11 @@ def foreign(directories: Mapping[Path, Container[int] | None], commit: Commit, f
 
 
 def holds_record(directories: Sequence[Path], run_id: str | None, files: Files) -> bool:
-    """Whether one of `directories` has the record of this run. Raises: as `read_commit`."""
+    """Whether one of `directories` has the record of this run.
+
+    Raises:
+        OffloadError: what `read_commit` raises.
+    """
     records = (read_commit(directory, files) for directory in directories)
     return run_id is not None and any(record is not None and record.run_id == run_id for record in records)
 
@@ -202,7 +262,14 @@ def holds_record(directories: Sequence[Path], run_id: str | None, files: Files) 
 def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: Files) -> bool:
     """Whether `clean_up` would change nothing but a record that was replaced.
 
-    Args: directories: each with the ranks whose swap files are looked at there. Raises: PathError, TierIOError.
+    Args:
+        directories: the directories, each with the ranks whose swap files are looked at there.
+        commit: the record.
+        files: the file system.
+
+    Raises:
+        PathError: a file or directory cannot be read.
+        TierIOError: a disk or its file system failed.
     """
     for directory, ranks in directories.items():
         new, stale = _to_rename_and_remove([*swaps(directory, files, ranks)], commit, files)
@@ -212,10 +279,20 @@ def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: 
 
 
 def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
-    """Makes the files in `directories` those of `commit` alone, under their names. See [Note: another layout].
+    """Removes files of runs that no commit needs after `commit`, and gives its own files their final names.
 
-    Args: locked: this process holds the files that are moved or removed.
-    Raises: PathInUseError (a live run holds one of them), PathError, TierIOError.
+    See [Note: another layout].
+
+    Args:
+        directories: the directories.
+        commit: the record.
+        files: the file system.
+        locked: whether this process holds the files that are moved or removed.
+
+    Raises:
+        PathInUseError: a live run holds one of them.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     before = commit.replaces
     with ExitStack() as undo:
@@ -235,7 +312,11 @@ def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locke
 
 
 def uncommitted(directories: Sequence[Path], runs: Collection[str], files: Files) -> list[Path]:
-    """What `runs` left in `directories` beside their swap files. Raises: PathError."""
+    """The files that `runs` left in `directories` beside their swap files.
+
+    Raises:
+        PathError: a directory cannot be read.
+    """
     return [
         directory / name
         for directory in directories
@@ -245,11 +326,20 @@ def uncommitted(directories: Sequence[Path], runs: Collection[str], files: Files
 
 
 def forget(directories: Sequence[Path], runs: Collection[str], files: Files) -> None:
-    """Removes, durably, what is `uncommitted` of `runs`, which committed nothing.
+    """Removes, durably, the files of runs that are `uncommitted`.
 
     A run that begins in several directories marks one swap file after the other as its own. Where it is cut off, the
     others would still look like a part of the run before, whose manifests lie there and whose first file is gone.
-    Raises: PathInUseError (a live run, which is about to commit), PathError, TierIOError.
+
+    Args:
+        directories: the directories.
+        runs: the ids of runs that committed nothing.
+        files: the file system.
+
+    Raises:
+        PathInUseError: one of the runs is live, and about to commit.
+        PathError: a file or directory cannot be used.
+        TierIOError: a disk or its file system failed.
     """
     with ExitStack() as held:
         for swap in (swap for directory in directories for swap in swaps(directory, files)):
@@ -264,7 +354,7 @@ def forget(directories: Sequence[Path], runs: Collection[str], files: Files) -> 
 
 
 def _remove_record(directories: Sequence[Path], run_id: str | None, files: Files) -> None:
-    """Removes the record of another run, durably: without it that run's files mean nothing."""
+    """Removes the record of another run, durably. Without it, that run's files mean nothing."""
     for directory in directories:
         if holds_record([directory], run_id, files):
             with failing("remove", directory / COMMIT_NAME):
@@ -273,7 +363,7 @@ def _remove_record(directories: Sequence[Path], run_id: str | None, files: Files
 
 
 def _to_rename_and_remove(found: Sequence[Swap], commit: Commit, files: Files) -> tuple[list[Swap], list[Swap]]:
-    """Of the swap files in a directory those of `commit` with temporary names, and those that no commit needs."""
+    """Of the swap files in a directory, those of `commit` with temporary names, and those that no commit needs."""
     new = [swap for swap in found if swap.run_id == commit.run_id and swap.is_temporary]
     others = [swap for swap in found if swap.run_id != commit.run_id]
     stale = [swap for swap in others if swap.is_temporary or swap.run_id == commit.replaces]
@@ -294,7 +384,11 @@ def _rename_and_remove(new: Sequence[Swap], stale: Sequence[Swap], files: Files)
 
 
 def _page_of(path: Path, files: Files) -> bytes | None:
-    """The first page of a regular file; None if it is something else, or gone. Raises: PathError."""
+    """The first page of a regular file; None if it is something else, or gone.
+
+    Raises:
+        PathError: the file cannot be read.
+    """
     try:
         return files.read(path, PAGE_BYTES)[:PAGE_BYTES]
     except OSError as error:
@@ -314,7 +408,10 @@ def _block_of(page: bytes, path: Path) -> Superblock | None:
 
 
 def _is_blank(path: Path, files: Files) -> bool:
-    """Whether it was made, and then the run did not begin: it has no more than a page before it has a superblock."""
+    """Whether a file was made for a run that then did not begin.
+
+    Such a file has no more than a page, of zeros, before it has a superblock.
+    """
     try:
         page = files.read(path, PAGE_BYTES)
     except OSError:
@@ -331,11 +428,15 @@ ON_OTHER_MACHINES = (
     "same layout (stage, chunks, directories); or copy all directories to a file system that every rank sees, for any "
     "number of ranks, or to one machine for `offload export`"
 )
-"""What to do where a rank sees a part of a run alone."""
+"""What to do if a rank sees only a part of a run."""
 
 
 def manifests_in(directories: Sequence[Path], commit: Commit, files: Files) -> dict[int, Path]:
-    """By rank: the first of `directories` with a file that has the name of its manifest. Raises: PathError."""
+    """For each rank whose manifest is there, the first of `directories` with a file of that name.
+
+    Raises:
+        PathError: a directory cannot be read.
+    """
     named = {manifest_name(commit, rank): rank for rank in range(len(commit.manifests))}
     return {
         named[name]: directory
@@ -346,7 +447,11 @@ def manifests_in(directories: Sequence[Path], commit: Commit, files: Files) -> d
 
 
 def ranks_in(directories: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
-    """Those of `ranks` that have a swap file of the run of `commit` in `directories`. Raises: PathError."""
+    """Those of `ranks` that have a swap file of the run of `commit` in `directories`.
+
+    Raises:
+        PathError: a file or directory cannot be read.
+    """
     return {
         swap.rank
         for directory in directories
@@ -358,10 +463,18 @@ def ranks_in(directories: Sequence[Path], commit: Commit, files: Files, ranks: C
 def require_manifests(
     commit: Commit, found: Collection[int], lying: Collection[int], directories: Sequence[Path], home: Path
 ) -> None:
-    """Whether the manifests of all ranks were found.
+    """Checks that the manifests of all ranks were found.
 
-    Args: lying: ranks of which a swap file was found; directories: where; home: of the record.
-    Raises: CorruptionError (a manifest is gone), ResumeError (directories are missing).
+    Args:
+        commit: the record.
+        found: the ranks whose manifest was found.
+        lying: the ranks of which a swap file was found.
+        directories: where all this was looked for.
+        home: the directory of the record.
+
+    Raises:
+        CorruptionError: a manifest is gone, and the swap files are there.
+        ResumeError: directories are missing.
     """
     ranks = range(len(commit.manifests))
     if gone := [rank for rank in ranks if rank not in found and rank in lying]:
@@ -383,7 +496,11 @@ def ranks_named(ranks: Collection[int]) -> str:
 def hidden_ranks(
     directories: Sequence[Path], manifests: Sequence[Manifest], files: Files, ranks: Container[int]
 ) -> frozenset[int]:
-    """Those of `ranks` of which a swap file with committed slots is in none of `directories`. Raises: PathError."""
+    """Those of `ranks` that have a swap file with committed slots in none of `directories`.
+
+    Raises:
+        PathError: a file or directory cannot be read.
+    """
     found = (swap for directory in directories for swap in swaps(directory, files, ranks))
     blocks = [(swap.rank, swap.block) for swap in found if swap.block is not None]
     seen = {(rank, block.stripe[0]) for rank, block in blocks if block.run_id == manifests[0].run_id}

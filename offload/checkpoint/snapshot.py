@@ -36,12 +36,12 @@ from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, file
 from offload.storage.swap_file import open_locked
 
 RUN_DIGITS = 8
-"""Of the run's id, in the name: a run that began from a snapshot may come to the same step again."""
+"""How many digits of the run's id a snapshot's name has. A run that began from one may come to the same step again."""
 _NAME = re.compile(rf"snapshot-(?:0|[1-9]\d{{0,18}})-[0-9a-f]{{{RUN_DIGITS}}}")
 
 
 def name_of(commit: Commit) -> str:
-    """The directory's, in each directory of the run."""
+    """The name of a snapshot's directory, the same in each directory of the run."""
     return f"snapshot-{commit.step}-{commit.run_id[:RUN_DIGITS]}"
 
 
@@ -50,12 +50,12 @@ def is_snapshot_name(name: str) -> bool:
 
 
 def snapshots_in(path: Path, files: Files) -> list[str]:
-    """The directories with a snapshot's name in `path`."""
+    """The names in `path` of directories that are called as snapshots are."""
     return [name for name in _names_in(path, files) if is_snapshot_name(name) and files.is_directory(path / name)]
 
 
 def records_in(path: Path, files: Files) -> dict[str, Commit]:
-    """The snapshots in `path`, by name. One whose record is damaged is not known to be one."""
+    """The records of the snapshots in `path`, by name. One whose record is damaged is left out."""
     found = {}
     for name in snapshots_in(path, files):
         with suppress(OffloadError):
@@ -73,7 +73,15 @@ def _names_in(directory: Path, files: Files) -> list[str]:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one rank's part of a snapshot takes on a device, and bytes that are free there."""
+    """What one rank's part of a snapshot takes in one directory.
+
+    Attributes:
+        host: the machine.
+        device: the device of the directory.
+        nbytes: the bytes that it takes.
+        available: the bytes that are free.
+        path: the directory.
+    """
 
     host: str
     device: int
@@ -83,7 +91,11 @@ class Need:
 
 
 def require_space(needs: Iterable[Need]) -> None:
-    """Whether the parts of all ranks fit on their devices. Raises: BudgetError."""
+    """Checks that the parts of all ranks fit on their devices together.
+
+    Raises:
+        BudgetError: a device has no room for them.
+    """
     together: defaultdict[tuple[str, int], list[Need]] = defaultdict(list)
     for need in needs:
         together[need.host, need.device].append(need)
@@ -101,10 +113,20 @@ def require_space(needs: Iterable[Need]) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of a snapshot; also clears away and retires parts of other snapshots.
+    """One rank's part of a snapshot. Also removes and retires parts of other snapshots.
 
-    Args: commit, manifest: what is kept; paths: this rank's directories; swaps: its swap files, one in each directory.
-    Every method raises TierIOError and PathError. None of them changes the run's own files.
+    No method changes the run's own files.
+
+    Attributes:
+        commit: the record of the commit that is kept.
+        manifest: this rank's manifest of that commit.
+        paths: this rank's directories.
+        swaps: this rank's swap files, one in each directory.
+        files: the file system.
+
+    Raises:
+        TierIOError: from every method: a disk or its file system failed.
+        PathError: from every method: a file or directory cannot be used.
     """
 
     commit: Commit
@@ -126,12 +148,16 @@ class Snapshot:
         return tuple(path / self.name for path in self.paths)
 
     def decided(self) -> list[str]:
-        """Names of the snapshots with a record in one of these directories, whatever the record says."""
+        """The names of the snapshots with a record in one of this rank's directories, whatever the record says."""
         names = ((path, name) for path in self.paths for name in snapshots_in(path, self.files))
         return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
 
     def exists(self) -> bool:
-        """For rank 0: whether there is this very snapshot. Raises: PathError if something else has its name."""
+        """For rank 0: whether this very snapshot is there.
+
+        Raises:
+            PathError: something else has its name.
+        """
         home = self.directories[0]
         try:
             if (found := read_commit(home, self.files)) is None or found == self.record:
@@ -141,40 +167,62 @@ class Snapshot:
         raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
 
     def existing(self) -> dict[str, Commit]:
-        """For rank 0: the snapshots of this run that are there, by name."""
+        """For rank 0: the records of the snapshots of this run that are there, by name."""
         records = records_in(self.paths[0], self.files)
         return {name: record for name, record in records.items() if record.run_id == self.commit.run_id}
 
     def superseded(self, keep: int, besides: Collection[str], held: ExitStack) -> list[str]:
-        """For rank 0: names of the oldest snapshots of this run, so that `keep` stay, this one included.
+        """For rank 0: the names of the oldest snapshots of this run, so that `keep` stay, this one included.
 
-        Args: besides: names that do not count, and stay; held: gets the locks of the others. A snapshot that is being
-        read, or resumed in, is left out.
+        A snapshot that is being read, or resumed in, is left out.
+
+        Args:
+            keep: how many stay.
+            besides: the names of snapshots that do not count, and stay.
+            held: gets the locks of those that are returned.
         """
         steps = {name: record.step for name, record in self.existing().items() if name not in besides}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
 
     def free(self, names: Iterable[str], held: ExitStack) -> list[str]:
-        """For rank 0: those of `names` that are snapshots of this run, and not in use. Args: held: gets their locks."""
+        """For rank 0: those of `names` that are snapshots of this run, and not in use.
+
+        Args:
+            names: names.
+            held: gets their locks.
+        """
         existing = self.existing()
         return [name for name in names if name in existing and self._is_free(self.paths[0] / name, held)]
 
     def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
-        """Removes parts of snapshots without a record: those called `names`; None: all but the `decided` ones."""
+        """Removes this rank's parts of snapshots without a record.
+
+        Args:
+            names: the names of the snapshots; None: all but the `decided` ones.
+            decided: the names of snapshots that stay.
+        """
         for path in self.paths:
             for name in snapshots_in(path, self.files) if names is None else names:
                 if name not in decided:
                     self._clear(path / name)
 
     def require_no_other(self) -> None:
-        """Raises: PathError if something else has this snapshot's name; called after `clear`."""
+        """Checks that nothing else has this snapshot's name. To be called after `clear`.
+
+        Raises:
+            PathError: something has.
+        """
         for directory in self.directories:
             if self.name in self._names(directory.parent):
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
 
     def needs(self) -> list[Need]:
-        """What `make` will write, by directory. Raises: also CorruptionError, if the manifest is damaged."""
+        """What `make` will write, by directory.
+
+        Raises:
+            CorruptionError: the manifest is damaged.
+        """
         found = []
         for number, path in enumerate(self.paths):
             with failing("read", path):
@@ -197,11 +245,14 @@ class Snapshot:
             copy_manifest(directory.parent, directory, self.commit, self.manifest.rank, self.files)
 
     def decide(self) -> None:
-        """For rank 0, when all ranks have made their part: the snapshot is there."""
+        """For rank 0, when all ranks have made their part: writes the record, after which the snapshot is there."""
         write_commit(self.directories[0], self.record, self.files)
 
     def finish(self, names: Iterable[str]) -> None:
-        """Gives the swap files of decided snapshots their names, unless somebody reads them. May be called again."""
+        """Gives the swap files of decided snapshots their final names, unless somebody reads them.
+
+        May be called again.
+        """
         for path in self.paths:
             for name in names:
                 with ExitStack() as held:
@@ -209,13 +260,16 @@ class Snapshot:
                         self._rename(path / name, to_temporary=False)
 
     def retire(self, names: Iterable[str]) -> None:
-        """Renames the swap files of these snapshots, before their records go: cut off here, they are still whole."""
+        """Gives the swap files of these snapshots temporary names again, before their records go.
+
+        If this is cut off, the snapshots are still whole.
+        """
         for path in self.paths:
             for name in names:
                 self._rename(path / name, to_temporary=True)
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """For rank 0, when all ranks have retired them: removes their records, which decides."""
+        """For rank 0, when all ranks have retired these snapshots: removes their records, which decides."""
         for name in names:
             record = self.paths[0] / name / COMMIT_NAME
             with failing("remove", record):
@@ -223,7 +277,11 @@ class Snapshot:
             sync_directory(self.files, record.parent)
 
     def _ranges(self, number: int) -> list[tuple[int, int]]:
-        """Offset and length of what is committed in the swap file of this number, its superblock included."""
+        """Where the committed bytes lie in a swap file, its superblock included, as (offset, length).
+
+        Args:
+            number: the number of the swap file.
+        """
         slots = sorted((slot.offset, slot.size) for slot in committed_slots(self.manifest) if slot.path == number)
         found = [(0, PAGE_BYTES)]
         for offset, size in slots:
@@ -284,7 +342,15 @@ class Snapshot:
         return all(self._try_lock(directory / name, held) for name in names)
 
     def _try_lock(self, swap: Path, held: ExitStack) -> bool:
-        """Whether nobody else uses it. Args: held: gets its lock."""
+        """Locks a swap file of a snapshot if nobody else uses it.
+
+        Args:
+            swap: the file.
+            held: gets the lock.
+
+        Returns:
+            Whether nobody else uses it.
+        """
         try:
             held.callback(open_locked(swap, self.files).close)
         except PathInUseError:

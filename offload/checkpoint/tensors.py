@@ -32,15 +32,22 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format has a name for."""
+"""The names of dtypes in the format."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Readers refuse more."""
+"""The most bytes of a header: readers refuse more."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its name, dtype and shape, and what gives its bytes, piece by piece, row-major."""
+    """A tensor to be written.
+
+    Attributes:
+        name: its name in the file.
+        dtype: its dtype.
+        shape: its shape.
+        pieces: gives its bytes, piece by piece, row-major.
+    """
 
     name: str
     dtype: torch.dtype
@@ -53,12 +60,16 @@ class Entry:
 
 
 def aligned(entries: Iterable[Entry]) -> list[Entry]:
-    """`entries` with the wider dtypes first: the format has no gaps, and readers map the file."""
+    """The entries with the wider dtypes first. The format has no gaps, and readers map the file."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> bytes:
-    """Everything before the data. Raises: ValueError for a dtype that the format lacks or too many names."""
+    """Everything before the data.
+
+    Raises:
+        ValueError: the format lacks a dtype, a name is taken, or there are too many names.
+    """
     known: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for entry in entries:
@@ -75,9 +86,14 @@ def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def stream(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a whole file. `entries` in the order they are to lie in, see `aligned`.
+    """The bytes of a whole file.
 
-    Raises: ValueError if a tensor's pieces are not as many bytes as it has: the file would be another's.
+    Args:
+        entries: the tensors, in the order in which they are to lie; see `aligned`.
+        metadata: what the header says of the file.
+
+    Raises:
+        ValueError: the pieces of a tensor have not as many bytes as it has, or as `header`.
     """
     yield header(entries, metadata)
     for entry in entries:

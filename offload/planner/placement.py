@@ -40,26 +40,28 @@ from offload.storage.swap_format import (
 from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
 IN_FLIGHT = 4
-"""Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
+"""How many buffers streamed chunks have if the budget allows: one more than the least, so that a late write delays no
+read."""
 
 ACTIVATION_SHARE = 4
-"""Of the RAM that is left, one part in so many is for activations, if nothing is said about them; at most, for those
-that a region on the device lacks room for."""
+"""If `activation_memory` is not given, activations get one part in so many of the RAM that is left.
+
+Those that a region on the device has no room for get no more than that."""
 LEAST_ACTIVATION_BYTES = 16 * MIB
-"""The least that they get then."""
+"""The least that activations get if `activation_memory` is not given."""
 UNITS_ON_THE_WAY = 4
-"""Of whose inputs RAM has room on their way to the files: of two that are written or read, and two in use."""
+"""RAM has room for the inputs of so many units on their way to and from the files: two move, and two are in use."""
 
 TYPICAL_TBW = 600e12
-"""Bytes a common 1 TB consumer drive is warranted for."""
+"""How many bytes may be written to a common 1 TB consumer drive under its warranty."""
 
 STAGED = "commits"
-"""Of the names of pools' regions, beside those of `ChunkKind`."""
+"""What the regions of `Placement.staged` are called. Those of other pools are called as `ChunkKind` says."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
-"""Kind of slots that no step writes."""
+"""The kind of slots that are there for commits only."""
 ARRAYS = {
     ChunkKind.STATES: STATE_KINDS,
     ChunkKind.PARAMS: ("param",),
@@ -77,21 +79,24 @@ class Placement:
     """Bytes by tier, fixed before the first step.
 
     Attributes:
-        choice: for which it is.
-        regions: what parts reserve in RAM, on the device and on the disk.
-        arrays: what each chunk consists of, by kind.
-        slots: which of the chunks have slots on the disk, and their numbers.
-        states: the pool of the states, where they wait for the step.
-        params: that of trained parameters that stream, or are copied to RAM for commits; None: they stay on the device.
-        grads: that of gradients in slots; None: they are in memory.
-        staged: that of states on the device, on their way to the disk; None: there are no commits of these.
-        frozen: that of frozen parameters; None: they stay on the device.
-        budget_bytes: what may be held in RAM.
-        device_budget_bytes: what the device may hold; None: anything. device_memory: if that was given.
+        choice: what was decided.
+        regions: what the parts of a run reserve in RAM, on the device and on the disk.
+        arrays: the arrays of each chunk, by kind.
+        slots: which of the chunks have slots on the disk, and the numbers of these.
+        states: the pool in which the states wait for the step.
+        params: the pool of trained parameters that stream, or are copied to RAM for commits; None: they stay on the
+            device.
+        grads: the pool of gradients in slots; None: gradients are in memory.
+        frozen: the pool of frozen parameters; None: they stay on the device.
+        staged: the pool through which states on the device go to the disk; None: such states are not committed.
+        budget_bytes: the most bytes that may be held in RAM.
+        device_budget_bytes: the most bytes that may be held on the device; None: any number.
+        device_memory: the option, in bytes; None: it was not given.
         model_bytes: the most that parameters and buffers of the model take on the device at once.
-        resident_bytes: of these, frozen parameters that stay there, and buffers.
-        streamed_bytes: of these, units that come and go.
-        read_bytes, written_bytes: of the disk, a step.
+        resident_bytes: the part of `model_bytes` for frozen parameters that stay there, and for buffers.
+        streamed_bytes: the part of `model_bytes` for units that come and go.
+        read_bytes: what a step reads from the disk.
+        written_bytes: what a step writes to the disk.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
     """
 
@@ -116,23 +121,26 @@ class Placement:
 
     @cached_property
     def arena_bytes(self) -> int:
-        """All that this library holds in RAM."""
+        """Bytes that this library holds in RAM."""
         return total_bytes(self.regions, CPU)
 
     @cached_property
     def slab_bytes(self) -> int:
-        """What it reserves on the device: with tier="device" states, gradients and what works on them; else buffers of
-        collectives and activations, if the device has memory of its own."""
+        """Bytes that this library reserves on the device.
+
+        With tier="device" these are for states, gradients and what works on them. Else they are for the buffers of
+        collectives and for activations, if the device has memory of its own.
+        """
         return total_bytes(self.regions, DEVICE)
 
     @cached_property
     def disk_bytes(self) -> int:
-        """The swap files."""
+        """Bytes of the swap files."""
         return total_bytes(self.regions, NVME)
 
     @property
     def device_bytes(self) -> int:
-        """The most that the device holds at once, but for what batches add."""
+        """The most that the device holds at once, without what batches add."""
         return self.model_bytes + self.slab_bytes
 
     @property
@@ -142,13 +150,17 @@ class Placement:
 
     @property
     def drive_life_steps(self) -> float | None:
-        """After how many steps a common drive has been written as much as it is warranted for; None if none is
-        written."""
+        """After how many steps a common drive has been written as much as its warranty covers; None: never."""
         return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
 
     def describe(self, layout: Layout, paths: Sequence[Path], given: Collection[torch.dtype]) -> str:
-        """One line for people. Args: paths: of the files, in their order; given: the dtypes that trained parameters
-        had."""
+        """The placement in one line, for people.
+
+        Args:
+            layout: of all parameters that are trained or stream.
+            paths: the directories of the swap files, in their order.
+            given: the dtypes that the trained parameters had in the model.
+        """
         choice = self.choice
         dtype = _DTYPES[choice.model.compute_dtype]
         if others := [name for one, name in _DTYPES.items() if one in given and one is not choice.model.compute_dtype]:
@@ -206,8 +218,15 @@ class Placement:
 
 
 def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
-    """The `activation_memory` with which a tier has room for what enters `units` units, `nbytes` each. With "nvme" the
-    files have room for it, and the memory is for what is on its way to and from them. None without a tier."""
+    """The `activation_memory` with which a tier has room for the inputs of all units; None without a tier.
+
+    With "nvme" the files have room for them, and the memory is for what is on its way to and from the files.
+
+    Args:
+        tier: the tier of activations, as users name it.
+        units: how many units there are.
+        nbytes: the bytes of one unit's inputs.
+    """
     if tier is None:
         return None
     return round_up(nbytes, PAGE_BYTES) * (min(units, UNITS_ON_THE_WAY) if TIERS[tier].is_durable else units)
@@ -220,10 +239,14 @@ def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
 class Room:
     """What the model's device and the RAM beside it have room for.
 
-    Attributes: resident_bytes: what buffers, and parameters that never leave the device, take there; available_bytes:
-    what all may take there if no `device_memory` is given, None: any number; frozen_bytes: what frozen parameters take
-    there unless they stream; free_cpu_bytes: free RAM, None: what is free here; cpu_memory, device_memory: the options,
-    in bytes; ranks_on_node: that share this machine.
+    Attributes:
+        resident_bytes: what buffers, and parameters that never leave the device, take there.
+        available_bytes: the most bytes on the device if `device_memory` is not given; None: any number.
+        frozen_bytes: what frozen parameters take on the device unless they stream.
+        free_cpu_bytes: free RAM; None: what is free on this machine.
+        cpu_memory: the option, in bytes; None: it was not given.
+        device_memory: the option, in bytes; None: it was not given.
+        ranks_on_node: how many ranks share this machine.
     """
 
     resident_bytes: int = 0
@@ -235,7 +258,7 @@ class Room:
     ranks_on_node: int = 1
 
     def resident(self, choice: Choice) -> int:
-        """Bytes that are on the device at all times."""
+        """Bytes of the model that are on the device at all times."""
         return self.resident_bytes + (self.frozen_bytes if choice.params.frozen_tier == DEVICE else 0)
 
     @property
@@ -250,13 +273,20 @@ def peak_bytes(layout: Layout, choice: Choice) -> int:
 
 
 def streamed_bytes(layout: Layout, choice: Choice) -> int:
-    """The most that streamed units take on the device at once: the root unit, the unit in use and the one around it,
-    each with the units that enclose it, and the prefetched units."""
+    """The most that streamed units take on the device at once.
+
+    That is the root unit, two other units with the units that enclose each of them, and the prefetched units.
+    """
     return _at_once(unit_bytes(layout, choice), choice) if choice.params.streams else 0
 
 
 def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
-    """See streamed_bytes. Args: unit_bytes: what each unit takes."""
+    """The most that units take on the device at once; see `streamed_bytes`.
+
+    Args:
+        unit_bytes: what each unit takes.
+        choice: what was decided.
+    """
     sizes = dict(unit_bytes)
     root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
@@ -293,7 +323,7 @@ def unit_bytes(layout: Layout, choice: Choice) -> dict[str, int]:
 
 
 def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
-    """By unit: what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
+    """For each unit, what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
     sizes: dict[str, dict[str, int]] = {}
     for spec in layout.specs:
         if not spec.tile and (choice.params.tier > DEVICE or spec.is_frozen):
@@ -303,7 +333,11 @@ def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
 
 
 def _require_room(layout: Layout, choice: Choice, room: Room, slab_bytes: int) -> int:
-    """The most bytes that the model takes on the device. Raises: BudgetError if it has no room for them."""
+    """The most bytes that the model takes on the device.
+
+    Raises:
+        BudgetError: the device has no room for them.
+    """
     model_bytes, limit = room.resident(choice) + peak_bytes(layout, choice), room.limit
     needed = model_bytes + slab_bytes
     if limit is None or needed <= limit:
@@ -325,7 +359,7 @@ def _require_room(layout: Layout, choice: Choice, room: Room, slab_bytes: int) -
 
 
 def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
-    """In words: whether smaller units would take at most `limit` bytes at once, and which is the largest."""
+    """In words: whether smaller units would take at most `limit` bytes at once, and which unit is the largest."""
     units = _module_bytes(layout, choice)
     smallest = {unit: size for unit, size in unit_bytes(layout, choice).items() if unit not in units}  # the tiles
     smallest |= {module: size for modules in units.values() for module, size in modules.items()}
@@ -348,7 +382,7 @@ def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
 
 
 def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArrays]]:
-    """What each chunk consists of, by kind, whether it has a slot or not.
+    """The arrays of each chunk, by kind, whether the chunk has a slot or not.
 
     Args:
         held: the layout of all parameters that are trained or stream.
@@ -363,7 +397,12 @@ def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArray
 
 
 def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -> SlotMap:
-    """Which slots a run has: those of the kinds that are on NVMe or committed. Args: arrays: from `chunk_arrays`."""
+    """Which slots a run has: those of the kinds that are on NVMe or committed.
+
+    Args:
+        choice: what was decided.
+        arrays: what `chunk_arrays` returned.
+    """
     commits, params = choice.commits, choice.params
     has_slots = {
         ChunkKind.STATES: choice.states.tier.is_durable or commits.every is not None,
@@ -379,10 +418,12 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
 
 @dataclass(frozen=True)
 class Needs:
-    """What a choice needs.
+    """The bytes that a choice needs, whatever the budget is.
 
-    Args: held: the layout of all parameters that are trained or stream; direct: whether the model's device is the
-    CPU.
+    Attributes:
+        held: the layout of all parameters that are trained or stream.
+        choice: what was decided.
+        direct: whether the model's device is the CPU.
     """
 
     held: Layout
@@ -401,7 +442,7 @@ class Needs:
 
     @cached_property
     def arrays(self) -> dict[ChunkKind, list[SlotArrays]]:
-        """What each chunk consists of, by kind."""
+        """The arrays of each chunk, by kind."""
         return chunk_arrays(self.held, self.choice)
 
     @cached_property
@@ -424,8 +465,11 @@ class Needs:
 
     @cached_property
     def params(self) -> Pool | None:
-        """The pool of streamed parameters: all in RAM, or the fewest that work, because RAM for states saves as many
-        bytes of the disk. None if no trained parameters stream."""
+        """The pool of trained parameters that stream, or are copied to RAM for commits; None: they stay on the device.
+
+        If they stream from NVMe, it has as few buffers as work: the same RAM saves as many bytes of the disk when
+        states have it. If they stream from RAM, all are in it.
+        """
         sizes = self._sizes(ChunkKind.PARAMS)
         if self.choice.params.tier.is_durable:
             return self._few(sizes)
@@ -445,7 +489,7 @@ class Needs:
 
     @cached_property
     def staged(self) -> Pool | None:
-        """The pool of buffers through which commits of states on the device go; None if there are no such commits."""
+        """The pool through which states on the device go to the disk; None: such states are not committed."""
         is_staged = self.choice.states.tier == DEVICE and self.choice.commits.paths
         return self._few(self._sizes(ChunkKind.STATES)) if is_staged else None
 
@@ -456,22 +500,29 @@ class Needs:
 
     @cached_property
     def frozen(self) -> Pool | None:
-        """The pool of frozen parameters that stream: all in RAM, or the fewest that work. None if they are on the
-        device."""
+        """The pool of frozen parameters that stream; None: they are on the device.
+
+        If they stream from NVMe, it has as few buffers as work. If they stream from RAM, all are in it.
+        """
         if not self.frozen_chunks:
             return None
         streams = self.choice.params.frozen_tier.is_durable
         return self._few(self.frozen_chunks) if streams else _resident(self.frozen_chunks)
 
     def frozen_with(self, spare_bytes: int) -> Pool | None:
-        """The same pool, if RAM has `spare_bytes` more for those on NVMe."""
+        """The pool of frozen parameters if RAM has `spare_bytes` more for those on NVMe."""
         if self.frozen is None or not self.choice.params.frozen_tier.is_durable or self._has_frozen_in_slab:
             return self.frozen
         return _within(self.frozen.nbytes + max(spare_bytes, 0), self.frozen_chunks, self.frozen.in_flight)
 
     def frozen_read_bytes(self, frozen: Pool | None) -> int:
-        """Bytes of frozen parameters read from the disk in a step: each forward and each backward reads all that are
-        not resident in the pool `frozen`."""
+        """Bytes of frozen parameters that a step reads from the disk.
+
+        Each forward and each backward reads all that are not resident.
+
+        Args:
+            frozen: the pool of frozen parameters.
+        """
         if frozen is None or not self.choice.params.frozen_tier.is_durable:
             return 0
         return 2 * self.choice.grads.passes * sum(frozen.streamed)
@@ -495,18 +546,17 @@ class Needs:
 
     @property
     def memory(self) -> Tier:
-        """In whose memory states and gradients are when they are stepped."""
+        """The tier whose memory states and gradients are in when they are stepped."""
         return self.choice.states.tier.memory
 
     @property
     def communication(self) -> Tier:
-        """In whose memory the buffers of collectives are."""
+        """The tier whose memory the buffers of collectives are in."""
         return CPU if self.direct and self.choice.states.tier > DEVICE else DEVICE
 
     @cached_property
     def regions(self) -> list[Region]:
-        """What everything takes but the states, the buffers of their commits, and activations; without those of RAM
-        where more of it is to spare."""
+        """What everything takes but states, the buffers of their commits, frozen parameters and activations."""
         choice, memory = self.choice, self.memory
         bounces = choice.grads.passes > 1 or choice.states.split_master
         found = self._gradients + exchange.regions(self.layout, self.communication)
@@ -540,8 +590,12 @@ class Needs:
         return [*states.regions(self.memory, ChunkKind.STATES, REST, holds), *staged]
 
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
-        """Args: nbytes: of the region in which activations wait; spill_bytes: of the one in RAM for what a region on
-        the device lacks room for."""
+        """What activations take while they wait.
+
+        Args:
+            nbytes: the bytes of the region in which they wait.
+            spill_bytes: the bytes of the region in RAM for those that a region on the device has no room for.
+        """
         where = DEVICE if self.has_activations_on_device else CPU
         both = (where, ACTIVATIONS, nbytes), (CPU, SPILLED, spill_bytes)
         return [Region(tier, what, size, kind="activation") for tier, what, size in both if size]
@@ -553,8 +607,10 @@ class Needs:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the region in which activations wait: `activation_memory`, or the least. Activations that stay on
-        the device where they are made have a region only if one is given."""
+        """Bytes of the region in which activations wait: `activation_memory`, or the least.
+
+        Activations that stay on the device where they are made have a region only if `activation_memory` is given.
+        """
         activations = self.choice.activations
         if activations.nbytes is not None:
             return round_up(activations.nbytes, PAGE_BYTES)
@@ -563,19 +619,24 @@ class Needs:
 
     @property
     def has_activations_on_device(self) -> bool:
-        """Whether that region is in memory of a device of its own."""
+        """Whether the region of activations is in memory that a device has for itself."""
         return self.choice.activations.tier == DEVICE and not self.direct
 
     @property
     def least_bytes(self) -> int:
-        """The least RAM, in bytes, with states on NVMe: all but the states, and the fewest buffers that these can
-        stream through."""
+        """The least RAM, in bytes, with states on NVMe.
+
+        That is for everything but the states, and for as few buffers as the states can stream through.
+        """
         largest = max((slot.nbytes for slot in self.states), default=0)
         fixed = [*self.regions, *self.of_frozen(self.frozen), *self.of_activations(self.activation_bytes, 0)]
         return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     def of_files(self, states: Pool) -> list[Region]:
-        """What this rank's swap files take: the slots. Each file after the first takes a page more."""
+        """What the slots of this rank take in its swap files, and one superblock.
+
+        Each file after the first takes one page more than this says.
+        """
         if not self.choice.commits.paths:
             return []
         found, slots = [Region(NVME, SUPERBLOCK, PAGE_BYTES)], self.slots
@@ -587,13 +648,18 @@ class Needs:
         return found + [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
 
     def _moves(self, kind: ChunkKind) -> bool:
-        """Whether steps read or write slots of a kind. Parameters that are elsewhere are in slots for commits only."""
+        """Whether steps read or write the slots of a kind.
+
+        Parameters that are not on NVMe are in slots for commits only.
+        """
         return kind is not ChunkKind.PARAMS or self.choice.params.tier.is_durable
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds, by state kind. Parameters that are on the device only around their use do not
-        count as held there."""
+        """Bytes that this rank holds, by state kind.
+
+        Parameters that are on the device only around their use do not count as held there.
+        """
         layout, choice = self.layout, self.choice
         params = grads = 0
         for flat in layout.flats:
@@ -606,11 +672,11 @@ class Needs:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of trained parameters and gradients that a step reads from the disk, and writes to it.
+        """Bytes of trained parameters and gradients that a step reads from the disk, and that it writes to it.
 
-        A forward after a step finds its parameters in RAM, where they were just made; every other pass reads them. But
-        a tile is fetched when its whole weight has been updated, so it is read in that forward too. Gradients are
-        written by each micro-batch, and read by the next one or the step.
+        A forward after a step finds its parameters in RAM, where they were just made. Every other pass reads them. A
+        tile is the exception: it is fetched when its whole weight has been updated, so that forward reads it too.
+        Gradients are written by each micro-batch, and read by the next one or the step.
         """
         passes = self.choice.grads.passes
         params = tiled = grads = 0
@@ -624,7 +690,13 @@ class Needs:
 
 
 def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
-    """A chunk's first slot. Args: one: what it holds; is_moved: whether steps read or write it."""
+    """A chunk's first slot.
+
+    Args:
+        kind: the kind of the chunk.
+        one: the arrays in the slot.
+        is_moved: whether steps read or write it.
+    """
     what = f"slots of {kind}"
     if not is_moved:
         return Region(NVME, what, one.nbytes, kind=SLOTS)
@@ -637,9 +709,17 @@ def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
 def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = None, reserved: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
-    Args: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device; reserved:
-    bytes to leave free for reading a commit in another layout.
-    Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
+    Args:
+        layout: of all parameters that are trained or stream.
+        choice: what was decided.
+        direct: whether the model's device is the CPU, so that copies need no buffers.
+        room: what the device and the RAM have room for.
+        reserved: bytes of RAM to leave free for reading a commit in another layout.
+
+    Raises:
+        ConfigError: gradients are to be on NVMe, and the parameters stay on a device with memory of its own.
+        BudgetError: RAM or the device has no room. The error names the bytes that are needed and there, and the option
+            that would fix it.
     """
     if choice.grads_of_resident_params_on_nvme and not direct:
         few = "trained parameters stay on the device, because they are few beside the frozen ones: leave grad_tier out"
@@ -718,7 +798,7 @@ def _resident(sizes: Sequence[int]) -> Pool:
 
 
 def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
-    """A pool of `room` bytes: buffers for streamed chunks, and as many resident chunks as fit beside them.
+    """A pool of at most `room` bytes: buffers for streamed chunks, and as many resident chunks as fit beside them.
 
     There are never more buffers than streamed chunks: if so few chunks were left, all would fit.
     """

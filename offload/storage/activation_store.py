@@ -44,15 +44,20 @@ Range = tuple[int, int]
 """First byte, and the one after the last."""
 
 MOST_COPIES = 2
-"""Activations on their way from the device at once; each keeps its memory there until it has left."""
+"""How many activations may be on their way from the device at once. Each keeps its memory there until it has left."""
 
 
 MOST_SPARE = 8
-"""Buffers on the device that nobody refers to."""
+"""How many buffers on the device are kept that nobody refers to."""
 
 
 class Ranges:
-    """Lends ranges of bytes. Attributes: size, of all; free, of what is not lent."""
+    """Lends ranges of bytes.
+
+    Attributes:
+        size: how many bytes there are.
+        free: how many of these are not lent.
+    """
 
     def __init__(self, size: int = 0) -> None:
         self.size = self.free = size
@@ -64,7 +69,11 @@ class Ranges:
         self.give([(self.size - nbytes, self.size)])
 
     def take(self, nbytes: int) -> list[Range]:
-        """`nbytes` of those that are free, at least as many: one range if one is long enough, else several."""
+        """Lends free bytes: one range if one is long enough, else several.
+
+        Args:
+            nbytes: how many. As many have to be free.
+        """
         fitting = next((number for number, (start, stop) in enumerate(self._free) if stop - start >= nbytes), None)
         taken: list[Range] = []
         self.free -= nbytes
@@ -90,7 +99,15 @@ class Ranges:
 
 
 def _pairs(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[Range, int]]:
-    """Ranges in `ones`, and where in `others`, which are as long together, each of them begins."""
+    """The pieces in which one sequence of ranges lies in another one, which is as long.
+
+    Args:
+        ones: ranges.
+        others: ranges of as many bytes together.
+
+    Yields:
+        A range within `ones`, and the byte where it begins in `others`.
+    """
     left = deque(others)
     for start, stop in ones:
         while start < stop:
@@ -104,15 +121,21 @@ def _pairs(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[Ran
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """Bytes that wait.
+    """An activation that waits.
 
     Attributes:
-        number: of later ones it is higher; size: whole pages.
-        memory: its ranges in the region, empty if it has none; disk: its ranges in a file, empty without files.
-        copies: under way from or into `memory`.
-        source, version: what was put, until it has been copied, and its version; is_torn: it was changed meanwhile.
-        transfers: under way between `memory` and `disk`; is_read: whether they are reads; checksum: of what is written.
-        was_used: it was asked for, and may be asked for again only by a backward that retains its graph.
+        number: its number; later ones have higher numbers.
+        nbytes: its bytes.
+        memory: its ranges in the region; empty if it is not there.
+        disk: its ranges in a file; empty without files.
+        copies: copies under way from or into `memory`.
+        source: the tensor that was put, until it has been copied.
+        version: torch's version of `source` when it was put.
+        is_torn: whether `source` was changed before it had been copied.
+        transfers: transfers under way between `memory` and `disk`.
+        is_read: whether `transfers` are reads.
+        checksum: of what is written to `disk`; None: it is not written.
+        was_used: it was asked for. Only a backward that retains its graph asks for it again.
     """
 
     number: int
@@ -130,6 +153,7 @@ class _Entry:
 
     @property
     def size(self) -> int:
+        """Its bytes, rounded up to whole pages."""
         return round_up(self.nbytes, PAGE_BYTES)
 
     @property
@@ -139,9 +163,11 @@ class _Entry:
 
 
 class Stored:
-    """The right to get bytes back; what holds it is a graph of autograd. When it is gone, so are the bytes.
+    """The right to get an activation back. A graph of autograd holds it; when it is gone, so are the bytes.
 
-    Attributes: store: where they are.
+    Attributes:
+        entry: the activation.
+        store: the store in which it waits.
     """
 
     __slots__ = ("__weakref__", "entry", "store")
@@ -152,7 +178,7 @@ class Stored:
 
 
 class _Buffers:
-    """Memory of a device, lent again when nobody refers to it any more.
+    """Memory of a device. A buffer is lent again when nobody refers to it any more.
 
     From the second step on nothing is allocated: buffers grow to the longest that is asked for, and there are as many
     as were in use at once. As in torch's own allocator, memory stays with the stream that it was first used on.
@@ -187,8 +213,13 @@ class _Buffers:
 
 
 class SpillFiles(NamedTuple):
-    """Files for what has no room in RAM. disk: the file system; engine: reads and writes them; opened: nameless files,
-    adopted by the engine."""
+    """Files for activations that have no room in RAM.
+
+    Attributes:
+        disk: the file system.
+        engine: reads and writes the files.
+        opened: the files, which have no names and belong to the engine.
+    """
 
     disk: Files
     engine: IOEngine
@@ -196,12 +227,20 @@ class SpillFiles(NamedTuple):
 
 
 class ActivationStore:
-    """See the top of this file. May be called from any thread.
+    """Where activations wait; see the top of this file. May be called from any thread.
 
-    Attributes: peak_bytes: the most that has waited, here and beneath, in whole pages; largest_bytes: of one tensor.
+    Args:
+        memory: the region, uint8, whole pages.
+        copier: copies between the region and `device`.
+        device: the device on which activations are made and used.
+        timeline: of the run.
+        spill: the files for what has no room in the region.
+        beneath: the store that takes what has no room here. With neither, such an activation is refused.
 
-    Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; spill:
-    files for what has no room here; beneath: takes it instead. With neither, it is refused.
+    Attributes:
+        device: see above.
+        peak_bytes: the most bytes that have waited, here and beneath, in whole pages.
+        largest_bytes: the bytes of the largest activation here, in whole pages.
     """
 
     def __init__(
@@ -238,7 +277,7 @@ class ActivationStore:
 
     @property
     def nbytes(self) -> int:
-        """What waits now, here and beneath, in whole pages."""
+        """Bytes that wait now, here and beneath, in whole pages."""
         with self._lock:
             self._reclaim()
             beneath = 0 if self._beneath is None else self._beneath.nbytes
@@ -246,9 +285,15 @@ class ActivationStore:
 
     @uninterrupted
     def put(self, data: Tensor) -> Stored:
-        """Keeps `data`, uint8 of shape (nbytes,) on the device. Changed in place before it has been copied, it is lost.
+        """Keeps an activation. If it is changed in place before it has been copied, it is lost.
 
-        Raises: BudgetError if nothing has room for it; TierIOError.
+        Args:
+            data: uint8 of shape (nbytes,), on the device.
+
+        Raises:
+            BudgetError: neither the region, the files nor the store beneath has room for it.
+            TierIOError: a disk or its file system failed.
+            ClosedError: the store is closed, or this is a forked child.
         """
         stored = self._put(data)
         if stored is None:
@@ -256,7 +301,7 @@ class ActivationStore:
         return stored
 
     def _put(self, data: Tensor) -> Stored | None:
-        """None if neither this nor what is beneath has room."""
+        """Keeps an activation here or beneath; None if neither has room."""
         with self._lock:
             self._require_usable()
             self._reclaim()
@@ -296,9 +341,13 @@ class ActivationStore:
 
     @uninterrupted
     def get(self, stored: Stored) -> Tensor:
-        """A copy of what was put, on the device. It can be asked for again.
+        """A copy of an activation, on the device. It can be asked for again.
 
-        Raises: ClosedError; StaleActivationError; TierIOError and CorruptionError if a disk fails.
+        Raises:
+            ClosedError: the store is closed, or this is a forked child.
+            StaleActivationError: the activation was changed in place before it had been copied.
+            TierIOError: a disk or its file system failed.
+            CorruptionError: what was read is not what was written.
         """
         return stored.store._get(stored.entry)
 
@@ -330,7 +379,7 @@ class ActivationStore:
             return data
 
     def close(self) -> None:
-        """Waits for what is under way. What waits is lost."""
+        """Waits for what is under way. The activations that wait are lost."""
         with self._lock:
             self._is_open = False
             if os.getpid() != self._process:
@@ -350,7 +399,7 @@ class ActivationStore:
             self._beneath.drop_spare()
 
     def _bring(self, entry: _Entry) -> Tensor:
-        """Starts to copy it to the device."""
+        """Starts to copy an activation to the device."""
         data = self._buffers.take(entry.nbytes)
         for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
             piece = data[at : at + stop - start]
@@ -358,7 +407,7 @@ class ActivationStore:
         return data
 
     def _bring_ahead(self, entry: _Entry) -> None:
-        """What will be asked for next is copied while the device computes with `entry`."""
+        """Copies the activation that will be asked for next, while the device computes with `entry`."""
         following = next(self._older(entry), None)
         if self._brought is not None or following is None or not following.memory or not following.is_idle:
             return
@@ -370,13 +419,21 @@ class ActivationStore:
             self._brought = (following, self._bring(following))
 
     def _older(self, entry: _Entry) -> Iterator[_Entry]:
-        """What came before an entry, the newest first: what will be asked for after it."""
+        """The activations that came before `entry`, the newest first, which is how they will be asked for."""
         return (other for other in reversed(self._present.values()) if other.number < entry.number)
 
     # Room.
 
     def _find_room(self, entry: _Entry, *, waits: bool) -> bool:
-        """Gives an entry memory; whether there is any. Args: waits: for what is under way."""
+        """Gives an activation memory in the region.
+
+        Args:
+            entry: the activation.
+            waits: whether to wait for copies and transfers that are under way.
+
+        Returns:
+            Whether there is room.
+        """
         while self._region.free < entry.size:
             if waits and self._leaving:
                 self._end(self._leaving[0])
@@ -389,8 +446,12 @@ class ActivationStore:
         return True
 
     def _victim(self, entry: _Entry, *, is_ready: bool) -> _Entry | None:
-        """What will be asked for last of what has room. Args: is_ready: only what can go at once, and later than
-        `entry` is asked for."""
+        """Which activation leaves the region for `entry`: the one that will be asked for last; None if none can.
+
+        Args:
+            entry: the activation that needs room.
+            is_ready: whether it has to be one that can leave at once, and is asked for later than `entry`.
+        """
 
         def can_go(other: _Entry) -> bool:
             if other is entry or not other.memory or not other.disk:
@@ -410,7 +471,7 @@ class ActivationStore:
         entry.memory = []
 
     def _reclaim(self) -> None:
-        """Takes back the room of what nobody asks for any more."""
+        """Takes back the room of activations that nobody can ask for any more."""
         while self._dropped:
             entry = self._held.pop(self._dropped.popleft())
             if self._brought is not None and self._brought[0] is entry:
@@ -430,7 +491,7 @@ class ActivationStore:
         entry.memory, entry.disk = [], []
 
     def _end(self, entry: _Entry) -> None:
-        """Waits for what is under way of an entry, whatever comes of it."""
+        """Waits for what is under way of an activation, whether it fails or not."""
         _wait_for_copies(entry)
         wait_for_all(entry.transfers)
 
@@ -440,7 +501,12 @@ class ActivationStore:
         return entry.number % len(self._files)
 
     def _reserve(self, entry: _Entry) -> None:
-        """Gives an entry room in a file now: in a backward there might be none left. Raises: BudgetError."""
+        """Gives an activation room in a file now, because a backward may find none left.
+
+        Raises:
+            BudgetError: the disk is full, or the limit of file sizes is too low.
+            TierIOError: a disk or its file system failed.
+        """
         if self._spill is None:
             return
         number = self._file_of(entry)
@@ -467,7 +533,7 @@ class ActivationStore:
         entry.disk = disk.take(entry.size)
 
     def _write_behind(self) -> None:
-        """Half of the region is for what comes next: what is older is written, so that it can go at once."""
+        """Begins to write the oldest activations, so that half of the region can be freed at once."""
         if not self._files:
             return
         nbytes = sum(entry.size for entry in self._unwritten.values())
@@ -508,7 +574,12 @@ class ActivationStore:
         self._timeline.count("activation_read_bytes" if entry.is_read else "activation_written_bytes", entry.size)
 
     def _end_transfers(self, entry: _Entry) -> None:
-        """Waits for them. Raises: TierIOError, CorruptionError; the entry is then where it was before."""
+        """Waits for the transfers of an activation. If one fails, the activation is where it was before.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+            CorruptionError: what was read is not what was written.
+        """
         transfers, entry.transfers = entry.transfers, []
         is_read, entry.is_read = entry.is_read, False
         try:

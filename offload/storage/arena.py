@@ -33,16 +33,22 @@ from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 from offload.tiers import Tier
 
 _PIECE_BYTES = 16 * MIB
-"""Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
+"""How many bytes are asked for at once. Page faults of other threads, and `close`, may have to wait for them."""
 _THREADS = 8
-"""That get pages at once. More wait for each other in the kernel."""
+"""How many threads get pages at once. More would wait for each other in the kernel."""
 _SLOW_S = 0.5
-"""A piece that takes longer has waited until the kernel had moved other memory, to make huge pages of what was free in
-parts: on a host that has been up for long this may take minutes in all. The rest gets ordinary pages."""
+"""If a piece takes longer, in seconds, the rest gets ordinary pages.
+
+The kernel then had to move other memory, to make huge pages of what was free in parts. On a host that has been up for
+long this may take minutes in all."""
 
 
 class Lender:
-    """Lends page-aligned pieces of one slab of memory, in order, for good. Args: slab: uint8, zeros."""
+    """Lends page-aligned pieces of one slab of memory, in order, for good.
+
+    Args:
+        slab: uint8, zeros.
+    """
 
     def __init__(self, slab: Tensor) -> None:
         self._slab = slab
@@ -63,14 +69,19 @@ class Lender:
         return self._slab[start : start + nbytes]
 
     def park(self) -> None:
-        """Frees memory of a device until `bring_back`; its content waits in RAM. RAM itself stays."""
+        """Frees memory of a device until `bring_back`; its content waits in RAM. For RAM this does nothing."""
 
     def bring_back(self) -> None:
         """Undoes `park`."""
 
 
 class Reserved:
-    """The pieces of all regions in memory, by name. Args: regions: in the order of their memory; lenders: by tier."""
+    """The pieces of all regions in memory, by name.
+
+    Args:
+        regions: the regions, in the order of their memory. Those on a tier without a lender are left out.
+        lenders: what lends the memory of each tier.
+    """
 
     def __init__(self, regions: Iterable[Region], lenders: Mapping[Tier, Lender]) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
@@ -79,8 +90,11 @@ class Reserved:
             self._pieces.setdefault(region.what, []).extend(pieces)
 
     def take(self, what: str) -> list[Tensor]:
-        """The pieces of a name, in the order of its regions; uint8, each of its region's `nbytes`. They are given once:
-        the next call finds none."""
+        """The pieces of a name, in the order of its regions. They are given once: the next call finds none.
+
+        Returns:
+            uint8 tensors, each of its region's `nbytes`.
+        """
         return self._pieces.pop(what, [])
 
     @property
@@ -90,12 +104,16 @@ class Reserved:
 
 
 class Arena(Lender):
-    """RAM.
+    """The one slab of RAM; see the top of this file.
 
-    Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps; at_once: whether all
-    pages are there from the beginning, as they are where they are locked; if not, they come as they are used, or by
-    `prefault`.
-    Raises: BudgetError if the machine refuses the memory.
+    Args:
+        size: its bytes, rounded up to whole pages.
+        copier: page-locks the slab where that helps.
+        at_once: whether to get all pages now. If not, they come as they are used, or by `prefault`. Pages that are
+            locked are there from the beginning.
+
+    Raises:
+        BudgetError: the machine refuses the memory.
     """
 
     def __init__(self, size: int, copier: Copier, *, at_once: bool = True) -> None:
@@ -145,7 +163,11 @@ class Arena(Lender):
             piece[::PAGE_BYTES] = 0  # the kernel is older than the call for it
 
     def _get(self, piece: Tensor) -> bool:
-        """Puts pages behind a piece of the slab. Returns: whether the kernel could."""
+        """Gets the pages of a piece of the slab.
+
+        Returns:
+            Whether the kernel could.
+        """
         began = time.monotonic()
         could = populate(piece)
         if time.monotonic() - began > _SLOW_S:
@@ -155,11 +177,17 @@ class Arena(Lender):
 
     @uninterrupted
     def prefault(self, then: Callable[[], None]) -> None:
-        """Gets the pages that are not there yet, in the background, and calls `then` there.
+        """Gets the pages that are not there yet, in the background, and then calls `then` in that thread.
 
-        The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
-        from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
-        it now, and not in the first step. Raises: BudgetError if the system refuses a thread for it.
+        The system clears pages, and a virtual machine may have to get them from its host, at 1 to 3 GB/s. What is read
+        from a disk into the first of them need not wait for the last. A machine that promised more than it has shows it
+        now, and not in the first step.
+
+        Args:
+            then: called when the pages are there, or the kernel cannot get them; not if the arena is closed before.
+
+        Raises:
+            BudgetError: the system refuses a thread for it.
         """
         prefaulter = threading.Thread(target=self._prefault, args=(then,), name="offload-arena")
         start_threads([prefaulter])
@@ -174,13 +202,13 @@ class Arena(Lender):
         then()
 
     def join(self) -> None:
-        """Ends `prefault`, and waits for it and for `then` if that is running."""
+        """Ends `prefault`. Waits for it, and for `then` if that is running."""
         self._is_closing = True
         if self._prefaulter is not None:
             self._prefaulter.join()
 
     def close(self) -> None:
-        """Gives the memory back; tensors lent read zeros from then on."""
+        """Gives the memory back. Tensors that were lent read zeros from then on."""
         self.join()
         self._unpin()
         with contextlib.suppress(OSError, AttributeError):

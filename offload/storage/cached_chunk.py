@@ -84,7 +84,7 @@ class Buffer:
         self._arrays: dict[SlotArrays, Sequence[Tensor]] = {}
 
     def arrays(self, slot: SlotArrays) -> Sequence[Tensor]:
-        """Tensors in its memory, for a chunk with such a slot."""
+        """The arrays of a chunk with such a slot, as tensors in this memory."""
         arrays = self._arrays.get(slot)
         if arrays is None:
             with torch.inference_mode(False):  # those of a first lease inside it could not be written to outside
@@ -97,9 +97,12 @@ class Buffer:
 
 
 class Version(NamedTuple):
-    """Which content of a chunk a slot holds: slot A (0) or B (1), and the step whose result it is.
+    """Which content of a chunk a slot holds.
 
-    checksum: the one that the commit names; None: the one in the slot's header.
+    Attributes:
+        step: the step whose result it is.
+        slot: slot A (0) or B (1).
+        checksum: the checksum that the commit names; None: the one in the slot's header counts.
     """
 
     step: int
@@ -108,21 +111,23 @@ class Version(NamedTuple):
 
 
 class CachedChunk:
-    """What is known of one chunk of a store.
+    """All that is known of one chunk of a store.
 
     Args:
         index: its number.
-        slot: what it holds.
+        slot: the arrays in its slot.
         memory: uint8, 1-D, for a chunk that never leaves RAM; None for one that streams.
 
     Attributes:
+        index: its number.
+        slot: the arrays in its slot.
         is_resident: whether it never leaves RAM.
         buffer: its memory; None while it has none.
         state: see [Note: residency].
-        stored: which version its slot holds, or will hold when a write has ended; None: none.
+        stored: the version that its slot holds, or will hold when a write has ended; None: none.
         committed: the slot, A (0) or B (1), that the last commit names, which is never written to; None: none.
-        newer: the step whose result is in RAM and in no slot, where nothing writes it yet; None: RAM has nothing newer.
-        is_retained: whether its buffer waits with it for its next use.
+        newer: the step whose result is in RAM, in no slot and not being written; None: RAM has nothing newer.
+        is_retained: whether it keeps its buffer until its next use.
         transfer: the read or write under way.
         holder: the lease that it was given to.
     """
@@ -160,10 +165,10 @@ class CachedChunk:
         return f"<chunk {self.index}, {self.state.value}>"
 
     def change(self, state: Residency) -> None:
-        """Makes a transition.
+        """Makes a transition of [Note: residency].
 
         Raises:
-            StateError: if there is none to that state.
+            StateError: no transition leads from the present state to that one.
         """
         if state not in _TRANSITIONS[self.state]:
             legal = ", ".join(sorted(one.value for one in _TRANSITIONS[self.state]))
@@ -171,7 +176,11 @@ class CachedChunk:
         self.state = state
 
     def reset(self, version: Version | None) -> None:
-        """Forgets all but its buffer: it is as its slot has it, which is committed, or new."""
+        """Forgets all but its buffer.
+
+        Args:
+            version: what its slot holds, which is committed; None: the chunk is new.
+        """
         self.state = Residency.EMPTY if version is None else Residency.STORED
         self.stored = version
         self.committed = None if version is None else version.slot
@@ -179,12 +188,16 @@ class CachedChunk:
         self.is_retained = False
 
     def matches_slot(self, version: Version) -> None:
-        """Records that a slot holds what is in RAM, whatever its state was."""
+        """Records that a slot holds what is in RAM, whatever the state was.
+
+        Args:
+            version: what the slot holds.
+        """
         self.state, self.stored, self.newer = Residency.CLEAN, version, None
 
     @property
     def arrays(self) -> Sequence[Tensor]:
-        """Its tensors in RAM, as its slot says: shape (chunk.numel,) each."""
+        """Its tensors in RAM, one for each array of its slot, each of shape (chunk.numel,)."""
         assert self.buffer is not None
         return self.buffer.arrays(self.slot)
 

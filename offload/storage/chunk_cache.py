@@ -38,12 +38,25 @@ from offload.storage.swap_format import STATE_KINDS, SlotArrays
 
 
 class Lease(AbstractContextManager["Lease"]):
-    """The right to use one chunk's arrays, from entering to leaving: CPU tensors of shape (chunk.numel,), as its slot
-    says. See `Store.lease`.
+    """The right to use one chunk's arrays, from entering to leaving. See `Store.lease`.
 
-    The holder sets `dirty` if it wrote to them; `is_unfinished` if it will write again: do not write back unless the
-    buffer must be evicted; `is_spent` if nobody needs the values any more: the next lease finds zeros.
-    is_blank: the arrays hold nothing of the chunk yet.
+    Args:
+        store: the store of the chunk.
+        chunk: the number of the chunk.
+        step: the step whose result the arrays are if the holder writes to them.
+        is_fresh: whether the holder overwrites all of the chunk, so that nothing has to be read.
+
+    Attributes:
+        chunk: see above.
+        step: see above.
+        arrays: the chunk's arrays, tensors of shape (chunk.numel,).
+        is_fresh: see above.
+        dirty: the holder sets it if it wrote to the arrays.
+        is_unfinished: the holder sets it if it will write again. The chunk is then written back only if its buffer is
+            needed.
+        is_spent: the holder sets it if nobody needs the values any more. The next lease finds zeros.
+        is_blank: whether the arrays hold nothing of the chunk yet.
+        is_held: whether the lease has been given, and not given back.
     """
 
     arrays: Sequence[Tensor]
@@ -59,7 +72,10 @@ class Lease(AbstractContextManager["Lease"]):
 
     @property
     def master(self) -> Tensor:
-        """fp32; with a split master its low halves, int16, and exp_avg_sq carries the tie bits."""
+        """fp32, shape (chunk.numel,).
+
+        With a split master it is the low halves, int16, and `exp_avg_sq` carries the tie bits.
+        """
         return self.arrays[0]
 
     @property
@@ -94,7 +110,7 @@ class Lease(AbstractContextManager["Lease"]):
 
 
 LOOKS_BEFORE_COLLECTING = 20
-"""A wait for a lease looks ten times a second, and this often before it looks for leases that were lost."""
+"""A wait for a lease looks ten times a second. After so many it collects garbage, to find leases that are lost."""
 _WAITS_FOR = {
     Residency.READING: "wait for read",
     Residency.WRITING: "wait for write",
@@ -104,7 +120,13 @@ _WAITS_FOR = {
 
 
 class _Use(NamedTuple):
-    """A lease to come. is_retained: the chunk stays in RAM after it; is_fresh: it overwrites all of the chunk."""
+    """A lease to come.
+
+    Attributes:
+        chunk: the number of the chunk.
+        is_retained: whether the chunk stays in RAM after it.
+        is_fresh: whether it overwrites all of the chunk.
+    """
 
     chunk: int
     is_retained: bool
@@ -112,7 +134,10 @@ class _Use(NamedTuple):
 
 
 class _Books:
-    """`with store._books: ...`: an exception while the store's tables are being changed is a failure of the store."""
+    """Turns an exception that comes while the store's tables are being changed into a failure of the store.
+
+    It is entered around such changes.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = weakref.ref(store)
@@ -129,28 +154,33 @@ class _Books:
 
 
 def _nobody(chunk: int) -> None:
-    """Nobody gives a lease back because another one waits."""
+    """Stands in for `Store.lease_wanted` where nobody can give a lease back."""
 
 
 class Store:
     """The cache of one kind of data for all chunks: states, parameters or gradients.
 
-    The first lease of a chunk finds zeros.
+    The first lease of a chunk finds zeros. The slots that the last commit names are never written to: a new version
+    goes to the chunk's other slot.
+
+    A failure of the disk is raised by the call that meets it, and by every later one. An exception that is no
+    OffloadError is raised by the call that it came in. From then on each call raises InterruptedStepError, until
+    `reset`. Other stores of the run go on.
 
     Args:
-        slot_arrays: what each chunk holds.
+        slot_arrays: the arrays of each chunk.
         resident: the memory of the chunks that never leave RAM, by chunk.
-        buffers: that the others pass through.
-        slots: of the chunks; None if all are resident.
-        health: of the run, of which the store is a part.
-        is_due: whether the results of a step are known to be committed, so that resident chunks are written behind it.
+        buffers: the memory that the other chunks pass through.
+        slots: the slots of the chunks; None: no chunk moves between RAM and the disk.
+        timeline: of the run.
+        health: of the run.
+        is_due: tells whether the results of a step are known to be committed. Resident chunks are then written behind
+            it.
 
-    The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
-    A failure of the disk is raised by the call that meets it and by every later one. What is no OffloadError is raised
-    by the call that it came in; from then on each call raises InterruptedStepError, until `reset`. Other stores of the
-    run go on.
-    Attribute: lease_wanted: called with a chunk whose lease has to wait until another one ends, its own or one with a
-    buffer, by any thread: who only holds leases until copies have ended gives one back.
+    Attributes:
+        lease_wanted: called, from any thread, with a chunk whose lease cannot be had because another lease has the
+            chunk, or has a buffer. Whoever keeps leases only for copies in flight must give one back then.
+        life: the number of the present life. `reset` begins the next one, in which earlier leases mean nothing.
     """
 
     def __init__(
@@ -186,32 +216,37 @@ class Store:
 
     @uninterrupted
     def expect(self, order: Iterable[int]) -> None:
-        """Announces the leases to come, in order; reading ahead begins at once, and goes on with the same order."""
+        """Announces the leases to come, in order. Reading ahead begins at once.
+
+        When all have come, they are expected again in the same order.
+        """
         with self._lock, self._books:
             self.check()
             self._announce([(chunk, False) for chunk in order])
 
     @uninterrupted
     def repeat(self) -> None:
-        """Announces that the leases since the last call of this come again."""
+        """Announces that the leases since the last announcement come again."""
         with self._lock, self._books:
             self.check()
             self._announce(self._used)
 
     def is_resident(self, chunk: int) -> bool:
-        """Whether the chunk never leaves RAM: then all of its leases have the same arrays."""
+        """Whether the chunk never leaves RAM. All of its leases then have the same arrays."""
         return self._chunks[chunk].is_resident
 
     def is_ready(self, chunk: int) -> bool:
-        """Whether the chunk never leaves RAM, and nothing is under way with it: a lease does not wait."""
+        """Whether the chunk never leaves RAM, and nothing is under way with it, so that a lease does not wait."""
         one = self._chunks[chunk]
         return one.is_resident and one.state in (Residency.CLEAN, Residency.DIRTY)
 
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
-        """Waits until `chunk` is in RAM and acquires it. A dirty one is written back after its release.
+        """Waits until `chunk` is in RAM, and acquires it. If it becomes dirty, it is written back after its release.
 
-        Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
-        all of it, so that nothing has to be read.
+        Args:
+            chunk: the number of the chunk.
+            step: the step whose result a dirty chunk is. It goes into the slot's header.
+            is_fresh: whether the caller overwrites all of it, so that nothing has to be read.
         """
         return Lease(self, chunk, step, is_fresh=is_fresh)
 
@@ -254,9 +289,10 @@ class Store:
             wait_until(self._lock, self._changed, lambda: not self._health.is_sound or chunk not in self._moving)
 
     def flush(self) -> dict[int, Version]:
-        """Writes what is newer in RAM, resident or not, and waits. Returns: which version of each chunk is in its slot.
+        """Writes all chunks that are newer in RAM, resident or not, and waits. Nothing may be leased meanwhile.
 
-        Nothing may be leased meanwhile.
+        Returns:
+            Which version of each chunk is in its slot.
         """
         self.drain()
         self._write_newer()
@@ -277,7 +313,11 @@ class Store:
 
     @uninterrupted
     def set_committed(self, versions: Mapping[int, Version]) -> None:
-        """These versions, from `flush`, are committed now: their slots are not written to before the next call."""
+        """Records which versions are committed now. Their slots are not written to before the next call.
+
+        Args:
+            versions: what `flush` returned, by chunk.
+        """
         with self._lock:
             for chunk in self._chunks:
                 version = versions.get(chunk.index)
@@ -285,9 +325,12 @@ class Store:
 
     @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
-        """Forgets RAM and failures: chunks are as their slots in `versions` have them, which are committed, or new.
+        """Forgets what is in RAM, and failures. Nothing may be leased.
 
-        Nothing may be leased. Resident chunks are read at once, in the background.
+        Resident chunks are read at once, in the background.
+
+        Args:
+            versions: what the slots hold, by chunk, which is committed. Other chunks are new.
         """
         wait_until(self._lock, self._changed, lambda: not self._moving)
         with self._lock, self._books:
@@ -314,7 +357,7 @@ class Store:
 
     @uninterrupted
     def close(self) -> None:
-        """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
+        """Waits for transfers under way, successful or not. Every later lease raises ClosedError."""
         with self._lock:
             self._ahead.clear()
             self._forget_order()
@@ -342,7 +385,11 @@ class Store:
         self._announced, self._order = [], ()
 
     def _acquire(self, lease: Lease) -> bool:
-        """Moves the chunk to LEASED, if it has a buffer in RAM with its data; whether."""
+        """Moves the chunk to LEASED if it has a buffer in RAM with its data.
+
+        Returns:
+            Whether it had.
+        """
         chunk = self._chunks[lease.chunk]
         with self._books:
             if not self._is_ready(chunk, lease.is_fresh):
@@ -358,7 +405,7 @@ class Store:
             return True
 
     def _has_begun(self, chunk: CachedChunk) -> None:
-        """The next use of a chunk is not ahead any more."""
+        """Records that the next use of a chunk has begun."""
         use = next((use for use in self._ahead if use.chunk == chunk.index), None)
         if use is not None:
             self._ahead.remove(use)
@@ -373,7 +420,7 @@ class Store:
         return self._timeline.waiting(what, chunk=chunk.index, tier="nvme")
 
     def _is_ready(self, chunk: CachedChunk, is_fresh: bool) -> bool:
-        """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
+        """Whether the chunk has a buffer in RAM with its data. If not, does what can be done now to bring it there."""
         self.check()
         state = chunk.state
         if state in (Residency.CLEAN, Residency.DIRTY):
@@ -507,7 +554,7 @@ class Store:
 
     @uninterrupted
     def _moved(self, chunk: CachedChunk, then: Residency, counter: str, future: IOFuture) -> None:
-        """Called in a thread of the engine when a transfer has ended."""
+        """Records that a transfer has ended. Called in a thread of the engine."""
         with self._lock:
             if chunk.transfer is not future:
                 return

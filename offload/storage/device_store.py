@@ -27,7 +27,12 @@ from offload.storage.swap_format import SlotArrays
 class DeviceArena(Lender):
     """Memory of the device, of a size that is fixed before the first step.
 
-    Args: size: bytes. Raises: BudgetError if the device has not that much.
+    Args:
+        size: its bytes, rounded up to whole pages.
+        device: the device.
+
+    Raises:
+        BudgetError: the device refuses the memory.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -55,22 +60,21 @@ class DeviceArena(Lender):
             self._parked = None
 
     def close(self) -> None:
-        """Gives the memory back; what was lent must not be used any more."""
+        """Gives the memory back. What was lent must not be used any more."""
         storage = self._slab.untyped_storage()
         if storage.resizable():  # not on the CPU, once NumPy has seen it
             storage.resize_(0)
 
 
 class DeviceStore(Store):
-    """The states of all chunks on the device.
-
-    Leases hold tensors on the device.
+    """The states of all chunks, on the device. Leases hold tensors on the device.
 
     Args:
-        slot_arrays: what each chunk holds.
+        slot_arrays: the arrays of each chunk.
         resident: the memory of all chunks, by chunk.
-        arena: of which that memory is a part.
-        beneath: the store in RAM that commits go through; None without commits.
+        arena: the arena from which that memory was lent.
+        beneath: the store in RAM through which commits go; None: nothing is committed.
+        timeline: of the run.
         health: of the run.
     """
 
@@ -159,7 +163,10 @@ class DeviceStore(Store):
 
     @contextmanager
     def _both(self, chunk: int, step: int) -> Iterator[tuple[Lease, Lease]]:
-        """A chunk's states here, and its buffer on the way to the slot, all of which is about to be written."""
+        """A lease of a chunk's states on the device, and one of a buffer for it in RAM.
+
+        All of the buffer is about to be overwritten.
+        """
         with (
             self.lease(chunk, step=step) as here,
             self._committing.lease(chunk, step=step, is_fresh=True) as there,

@@ -21,7 +21,7 @@ NEW_SUFFIX = ".new"
 TEMPORARY = ".offload.new"
 """Ends the name of a file that is being written. Nobody else has files of such names."""
 SWAP_NAME = "offload-rank0.swap"
-"""Of the first rank, or the only one; `swap_name` of the others."""
+"""The name of the swap file of the first rank, or the only one. `swap_name` has the names of the others."""
 COMMIT_NAME = "COMMIT"
 RECORD_START = b'{"schema":"offload '
 """How a COMMIT record and a manifest begin."""
@@ -33,10 +33,14 @@ _NAME = re.compile(
 
 
 class FileName(NamedTuple):
-    """What the name of a file says. It may be somebody else's: a file is known by its content.
+    """What the name of a file says. The file may be somebody else's: only its content tells whose it is.
 
-    kind: "swap", "manifest" or "extra"; run_id (32 hex digits) and step: not in the name of a swap file; suffix:
-    NEW_SUFFIX, TEMPORARY or "".
+    Attributes:
+        kind: "swap", "manifest" or "extra".
+        rank: the rank that wrote it.
+        run_id: 32 hex digits; "" for a swap file, whose name does not say it.
+        step: the step that was committed; 0 for a swap file, whose name does not say it.
+        suffix: NEW_SUFFIX, TEMPORARY or "".
     """
 
     kind: str
@@ -47,7 +51,7 @@ class FileName(NamedTuple):
 
 
 def file_name(name: str) -> FileName | None:
-    """What `name` says if files of this library are called so, else None. Not for COMMIT."""
+    """What `name` says if files of this library are called so, else None. COMMIT is not looked for."""
     match = _NAME.fullmatch(name)
     if match is None or (match["type"] == ".swap") != (match["swap"] is not None):
         return None
@@ -58,14 +62,21 @@ def file_name(name: str) -> FileName | None:
 
 
 def swap_name(rank: int) -> str:
-    """The swap file's: each rank has its own, so that a directory can be shared."""
+    """The name of a rank's swap file. Each rank has its own, so that ranks can share a directory."""
     return f"offload-rank{rank}.swap"
 
 
 def require_file_size(file: str, needed: int, *, option: str = "path", advice: str = "") -> None:
-    """Raises: BudgetError if this process may make no file of `needed` bytes.
+    """Checks that this process may make a file of `needed` bytes.
 
-    Args: option: says where; advice: what helps beside another limit.
+    Args:
+        file: the file, for the error.
+        needed: bytes.
+        option: the option that the error names.
+        advice: what helps beside a higher limit.
+
+    Raises:
+        BudgetError: the limit of file sizes is lower.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -79,11 +90,16 @@ def require_file_size(file: str, needed: int, *, option: str = "path", advice: s
 
 
 def check_directory(path: Path, files: Files, *, resumes: bool = False) -> None:
-    """Checks that `path` is, or can be made, the directory of a run; writes nothing.
+    """Checks that `path` is the directory of a run, or can be made one. Writes nothing.
 
-    Args: resumes: whether it may hold a commit.
+    Args:
+        path: the directory.
+        files: the file system.
+        resumes: whether it may hold a commit.
 
-    Raises: PathError, ResumeError.
+    Raises:
+        PathError: it is no directory, cannot be made, or cannot be written to.
+        ResumeError: it holds a commit, or a file called COMMIT, and it must not.
     """
     try:
         mode = files.stat(path).st_mode
@@ -117,10 +133,10 @@ def check_directory(path: Path, files: Files, *, resumes: bool = False) -> None:
 
 
 def replaceable_in(path: Path, files: Files) -> Path | None:
-    """The directory, `path` or the one that it is in, in which any user of the machine may replace what this run has.
+    """The directory in which any user of the machine may replace the directory of this run, or what is in it.
 
-    None if there is none: with the sticky bit, as /tmp has it, only the owner of a file or directory may rename it. A
-    directory of this user's own is as its owner wants it.
+    It is `path` or the directory around it; None if neither is so. With the sticky bit, as /tmp has it, only the owner
+    of a file or directory may rename it. A directory of this user's own is as its owner wants it.
     """
     for directory in (path, path.parent):
         try:
@@ -133,7 +149,11 @@ def replaceable_in(path: Path, files: Files) -> Path | None:
 
 
 def _require_own_record(path: Path, files: Files) -> None:
-    """Raises: ResumeError if what is called COMMIT there is none, or cannot be read."""
+    """Checks that a file called COMMIT, if there is one, is a record of this library.
+
+    Raises:
+        ResumeError: it is none, or cannot be read.
+    """
     try:
         is_own = files.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
     except FileNotFoundError:
@@ -147,7 +167,10 @@ def _require_own_record(path: Path, files: Files) -> None:
 
 
 def holds_commit(path: Path, files: Files) -> bool:
-    """Whether a committed run has, or may have, a file here. Its COMMIT record is in rank 0's first directory only."""
+    """Whether a committed run has, or may have, a file in `path`.
+
+    The COMMIT record of a run is in rank 0's first directory only, so other files tell it, too.
+    """
     try:
         names = files.names(path)
     except OSError:
@@ -164,7 +187,7 @@ def holds_commit(path: Path, files: Files) -> bool:
 
 
 def _run_and_stripe(path: Path, rank: int, files: Files) -> tuple[str, int] | None:
-    """The run and the stripe of a rank's swap file. A damaged one counts, too: this is only used to refuse."""
+    """The run and the stripe that a rank's swap file names, even if it is damaged: this is used only to refuse."""
     try:
         page = files.read(path / swap_name(rank), PAGE_BYTES)[:PAGE_BYTES]
         block = parse_superblock(page, str(path), is_whole=False)

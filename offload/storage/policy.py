@@ -16,9 +16,13 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
     """The chunks that never leave RAM.
 
-    Args: order: ids as a step uses them, each once; sizes: bytes of each in RAM, by id; budget: bytes for them.
-    They are spread evenly over the order: then the disk works while the kernels are busy with what is there, and any
+    They are spread evenly over the order. So the disk works while the kernels are busy with what is in RAM, and any
     stretch of a step moves the same share of bytes.
+
+    Args:
+        order: the chunks as a step uses them, each once.
+        sizes: the bytes of each chunk in RAM, by chunk.
+        budget: the most bytes that they may take.
     """
     total = sum(sizes[chunk] for chunk in order)
     share = min(budget / total, 1.0) if total else 0.0
@@ -40,9 +44,12 @@ def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozen
 def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
     """The positions of `order` after which a chunk is retained in RAM until its next use.
 
-    Args: order: chunks as they are used; waiting: how many chunks may wait in RAM beside the one in use; fresh:
-    positions of uses that overwrite the chunk, for which nothing has to be retained.
-    All others are read again at their next use; no other choice reads fewer.
+    A chunk that is not retained is read again at its next use. No other choice reads fewer.
+
+    Args:
+        order: the chunks as they are used.
+        waiting: how many chunks may wait in RAM beside the one in use.
+        fresh: the positions of uses that overwrite the chunk, for which nothing has to be retained.
     """
     following = [len(order) if use in fresh else use for use in _next_uses(order)]
     retained: set[int] = set()
@@ -58,10 +65,16 @@ def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> f
 
 
 def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
-    """Yields (chunk, should_prefetch, buffers reserved by earlier uses) for each use to come.
+    """For each use to come: whether the chunk is read ahead, and how many buffers this and earlier uses reserve.
 
-    Args: ahead: (chunk, whether the use overwrites all of it); in_ram: chunks that have a buffer.
-    A chunk that is overwritten before it is read is not prefetched, but reserves a buffer.
+    A chunk that is overwritten before it is read is not read ahead, but reserves a buffer.
+
+    Args:
+        ahead: the uses to come, as pairs (chunk, whether the use overwrites all of it).
+        in_ram: the chunks that have a buffer.
+
+    Yields:
+        (chunk, whether it is read ahead, buffers reserved).
     """
     overwritten: set[int] = set()
     taken = 0
@@ -73,9 +86,11 @@ def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> I
 
 
 def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:
-    """The candidate to evict: it is used furthest ahead, or never again. None without candidates.
+    """Which chunk to evict: the one that is used furthest ahead, or never again; None without candidates.
 
-    Args: candidates: chunks whose eviction costs no write; ahead: the uses to come.
+    Args:
+        candidates: the chunks that may be evicted.
+        ahead: the chunks of the uses to come, in order.
     """
     left = dict.fromkeys(candidates)
     for chunk in ahead:
@@ -86,7 +101,7 @@ def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:
 
 
 def _next_uses(order: Sequence[int]) -> list[int]:
-    """For each position, that of the next use of the same chunk; len(order) without one."""
+    """For each position, the position of the next use of the same chunk; len(order) if there is none."""
     following = [len(order)] * len(order)
     seen: dict[int, int] = {}
     for position in range(len(order) - 1, -1, -1):

@@ -11,16 +11,19 @@ from offload.storage.swap_format import SlotArrays
 from offload.tiers import Tier
 
 LEAST_IN_FLIGHT = 3
-"""Chunks in flight in a step: one is read while one is in Adam and one is written."""
+"""The least chunks in flight in a step: one is read while one is in Adam and one is written."""
 BUFFERS = "buffers"
-"""Kind of the memory that chunks pass through."""
+"""The kind of the memory that chunks pass through."""
 
 
 @dataclass(frozen=True)
 class Pool:
     """The memory of one kind of chunks: some stay in it, the others pass through buffers.
 
-    Attributes: sizes: bytes of each chunk; resident: the chunks that stay; in_flight: how many buffers.
+    Attributes:
+        sizes: the bytes of each chunk.
+        resident: the chunks that stay.
+        in_flight: how many buffers there are.
     """
 
     sizes: Sequence[int]
@@ -53,13 +56,13 @@ class Pool:
     def regions(
         self, tier: Tier, name: str, kind: str, holds: Sequence[tuple[tuple[str, int], ...]] | None = None
     ) -> Iterator[Region]:
-        """What a Store with this pool takes: `PoolMemory` gives it by the same name.
+        """The regions that a Store with this pool takes. `Memory.take` in run.py gives them by the same name.
 
         Args:
-            tier: whose memory it is in.
-            name: of the chunks.
-            kind: of the resident ones; see `Region`.
-            holds: of each chunk, likewise.
+            tier: the tier whose memory they are in.
+            name: what the chunks are called.
+            kind: the kind of the resident chunks; see `Region.kind`.
+            holds: for each chunk, `Region.holds`; None: nothing is counted under other kinds.
         """
         if self.streamed:
             yield Region(tier, in_flight(name), max(self.streamed), self.in_flight, BUFFERS)
@@ -78,5 +81,10 @@ def resident(name: str) -> str:
 
 
 def kinds_held(slot: SlotArrays, kinds: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Bytes of each array of a slot, without header and padding. Args: kinds: of the arrays."""
+    """The bytes of each array of a slot, without header and padding, as pairs (kind, bytes).
+
+    Args:
+        slot: the arrays of the slot.
+        kinds: the kind of each array.
+    """
     return tuple((kind, itemsize * slot.numel) for kind, itemsize in zip(kinds, slot.itemsizes, strict=True))

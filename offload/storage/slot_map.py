@@ -37,12 +37,13 @@ class ChunkKind(StrEnum):
 
 @dataclass(frozen=True)
 class SlotMap:
-    """See [Note: numbers of slots].
+    """Which slot each chunk of a rank has; see [Note: numbers of slots].
 
     Attributes:
-        arrays: what the slot of each chunk holds, by kind, of the kinds that have slots.
+        arrays: what the slot of each chunk holds, by kind, for the kinds that have slots.
         versions: how many versions a committed slot has, 1 or 2: A, or A and B. Any other slot has one.
-        committed: how many slots, the first ones, are committed; None: nothing ever is, and `versions` is that of all.
+        committed: how many slots, the first ones, are committed; None: nothing ever is, and all slots have `versions`
+            versions.
     """
 
     arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
@@ -70,7 +71,11 @@ class SlotMap:
         return self._ranges.get(kind, range(0))
 
     def at(self, kind: ChunkKind, chunk: int) -> int:
-        """The number of a chunk's slot. Raises: IndexError if it has none."""
+        """The number of a chunk's slot.
+
+        Raises:
+            IndexError: the chunk has no slot.
+        """
         return self.of(kind)[chunk]
 
     def committed_chunks(self, kind: ChunkKind) -> range:
@@ -83,10 +88,10 @@ class SlotMap:
         return self.versions if self.committed is None or slot < self.committed else 1
 
     def describe(self, held: Sequence[int]) -> Chunks:
-        """What a superblock says of the slots: of those that are committed, or of all if nothing is.
+        """What a superblock says of the committed slots, or of all slots if nothing is ever committed.
 
         Args:
-            held: those in the file.
+            held: the slots in the file.
         """
         told = range(self.total)[: self.committed]
         arrays = [self.all_arrays[slot] for slot in told]
@@ -100,13 +105,13 @@ class SlotTable:
     """Where the slots lie in one swap file: the versions A of all that have two, their versions B, then the others.
 
     Args:
-        slots: of the rank.
-        held: those in this file, in the order in which they lie.
+        slots: the slots of the rank.
+        held: the slots in this file, in the order in which they lie.
 
     Attributes:
         slots: see above.
-        nbytes: of the file.
-        nbytes_of_one: with one version of each slot.
+        nbytes: the bytes of the file.
+        nbytes_of_one: what the file would take with one version of each slot.
     """
 
     def __init__(self, slots: SlotMap, held: Sequence[int]) -> None:
@@ -122,5 +127,10 @@ class SlotTable:
         self.nbytes_of_one = self.nbytes - (slots.versions - 1) * self._step
 
     def offset(self, slot: int, version: int = 0) -> int:
-        """Of version A (0) or B (1) of a slot in the file, in bytes."""
+        """Where a version of a slot begins in the file, in bytes.
+
+        Args:
+            slot: the number of the slot.
+            version: A (0) or B (1).
+        """
         return PAGE_BYTES + version * self._step + self._starts[slot]

@@ -40,7 +40,12 @@ IN_USE = "a live run holds this path: close it, or give each run a path of its o
 
 
 def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
-    """Raises: PathInUseError if another process holds it, PathError."""
+    """Locks a swap file. Does not wait for a live process.
+
+    Raises:
+        PathInUseError: another process holds it.
+        PathError: the file system cannot lock it.
+    """
     try:
         files.lock(file, exclusive=exclusive)
     except OSError as error:
@@ -52,7 +57,12 @@ def _lock(file: IOFile, files: Files, *, exclusive: bool = True) -> None:
 
 
 def lock(file: IOFile, files: Files) -> None:
-    """Raises: PathInUseError if another process holds it, or has just removed it; PathError."""
+    """Locks a swap file against all others. Does not wait for a live process.
+
+    Raises:
+        PathInUseError: another process holds it, or has just removed it.
+        PathError: the file system cannot lock it.
+    """
     _lock(file, files)
     if files.stat(file).st_nlink == 0:
         raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
@@ -61,7 +71,8 @@ def lock(file: IOFile, files: Files) -> None:
 def is_held(path: Path, files: Files) -> bool:
     """Whether a live run holds a swap file. To know it, takes a reader's lock and gives it back at once.
 
-    Raises: PathError if that cannot be told.
+    Raises:
+        PathError: the file cannot be opened or locked.
     """
     try:
         file = files.open(path, os.O_RDONLY)
@@ -80,12 +91,26 @@ def is_held(path: Path, files: Files) -> bool:
 
 
 def any_is_held(directory: Path, names: Iterable[str], files: Files) -> bool:
-    """Whether a live run holds a swap file among the files of a directory. Raises: PathError."""
+    """Whether a live run holds a swap file among the files of a directory.
+
+    Args:
+        directory: the directory.
+        names: the names of its files.
+        files: the file system.
+
+    Raises:
+        PathError: a swap file cannot be opened or locked.
+    """
     return any(is_held(directory / name, files) for name in names if name.endswith(".swap"))
 
 
 def open_locked(path: Path, files: Files) -> IOFile:
-    """Opens and locks a swap file that is to be moved or removed. Raises: PathInUseError, PathError."""
+    """Opens and locks a swap file that is to be moved or removed.
+
+    Raises:
+        PathInUseError: a live run holds it, or has just removed it.
+        PathError: it cannot be opened or locked.
+    """
     try:
         file = files.open(path, os.O_RDWR)
     except OSError as error:
@@ -101,7 +126,11 @@ def open_locked(path: Path, files: Files) -> IOFile:
 
 
 def first_page(file: IOFile, files: Files) -> memoryview:
-    """The file's first page, with zeros after the file's end. Raises: PathError."""
+    """The file's first page, with zeros after the file's end.
+
+    Raises:
+        PathError: it cannot be read.
+    """
     start = aligned_memory(PAGE_BYTES)
     try:
         files.read_at(file, 0, start)
@@ -113,10 +142,17 @@ def first_page(file: IOFile, files: Files) -> memoryview:
 
 
 def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
-    """Allocates the file's blocks now: a full disk shows before training, not in it.
+    """Allocates the file's blocks now, so that a full disk shows before training and not in it.
 
-    Args: needed: bytes; uncommitted: what would do without commits.
-    Raises: BudgetError, PathError.
+    Args:
+        file: the file.
+        files: the file system.
+        needed: the bytes that it will have.
+        uncommitted: the bytes that it would have without commits.
+
+    Raises:
+        BudgetError: the disk has no room for it.
+        PathError: the file system refuses for another reason.
     """
     info = files.stat(file)
     files.make_private(file)
@@ -153,12 +189,13 @@ class RunFiles:
     """Whose swap files these are, and how they begin.
 
     Attributes:
-        resumed: the number of each committed slot's directory, if the files are there and are used where they lie.
-        is_temporary: the directory may hold the run that this one continues, so the file has a temporary name until
-            `was_renamed`.
-        is_known: whether the directory holds a commit has been checked already.
+        resumed: for each committed slot, the number of the directory whose file holds it. The files are there and are
+            used where they lie. None: new files are made.
+        is_temporary: whether a new file has a temporary name until `was_renamed`, because the directory may hold the
+            run that this one continues.
+        is_known: whether it has been checked already that a run may begin in the directory.
         run_id: 16 bytes, the same in all files of a run.
-        rank: whose files.
+        rank: the rank that has the files.
         files: the run's file system, which holds the directories from then on.
     """
 
@@ -173,13 +210,13 @@ class RunFiles:
 class SlotFile:
     """The slots in one open swap file, as they are read.
 
-    A slot is called by its number (`SlotMap`), and its version A or B by 0 or 1.
+    A slot is called by its number in `SlotMap`, and its version A or B by 0 or 1.
 
     Args:
-        engine: moves the bytes, and has the file.
+        engine: moves the bytes, and has the file open.
         file: the swap file.
         table: where its slots lie.
-        run_id: 32 hex digits, of the run that writes it.
+        run_id: 32 hex digits, the run that writes the file.
         hasher: takes and compares checksums, beside the transfers.
         timeline: of the run.
         stripe: which of the rank's files this is.
@@ -208,11 +245,17 @@ class SlotFile:
         return self._file.path
 
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        """Reads a slot into `data` and checks that it is what was written there as `step`'s.
+        """Reads a slot, and checks that it is what was written there as the result of `step`.
 
-        Args: data: as long as the slot; checksum: the one that the header has to name; None: any.
+        Args:
+            chunk: the number of the slot.
+            data: the memory, as long as the slot.
+            step: the step.
+            slot: the version, A (0) or B (1).
+            checksum: the one that the header has to name; None: any.
 
-        The future raises CorruptionError if it is not, and the engine's errors.
+        Returns:
+            A future. It raises CorruptionError if the slot is something else, and the engine's errors.
         """
         moving = self._timeline.begin(self._reads, "read", chunk=chunk, size=len(data), tier="nvme")
 
@@ -234,9 +277,18 @@ class SlotFile:
         transfer.resolve()
 
     def verify(self, chunk: int, buffer: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> None:
-        """Reads a slot piece by piece and checks it as `read` does, which takes no more memory than `buffer`.
+        """Reads a slot piece by piece, and checks it as `read` does. It takes no more memory than `buffer`.
 
-        Args: buffer: whole pages. Raises: CorruptionError, TierIOError.
+        Args:
+            chunk: the number of the slot.
+            buffer: the memory for a piece, whole pages.
+            step: the step whose result it has to be.
+            slot: the version, A (0) or B (1).
+            checksum: the one that the header has to name; None: any.
+
+        Raises:
+            CorruptionError: the slot is not what was written there as the result of `step`.
+            TierIOError: a disk or its file system failed.
         """
         offset, size = self._table.offset(chunk, slot), self._table.slots.all_arrays[chunk].nbytes
         hasher, header = xxhash.xxh3_64(), None
@@ -251,7 +303,18 @@ class SlotFile:
         self._require_sum(hasher.intdigest(), header, offset)
 
     def _header(self, data: memoryview, chunk: int, offset: int, step: int, checksum: int | None) -> SlotHeader:
-        """The header of a slot, of which `data` is the beginning. Raises: CorruptionError if it is not the wanted."""
+        """The header of a slot.
+
+        Args:
+            data: the beginning of the slot.
+            chunk: the number of the slot.
+            offset: where the slot begins in the file.
+            step: the step whose result it has to be.
+            checksum: the one that the header has to name; None: any.
+
+        Raises:
+            CorruptionError: it is damaged, or not the header that is wanted.
+        """
         header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
         numel = self._table.slots.all_arrays[chunk].numel
         if problem := header.problem(self._run_id, chunk, step, numel, checksum):
@@ -259,18 +322,44 @@ class SlotFile:
         return header
 
     def _require_sum(self, found: int, header: SlotHeader, offset: int) -> None:
-        """Raises: CorruptionError if the data of a slot has another checksum than its header names."""
+        """Checks that the data of a slot have the checksum that its header names.
+
+        Args:
+            found: the checksum of the data.
+            header: the header of the slot.
+            offset: where the slot begins in the file.
+
+        Raises:
+            CorruptionError: they have another one.
+        """
         if found != header.checksum:
             problem = "the slot's data does not match its checksum"
             raise CorruptionError(problem, chunk=header.chunk, file=self.path, offset=offset)
 
 
 class SwapFile(SlotFile):
-    """The slots of one rank in one directory; see [Note: swap file format 1].
+    """The slots of one rank in one directory, as a run reads and writes them; see [Note: swap file format 1].
 
-    Args: directory: made with mode 0700 if missing; slots: all of the rank; held: those in this file, in the order in
-    which they lie (None: all); stripe: which of the rank's files this is, of how many.
-    Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
+    Making one opens the file, or makes it, locks it and reserves its space. If that fails, nothing of another run is
+    lost, and what was made is removed.
+
+    Args:
+        engine: moves the bytes.
+        directory: the directory, which is made with mode 0700 if it is missing.
+        slots: all slots of the rank.
+        run: whose file it is, and how it begins.
+        held: the slots in this file, in the order in which they lie; None: all.
+        stripe: which of the rank's files this is, and of how many.
+        timeline: of the run.
+
+    Raises:
+        PathError: the directory or the file cannot be used, or the file is somebody else's.
+        PathInUseError: a live run holds the file.
+        BudgetError: the disk has no room for the file, the limit of file sizes is too low, or the system refuses a
+            thread.
+        ResumeError: the directory holds a commit that nobody asked for, or not the file that is to be resumed.
+        CorruptionError: the file that is to be resumed is damaged.
+        TierIOError: a disk or its file system failed.
     """
 
     def __init__(
@@ -334,10 +423,16 @@ class SwapFile(SlotFile):
         return self._file.direct
 
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
-        """Adds padding, checksum and header to `data` and writes it to slot A (0) or B (1) of the chunk.
+        """Adds padding, checksum and header to a slot, and writes it.
 
-        Args: data: a whole slot, of which the first page is for the header; step: the step whose result it is.
-        The future's errors are those of the engine.
+        Args:
+            chunk: the number of the slot.
+            data: the whole slot, of which the first page is for the header.
+            step: the step whose result it is.
+            slot: the version, A (0) or B (1).
+
+        Returns:
+            A future. It raises the engine's errors.
         """
         self._size_before = None
         transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
@@ -357,7 +452,7 @@ class SwapFile(SlotFile):
         self._engine.submit(transfer)
 
     def checksum(self, chunk: int) -> int:
-        """The XXH3-64 of the slot's data that the last `write` of `chunk`, which has ended, wrote."""
+        """The XXH3-64 of the data that the last `write` of a slot wrote. That write has to have ended."""
         return self._checksums[chunk]
 
     def sync(self) -> IOFuture:
@@ -365,18 +460,18 @@ class SwapFile(SlotFile):
         return self._engine.sync(self._file)
 
     def make_permanent(self) -> None:
-        """From now on a commit may name this file, so `close` does not remove it."""
+        """Records that a commit may name this file from now on, so that `close` does not remove it."""
         self._is_disposable = False
 
     def was_renamed(self) -> None:
-        """The temporary name has been replaced by the swap file's."""
+        """Records that the file has its final name now."""
         self._file.path = str(self._final_path)
 
     def close(self) -> None:
         """Waits until no checksum is being taken or compared. The engine's `close` frees the lock.
 
-        A file that still has its temporary name, and was not made permanent, is removed: no commit names it. One that
-        was to be resumed, and was not written to, gets the size back that it had.
+        A file that still has its temporary name, and was not made permanent, is removed, because no commit names it. A
+        file that was to be resumed, and was not written to, gets the size back that it had.
         """
         self._hasher.shutdown(wait=True)
         size, self._size_before = self._size_before, None
@@ -389,12 +484,19 @@ class SwapFile(SlotFile):
                 self._remove()
 
     def abandon(self) -> None:
-        """Closes, and takes back what was made: for a run that did not begin."""
+        """Closes, and removes what was made. For a run that did not begin."""
         self.close()
         self._undo.close()
 
     def _mark(self, block: memoryview) -> bool:
-        """Writes the superblock, durably; whether the disk has room for it. Raises: TierIOError."""
+        """Writes the superblock, durably.
+
+        Returns:
+            Whether the disk has room for it.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+        """
         try:
             result_of(self._engine.write(self._file, 0, block))
             result_of(self.sync())
@@ -405,9 +507,10 @@ class SwapFile(SlotFile):
         return True
 
     def require_here(self) -> None:
-        """Whether directory and file are still what their names lead to, and the file has its size.
+        """Checks that directory and file are still what their names lead to, and that the file has its size.
 
-        Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
+        Raises:
+            PathError: one was moved, removed or cut off. What is committed must be there to be found.
         """
         self._disk.require_here(self._final_path.parent)
         file = self._file.path
@@ -426,7 +529,11 @@ class SwapFile(SlotFile):
             )
 
     def _remove(self) -> None:
-        """Removes the file, if it is still the one that has its name. Raises: OSError."""
+        """Removes the file, if it is still the one that has its name.
+
+        Raises:
+            OSError: the operating system refused.
+        """
         path = Path(self._file.path)
         if self._disk.leads_to(path, self._file):
             self._disk.remove(path)
@@ -438,7 +545,7 @@ def memory_of(buffer: Tensor) -> memoryview:
 
 
 def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) -> None:
-    """Calls `work`, whose exception becomes the transfer's: the pool's thread would swallow it."""
+    """Calls `work`. An exception becomes the transfer's, because the pool's thread would swallow it."""
     try:
         work(transfer, *about)
     except BaseException as error:
@@ -447,7 +554,14 @@ def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) 
 
 
 def _make(directory: Path, files: Files) -> bool:
-    """Makes `directory`; whether it was missing. Raises: PathError."""
+    """Makes a directory.
+
+    Returns:
+        Whether it was missing.
+
+    Raises:
+        PathError: it cannot be made.
+    """
     try:
         return files.make_directory(directory)
     except OSError as error:
@@ -462,8 +576,11 @@ def _remove_if_empty(directory: Path, files: Files) -> None:
 
 
 def _is_blank(file: IOFile, files: Files) -> bool:
-    """Whether nothing is in it. Raises: PathError if it is somebody else's. One with our magic was left by a run that
-    committed nothing, and is reused."""
+    """Whether nothing is in the file. One with our magic was left by a run that committed nothing, and is reused.
+
+    Raises:
+        PathError: it is somebody else's.
+    """
     start = first_page(file, files)
     if start[: len(MAGIC)] == MAGIC:
         return False
@@ -485,11 +602,14 @@ def _require_same(file: IOFile, files: Files, block: memoryview) -> None:
 
 
 def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The path of each chunk, by number: pure, so that a plan and a run agree.
+    """The path of each chunk, by number. It is computed from these arguments alone, so that a plan and a run agree.
 
-    Args: sizes: bytes of each chunk, in the order of a step; weights: bandwidth of each path, in any unit, positive.
     Each chunk goes to the path that would be done with it first. So every path has its share of any stretch of the
     order, not only of the whole, and all of them work at all times.
+
+    Args:
+        sizes: the bytes of each chunk, in the order of a step.
+        weights: the bandwidth of each path, in any unit, positive.
     """
     loads = [0.0] * len(weights)
     chosen = []
@@ -504,8 +624,8 @@ class Slots:
     """The slots of the chunks of one kind.
 
     Args:
-        files: of all slots of the rank, by number.
-        numbers: of the slots, by chunk.
+        files: the file of each slot of the rank, by the number of the slot.
+        numbers: the numbers of the slots, by chunk.
     """
 
     def __init__(self, files: Mapping[int, SwapFile], numbers: Sequence[int]) -> None:
@@ -524,12 +644,26 @@ class Slots:
 
 
 class Stripes:
-    """All slots of a rank over several directories.
+    """All slots of a rank, over several directories.
 
-    Args: directories: one or more, all different; weights: their bandwidths; slots: of the rank; resident: slots of
-    what stays in RAM, and seldom moves.
-    Attributes: map: of the slots; run_id, 16 bytes; chosen: the number of each slot's directory.
-    Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
+    If one of its files cannot be used, nothing is left behind in any of the directories.
+
+    Args:
+        engine: moves the bytes.
+        directories: one or more, all different.
+        weights: the bandwidths of the directories.
+        slots: the slots of the rank.
+        run: whose files they are, and how they begin; None: a new run.
+        timeline: of the run.
+        resident: the slots of chunks that stay in RAM, which seldom move.
+
+    Attributes:
+        map: the slots of the rank.
+        run_id: 16 bytes.
+        chosen: for each slot, the number of its directory.
+
+    Raises:
+        OffloadError: what `SwapFile` raises.
     """
 
     def __init__(
@@ -568,13 +702,13 @@ class Stripes:
             undo.pop_all()
 
     def of(self, kind: ChunkKind) -> Slots | None:
-        """Those of the chunks of one kind; None if it has none."""
+        """The slots of the chunks of one kind; None if it has none."""
         numbers = self.map.of(kind)
         return Slots(self._files, numbers) if numbers else None
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The swap files."""
+        """The paths of the swap files."""
         return tuple(file.path for file in self._stripes)
 
     def checksum(self, slot: int) -> int:
@@ -584,8 +718,9 @@ class Stripes:
     def sync(self) -> None:
         """Makes durable, in all files, what was written before.
 
-        Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
-        that is trusted.
+        Raises:
+            TierIOError: a disk failed. An earlier call that was interrupted may have begun the sync: a disk says it
+                only once, and nothing after that is trusted.
         """
         wait_for_all(self._syncs)
         for future in self._syncs:
@@ -621,13 +756,28 @@ class Stripes:
 
 
 class CommittedFile:
-    """A swap file opened to be read: past the page cache where that works, locked against a run, never changed.
+    """A swap file that is opened to be read: past the page cache where that works. It is never changed.
 
-    Args: exclusive: locked against other readers, too.
-    Attributes: path; file, for an engine; page, the first one; block, the superblock in it; size in bytes.
+    It holds a shared lock until `close()`: others may read it too, but no run starts on it meanwhile.
 
-    Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile.
-    Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
+    Args:
+        path: the file's path.
+        files: the file system.
+        exclusive: whether to lock it against other readers, too.
+
+    Attributes:
+        path: the file's path.
+        file: the open file, for an engine.
+        page: the bytes of its first page.
+        block: the superblock in that page.
+        size: its bytes.
+
+    Raises:
+        PathError: it cannot be opened or locked, or is no regular file.
+        PathInUseError: a live run holds it.
+        CorruptionError: its superblock is damaged, or is none of this library's.
+        ResumeError: a newer version of this library wrote it.
+        TierIOError: a disk or its file system failed.
     """
 
     def __init__(self, path: Path, files: Files = LOCAL, *, exclusive: bool = False) -> None:
@@ -657,7 +807,14 @@ class CommittedFile:
             raise
 
     def _read(self, page: memoryview) -> int:
-        """Fills `page` from the beginning. Returns: bytes read, fewer only at the end of the file."""
+        """Fills `page` from the beginning of the file.
+
+        Returns:
+            How many bytes were read, fewer only at the end of the file.
+
+        Raises:
+            TierIOError: a disk or its file system failed.
+        """
         try:
             return self._disk.read_at(self.file, 0, page)
         except OSError as error:
@@ -666,5 +823,5 @@ class CommittedFile:
             raise TierIOError("read", error.errno or errno.EIO, self.path, 0, len(page)) from error
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes the file, which frees its lock. May be called again."""
         self.file.close()

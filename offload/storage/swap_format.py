@@ -43,7 +43,7 @@ MAX_INT = (1 << 63) - 1
 MAX_PATHS = 1 << 10
 MAX_PLACES = 2
 MAX_NUMEL = 1 << 48
-"""Elements of a run: 256 times the largest known model, and no product of two overflows 128 bits."""
+"""The most elements of a run. It is 256 times the largest known model, and no product of two overflows 128 bits."""
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 WHOLE = (4, 4, 4)
@@ -68,8 +68,10 @@ _Stripe = Annotated[int, Meta(ge=0, le=MAX_PATHS)]
 class SlotArrays(NamedTuple):
     """The arrays of one slot, each of `numel` elements.
 
-    itemsizes: bytes an element of each array. Of states 4 is fp32, 2 the low halves of a split master, as int16; what
-    parameters are, only who leases them knows.
+    Attributes:
+        numel: the elements of each array.
+        itemsizes: bytes an element of each array. In slots of states 4 is fp32, and 2 is the low halves of a split
+            master, as int16. In slots of parameters only whoever leases them knows the dtype.
     """
 
     numel: int
@@ -81,30 +83,34 @@ class SlotArrays(NamedTuple):
         return PAGE_BYTES + sum(round_up(itemsize * self.numel, PAGE_BYTES) for itemsize in self.itemsizes)
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """For each array: its itemsize, and where its bytes begin and end in the slot, without the padding."""
+        """For each array: bytes an element, and where it begins and ends in the slot, without the padding."""
         start = PAGE_BYTES
         for itemsize in self.itemsizes:
             yield itemsize, start, start + itemsize * self.numel
             start += round_up(itemsize * self.numel, PAGE_BYTES)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The arrays, of shape (numel,), in a slot's uint8 `buffer`."""
+        """The arrays, each of shape (numel,), as tensors in a slot's memory.
+
+        Args:
+            buffer: uint8, as long as the slot.
+        """
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
 
 
 def state_slot_arrays(layout: Layout, *, split_master: bool) -> list[SlotArrays]:
-    """Of each chunk's states. Only a bf16 parameter is the upper half of its master."""
+    """The arrays of each chunk's states. Only a bf16 parameter is the upper half of its master."""
     split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
     return [SlotArrays(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
 
 
 def param_slot_arrays(layout: Layout) -> list[SlotArrays]:
-    """Of each chunk's trained 16-bit parameters, replicas included, where parameters are streamed."""
+    """The arrays of each chunk of trained parameters, those of replicas included, where parameters are streamed."""
     return _values_of(layout, layout.chunks + layout.copies)
 
 
 def frozen_slot_arrays(layout: Layout) -> list[SlotArrays]:
-    """Of each chunk of frozen parameters."""
+    """The arrays of each chunk of frozen parameters."""
     return _values_of(layout, layout.frozen)
 
 
@@ -113,7 +119,16 @@ def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[SlotArrays]:
 
 
 class Chunks(TypedDict, total=False):
-    """What a superblock says of the chunks: all but xxh3, where itemsizes may be missing, or xxh3 alone."""
+    """What a superblock says of the committed slots, or of all slots if nothing is ever committed.
+
+    It is `xxh3` alone, or the other fields. `itemsizes` is missing if all are WHOLE.
+
+    Attributes:
+        held: the numbers of those in this file.
+        numels: the elements of each of the rank's.
+        itemsizes: for each of the rank's, bytes an element of each array.
+        xxh3: the digest of the other fields, if these have no room.
+    """
 
     held: list[_Natural]
     numels: list[_Count]
@@ -125,8 +140,12 @@ class Chunks(TypedDict, total=False):
 class Superblock:
     """Page 0 of a swap file; see [Note: swap file format 1].
 
-    run_id: 32 hex digits; places: slots a chunk; stripe: which of a rank's files this is, of how many.
-    chunks: as described by `SlotMap.describe`, or {"xxh3": the digest of that}.
+    Attributes:
+        run_id: 32 hex digits.
+        places: how many versions of a committed slot there are.
+        stripe: which of a rank's files this is, and of how many.
+        commits: whether the run ever commits.
+        chunks: what `SlotMap.describe` returned, or its digest.
     """
 
     run_id: RunId
@@ -136,7 +155,7 @@ class Superblock:
     chunks: Chunks
 
     def encode(self) -> bytes:
-        """The page."""
+        """The bytes of the page."""
         text = self.encode_text(self.chunks)
         if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
             text = self.encode_text({"xxh3": _digest(self.chunks)})
@@ -144,11 +163,15 @@ class Superblock:
         return (head + text).ljust(PAGE_BYTES, b"\0")
 
     def describes(self, chunks: Chunks) -> bool:
-        """Whether its chunks are these, by value or by digest."""
+        """Whether it says this of the chunks, by value or by digest."""
         return self.chunks in (chunks, {"xxh3": _digest(chunks)})
 
     def encode_text(self, chunks: Chunks) -> bytes:
-        """The text of the page. Args: chunks: what it says of them."""
+        """The text of the page.
+
+        Args:
+            chunks: what the text says of the chunks.
+        """
         known = {"run_id": self.run_id, "places": self.places, "stripe": self.stripe, "commits": self.commits}
         return json.dumps(known | {"chunks": chunks}).encode()
 
@@ -158,9 +181,16 @@ def _digest(chunks: Chunks) -> str:
 
 
 def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superblock:
-    """Args: is_whole: whether a checksum that does not match is an error.
+    """Decodes and checks the first page of a swap file.
 
-    Raises: CorruptionError naming `file`; ResumeError (a newer version's).
+    Args:
+        page: the bytes of the page.
+        file: the file's path, for the errors.
+        is_whole: whether it is an error if the checksum does not match, or the text is not as this library writes it.
+
+    Raises:
+        CorruptionError: it is damaged, or is no superblock of this library.
+        ResumeError: a newer version of this library wrote it.
     """
     if len(page) < PAGE_BYTES:
         raise CorruptionError(f"ends after {len(page)} bytes, in its superblock", file=file)
@@ -194,7 +224,15 @@ def superblock_padding_is_clean(page: bytes) -> bool:
 
 
 class SlotHeader(NamedTuple):
-    """The header of a slot. run_id: 32 hex digits; checksum: XXH3-64 of the slot after its first page."""
+    """The header of a slot.
+
+    Attributes:
+        run_id: 32 hex digits.
+        chunk: the number of the slot.
+        step: the step whose result the slot holds.
+        numel: the elements of each array.
+        checksum: the XXH3-64 of the slot after its first page.
+    """
 
     run_id: str
     chunk: int
@@ -209,7 +247,15 @@ class SlotHeader(NamedTuple):
         return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
 
     def problem(self, run_id: str, chunk: int, step: int, numel: int, checksum: int | None) -> str | None:
-        """In what it differs from the header wanted; None if in nothing. Args: checksum: None: any."""
+        """In what the header differs from the one that is wanted; None if in nothing.
+
+        Args:
+            run_id: the run that is wanted.
+            chunk: the number of the slot.
+            step: the step.
+            numel: the elements of each array.
+            checksum: the checksum of the slot's data; None: any.
+        """
         if self.run_id != run_id:
             return f"the slot was written by run {self.run_id}, not by {run_id}"
         if (self.chunk, self.step) != (chunk, step):
@@ -220,7 +266,18 @@ class SlotHeader(NamedTuple):
 
 
 def parse_header(page: bytes | memoryview, file: str, offset: int, chunk: int) -> SlotHeader:
-    """Args: offset, chunk: of the slot, for the errors. Raises: CorruptionError, ResumeError (a newer version's)."""
+    """Decodes and checks the header of a slot.
+
+    Args:
+        page: the first page of the slot, or as much of it as there is.
+        file: the file's path, for the errors.
+        offset: where the slot begins in the file, for the errors.
+        chunk: the number of the slot, for the errors.
+
+    Raises:
+        CorruptionError: it is damaged, or there is no slot.
+        ResumeError: a newer version of this library wrote it.
+    """
 
     def refused(problem: str) -> CorruptionError:
         return CorruptionError(problem, chunk=chunk, file=file, offset=offset)
