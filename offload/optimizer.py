@@ -127,15 +127,16 @@ class OffloadZero(torch.optim.Optimizer):
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
         param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme";
-            docs/tiers.md says what is different then. Frozen parameters go there. Trained ones do, too, unless their
-            states are on a faster tier, or they are so few that they stay. None: the fastest that fits the budgets.
+            docs/tiers.md says what is different then. Frozen parameters always go there. Trained ones do, too, but
+            for two cases: their states are on a faster tier, or they are so few that they stay on the device. None: the
+            fastest that fits the budgets.
         grad_tier: where gradients wait for the step: "cpu" or "nvme"; on the device if the states are there. None: the
             fastest that fits the budgets.
         cpu_memory: the limit of RAM for everything that this library holds, in bytes or such as "48GiB". None: half of
             what is free.
         device_memory: the limit of device memory, in bytes or such as "48GiB", for the parameters and buffers that are
             there at once and for what `tier` puts there. Activations and gradients in transfer do not count. None: what
-            the model takes now, and half of what is free.
+            the model takes there now, and half of what is free beside it.
         compute_dtype: the dtype of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which
             needs a torch.amp.GradScaler.
         keep_fp32: modules, or module types, that stay fp32. Modules with running statistics (BatchNorm, spectral norm)
