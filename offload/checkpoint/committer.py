@@ -409,7 +409,7 @@ class Commits:
             self._named = *(one for one in self._named if one != name), name
             # One with this name already is of the same step, taken before the run went back to an earlier one.
             gone = {*self._named[: -self._choice.keep], snapshot.name} - {found}
-            self._remove(snapshot, lambda held: snapshot.free(gone, held))
+            self._remove(snapshot, lambda locks: snapshot.free(gone, locks))
             if found is None:
                 self._complete(snapshot)
             existing = self._found_by_first(lambda: [*snapshot.existing()])
@@ -547,7 +547,7 @@ class Commits:
         # It is the user's from now on.
         self._named = tuple(name for name in self._named if name != snapshot.name)
         if keep is not None:
-            self._remove(snapshot, lambda held: snapshot.superseded(keep, self._named, held))
+            self._remove(snapshot, lambda locks: snapshot.superseded(keep, self._named, locks))
         return snapshot.directories
 
     def _complete(self, snapshot: Snapshot) -> None:
@@ -598,8 +598,8 @@ class Commits:
             choose: called on rank 0. It returns the names of those to remove, and gives their locks to its argument.
         """
         comm = self._comm
-        with ExitStack() as held, suppress(TierIOError, OtherRankError):
-            names = self._found_by_first(lambda: choose(held))
+        with ExitStack() as locks, suppress(TierIOError, OtherRankError):
+            names = self._found_by_first(lambda: choose(locks))
             with together(comm):
                 snapshot.retire(names)
             with together(comm):

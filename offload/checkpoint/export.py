@@ -123,10 +123,10 @@ def _write(
 def _alone_in(directory: Path, files: Files) -> Iterator[None]:
     """Waits until no other export is under way in a directory. Some network file systems cannot tell."""
     with failing("open", directory):
-        held = files.open_directory(directory)
-    with held:
+        opened = files.open_directory(directory)
+    with opened:
         with contextlib.suppress(OSError):
-            files.wait_for_lock(held)
+            files.wait_for_lock(opened)
         yield
 
 
@@ -143,9 +143,9 @@ def _is_there(
 
 def _holds(path: Path, pieces: Iterable[bytes | memoryview], files: Files) -> bool:
     try:
-        with files.open(path, os.O_RDONLY) as held:
-            files.require_regular(held)
-            with files.stream(held) as file:
+        with files.open(path, os.O_RDONLY) as opened:
+            files.require_regular(opened)
+            with files.stream(opened) as file:
                 for piece in pieces:
                     data = memoryview(piece).cast("B")
                     for start in range(0, len(data), COMPARED_BYTES):

@@ -232,14 +232,14 @@ class Manifest:
     @cached_property
     def slot_tables(self) -> dict[int, SlotTable]:
         """Where the committed slots lie, by the number of their swap file."""
-        return {path: SlotTable(self.slot_map, self.held(path)) for path in {slot.path for slot in self.slots}}
+        return {path: SlotTable(self.slot_map, self.slots_in(path)) for path in {slot.path for slot in self.slots}}
 
     def _has_halves(self, flat: int) -> bool:
         """Whether the masters of a flat are split."""
         params = self.flats[flat].params
         return self.split_master and any(self.parameters[param].dtype == "bfloat16" for param in params)
 
-    def held(self, path: int) -> list[int]:
+    def slots_in(self, path: int) -> list[int]:
         """The numbers of the slots in one swap file."""
         return [number for number, slot in enumerate(self.slots) if slot.path == path]
 
@@ -268,11 +268,11 @@ def committed_slots(manifest: Manifest) -> list[Slot]:
     slots, tables = manifest.slot_map, manifest.slot_tables
     found = []
     for kind, names in ((ChunkKind.STATES, STATE_KINDS), (ChunkKind.PARAMS, ("param",))):
-        for number, held in zip(slots.of(kind), slots.arrays[kind], strict=True):
-            facts, ranges = manifest.slots[number], zip(names, held.ranges(), strict=True)
+        for number, one in zip(slots.of(kind), slots.arrays[kind], strict=True):
+            facts, ranges = manifest.slots[number], zip(names, one.ranges(), strict=True)
             arrays = {name: (itemsize, start) for name, (itemsize, start, _) in ranges}
             offset = tables[facts.path].offset(number, facts.slot)
-            found.append(Slot(number, facts.path, offset, held.nbytes, arrays))
+            found.append(Slot(number, facts.path, offset, one.nbytes, arrays))
     return found
 
 

@@ -257,7 +257,7 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
         problem = "belongs to a run that commits nothing, and a commit lies beside it"
     elif (block.places, block.stripe[1]) != (manifest.places, manifest.paths):
         problem = "has more or fewer slots a chunk, or files a rank, than its manifest says"
-    elif not block.describes(manifest.slot_map.describe(manifest.held(path))):
+    elif not block.describes(manifest.slot_map.describe(manifest.slots_in(path))):
         problem = "holds other chunks than its manifest says"
     elif not superblock_padding_is_clean(file.page):
         problem = "is damaged after the text of its superblock"

@@ -705,7 +705,7 @@ def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm
     is_committed = comm.all_reduce_any(has_record)
     if not is_committed:
         seen = scan_together(directories, comm, files)
-        is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.held)
+        is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.elsewhere)
     if is_committed:
         with together(comm):
             _require_idle(choice.paths, files)

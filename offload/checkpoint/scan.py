@@ -104,16 +104,16 @@ class ScanResult:
     Attributes:
         records: the COMMIT records, each with its directory.
         begun: the ids of runs whose first swap file is here. Their record would be beside it: so they never committed.
-        held: directories with a file of a committed run, whose record is elsewhere. With each, the ids of the runs that
-            have swap files there.
+        elsewhere: directories with a file of a committed run, whose record is in another one. With each, the ids of the
+            runs that have swap files there.
     """
 
     records: tuple[tuple[Path, Commit], ...] = ()
     begun: frozenset[str] = frozenset()
-    held: tuple[tuple[Path, frozenset[str]], ...] = ()
+    elsewhere: tuple[tuple[Path, frozenset[str]], ...] = ()
 
     def __add__(self, other: ScanResult) -> ScanResult:
-        return ScanResult(self.records + other.records, self.begun | other.begun, self.held + other.held)
+        return ScanResult(self.records + other.records, self.begun | other.begun, self.elsewhere + other.elsewhere)
 
 
 def scan(directories: Sequence[Path], files: Files) -> ScanResult:
@@ -157,7 +157,7 @@ def merge(looks: Sequence[ScanResult]) -> ScanResult:
             for directory, commit in one.records
             if commit not in known
         ]
-        found += ScanResult(tuple(new), one.begun, one.held)
+        found += ScanResult(tuple(new), one.begun, one.elsewhere)
     return found
 
 
@@ -174,7 +174,7 @@ def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Com
     """
     found = scanned.records
     if not found:
-        for directory, runs in scanned.held:
+        for directory, runs in scanned.elsewhere:
             # Where the first file of a run is and no record, nothing was ever committed.
             if not scanned.begun & runs:
                 raise ResumeError(
@@ -341,10 +341,10 @@ def forget(directories: Sequence[Path], runs: Collection[str], files: Files) -> 
         PathError: a file or directory cannot be used.
         TierIOError: a disk or its file system failed.
     """
-    with ExitStack() as held:
+    with ExitStack() as locks:
         for swap in (swap for directory in directories for swap in swaps(directory, files)):
             if swap.run_id in runs:
-                held.callback(open_locked(swap.path, files).close)
+                locks.callback(open_locked(swap.path, files).close)
         found = uncommitted(directories, runs, files)
         for path in found:
             with failing("remove", path):

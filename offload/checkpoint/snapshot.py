@@ -171,7 +171,7 @@ class Snapshot:
         records = records_in(self.paths[0], self.files)
         return {name: record for name, record in records.items() if record.run_id == self.commit.run_id}
 
-    def superseded(self, keep: int, besides: Collection[str], held: ExitStack) -> list[str]:
+    def superseded(self, keep: int, besides: Collection[str], locks: ExitStack) -> list[str]:
         """For rank 0: the names of the oldest snapshots of this run, so that `keep` stay, this one included.
 
         A snapshot that is being read, or resumed in, is left out.
@@ -179,21 +179,21 @@ class Snapshot:
         Args:
             keep: how many stay.
             besides: the names of snapshots that do not count, and stay.
-            held: gets the locks of those that are returned.
+            locks: gets the locks of those that are returned.
         """
         steps = {name: record.step for name, record in self.existing().items() if name not in besides}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
-        return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
+        return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, locks)]
 
-    def free(self, names: Iterable[str], held: ExitStack) -> list[str]:
+    def free(self, names: Iterable[str], locks: ExitStack) -> list[str]:
         """For rank 0: those of `names` that are snapshots of this run, and not in use.
 
         Args:
             names: names.
-            held: gets their locks.
+            locks: gets their locks.
         """
         existing = self.existing()
-        return [name for name in names if name in existing and self._is_free(self.paths[0] / name, held)]
+        return [name for name in names if name in existing and self._is_free(self.paths[0] / name, locks)]
 
     def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
         """Removes this rank's parts of snapshots without a record.
@@ -255,8 +255,8 @@ class Snapshot:
         """
         for path in self.paths:
             for name in names:
-                with ExitStack() as held:
-                    if self._try_lock(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), held):
+                with ExitStack() as locks:
+                    if self._try_lock(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), locks):
                         self._rename(path / name, to_temporary=False)
 
     def retire(self, names: Iterable[str]) -> None:
@@ -336,23 +336,23 @@ class Snapshot:
                 self.files.sync_directory(directory)
             self.files.remove_directory(directory)
 
-    def _is_free(self, directory: Path, held: ExitStack) -> bool:
+    def _is_free(self, directory: Path, locks: ExitStack) -> bool:
         files = ((name, file_name(name)) for name in self._names(directory))
         names = [name for name, file in files if file is not None and file.kind == "swap"]
-        return all(self._try_lock(directory / name, held) for name in names)
+        return all(self._try_lock(directory / name, locks) for name in names)
 
-    def _try_lock(self, swap: Path, held: ExitStack) -> bool:
+    def _try_lock(self, swap: Path, locks: ExitStack) -> bool:
         """Locks a swap file of a snapshot if nobody else uses it.
 
         Args:
             swap: the file.
-            held: gets the lock.
+            locks: gets the lock.
 
         Returns:
             Whether nobody else uses it.
         """
         try:
-            held.callback(open_locked(swap, self.files).close)
+            locks.callback(open_locked(swap, self.files).close)
         except PathInUseError:
             return False
         except PathError:  # gone or damaged: nobody can use it

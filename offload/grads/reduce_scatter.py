@@ -432,8 +432,8 @@ class ReducedGradients(GradientBuffer):
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
         full = buffer.full[: numel * wire.itemsize].view(wire)
         region = self._region(bucket, self._round) if self._copier.direct else None
-        held = self._plan.held[bucket.flat]
-        average = buffer.average[: held.itemsize * bucket.numel].view(held) if region is None else region
+        dtype = self._plan.average_dtypes[bucket.flat]
+        average = buffer.average[: dtype.itemsize * bucket.numel].view(dtype) if region is None else region
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         with self._copier.beside():
             is_free.wait_on_device()

@@ -32,7 +32,7 @@ class ReductionPlan:
         sums_locally: whether micro-batches are summed before they are sent, not after.
         rounds: how often each bucket is sent in a step, as far as `accumulation` says.
         wire: for each flat parameter, the dtype in which gradients travel.
-        held: for each flat parameter, the dtype in which averages wait.
+        average_dtypes: for each flat parameter, the dtype in which averages wait.
         buckets: in the order of the flat parameters.
         buffers: how many buckets are under way at most.
         full_bytes: of the buffer for what a rank sends, and of the one for what it receives.
@@ -47,11 +47,11 @@ class ReductionPlan:
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation
         self.wire = [torch.float32 if self.sums_locally else flat.dtype for flat in layout.flats]
-        self.held = shards.dtypes_of(layout, accumulation)
+        self.average_dtypes = shards.dtypes_of(layout, accumulation)
         self.buckets = cut_buckets(layout, choice.bucket_bytes // 4)
         self.buffers = min(BUFFERS, len(self.buckets))
         self.full_bytes = max((layout.ranks * b.numel * self.wire[b.flat].itemsize for b in self.buckets), default=0)
-        averages = (bucket.numel * self.held[bucket.flat].itemsize for bucket in self.buckets)
+        averages = (bucket.numel * self.average_dtypes[bucket.flat].itemsize for bucket in self.buckets)
         is_added = self.rounds > 1 or stored
         self.average_bytes = max(averages, default=0) if is_added or not direct else 0
         self.copied_bytes = self.average_bytes if is_added and not direct else 0

@@ -278,15 +278,15 @@ class ShardsInSlots(GradShards):
 
     def _sum_piece(self, param: int, first: int, values: Tensor) -> None:
         """Sums the squares of the elements of a parameter from `first` on. Those after them have come before."""
-        held = self._layout.param_shard_range(param)[0]
+        begin = self._layout.param_shard_range(param)[0]
         stop = first + len(values)
         if self._carried is not None:
-            stop = max(first, held, (stop - 1) // SUM_BLOCK * SUM_BLOCK)
+            stop = max(first, begin, (stop - 1) // SUM_BLOCK * SUM_BLOCK)
             self._carry(param, stop, values[stop - first :], self._carried.stop)
-            if stop == held or stop % SUM_BLOCK == 0:
+            if stop == begin or stop % SUM_BLOCK == 0:
                 self._sum(param, stop, self._carried_values(values.dtype))
                 self._carried = None
-        whole = first if first == held else min(round_up(first, SUM_BLOCK), stop)
+        whole = first if first == begin else min(round_up(first, SUM_BLOCK), stop)
         if whole < stop:
             self._sum(param, whole, values[whole - first : stop - first])
         if first < whole:
@@ -318,8 +318,8 @@ class ShardsInSlots(GradShards):
         result = torch.empty(last - first, dtype=self.dtypes[self._layout.locations[param][0]], device="cpu")
         for chunk, piece in self._layout.pieces_of(param):
             with self._store.lease(chunk.index, step=0) as lease:
-                held = lease.arrays[0].view(result.dtype)[piece.chunk_offset :][: piece.numel]
-                result[piece.param_offset - first :][: piece.numel] = held
+                stored = lease.arrays[0].view(result.dtype)[piece.chunk_offset :][: piece.numel]
+                result[piece.param_offset - first :][: piece.numel] = stored
         return result
 
     def write(self, param: int, values: Tensor) -> None:
@@ -327,8 +327,8 @@ class ShardsInSlots(GradShards):
         for chunk, piece in self._layout.pieces_of(param):
             with self._store.lease(chunk.index, step=0) as lease:
                 lease.dirty = True
-                held = lease.arrays[0].view(values.dtype)[piece.chunk_offset :][: piece.numel]
-                held.copy_(values[piece.param_offset - first :][: piece.numel])
+                stored = lease.arrays[0].view(values.dtype)[piece.chunk_offset :][: piece.numel]
+                stored.copy_(values[piece.param_offset - first :][: piece.numel])
 
     def chunk_memory(self, index: int) -> Tensor:
         raise AssertionError("these gradients are in slots")

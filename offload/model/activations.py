@@ -162,7 +162,7 @@ class _Unit:
     Attributes:
         forward: the forward that its module had.
         recomputes: whether that runs again in its backward.
-        held: its parameters.
+        params: its parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, *, recomputes: bool) -> None:
@@ -170,12 +170,12 @@ class _Unit:
         self.forward = module.forward
         self.recomputes = recomputes
         self._modules = list(module.modules())
-        self.held = self._params()
+        self.params = self._params()
 
     def is_whole(self) -> bool:
         """Whether the unit has its own parameters now, and none that torch.func.functional_call has put in."""
         now = self._params()
-        return len(now) == len(self.held) and all(one is other for one, other in zip(now, self.held, strict=True))
+        return len(now) == len(self.params) and all(one is other for one, other in zip(now, self.params, strict=True))
 
     def _params(self) -> list[Tensor | None]:
         return [param for module in self._modules for param in module._parameters.values()]
@@ -191,7 +191,7 @@ class _Unit:
 
     def state(self) -> list[tuple[Any, int]]:
         """What a recomputation depends on beside what enters the unit, each with its version or mode."""
-        params = [(param, param._version) for param in self.held if param is not None]
+        params = [(param, param._version) for param in self.params if param is not None]
         return [*params, *self.buffers(), *((None, module.training) for module in self._modules)]
 
 
@@ -303,7 +303,7 @@ class Activations:
     ) -> Any:
         leaves, tree = torch_private.tree_flatten((args, kwargs), is_leaf=_is_leaf)
         if self._units is not None:
-            self._units.make_current(unit.held)  # its tiles too: an update that is applied later moves their versions
+            self._units.make_current(unit.params)  # its tiles too: an update that is applied later moves their versions
         # Each enters once, however often it is given: a forward may ask whether two arguments are one.
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         again = _Again(self, unit, compiler, tree, leaves, tensors)

@@ -306,7 +306,7 @@ class StreamedUnits(HeldUnits):
         self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
         self._order = UnitOrder(transfers.ahead)
         self._replicas = run.layout.replicas
-        self._held: list[Unit] = []  # by `gathered`
+        self._gathered: list[Unit] = []  # by `gathered`
         self._used: list[Unit] = []  # by operations that run now
         self._borrowed: dict[Unit, None] = {}  # by threads beside the one that trains, and of no use to that one
         self.written_frozen: set[int] = set()
@@ -484,7 +484,7 @@ class StreamedUnits(HeldUnits):
         try:
             call_hidden(self._borrow if is_beside else self._fetch_for_use, units)
             if not is_beside:
-                self._note_uses(*(unit for unit in units if unit not in self._held))
+                self._note_uses(*(unit for unit in units if unit not in self._gathered))
             yield
         finally:
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
@@ -506,7 +506,7 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[Unit]) -> None:
-        guests = [unit for unit in units if not (unit.is_root or unit in self._held or unit.depth)]
+        guests = [unit for unit in units if not (unit.is_root or unit in self._gathered or unit.depth)]
         if guests:
             self._release_unused(self._root, *guests)
         self._require_room(units)
@@ -598,19 +598,19 @@ class StreamedUnits(HeldUnits):
 
     @contextmanager
     def gathered(self, units: Sequence[Unit], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
-        with ExitStack() as held:  # each is let go of, also if another one fails
-            self._gather(units, held)
+        with ExitStack() as stack:  # each is let go of, also if another one fails
+            self._gather(units, stack)
             if not writable:
                 yield
                 return
             for unit in units:
                 self.running.enter(unit)
-                held.callback(self.running.leave, unit)
+                stack.callback(self.running.leave, unit)
             yield
             self._find_silent_writes(units, numbers)
 
     @entry
-    def _gather(self, units: Sequence[Unit], held: ExitStack) -> None:
+    def _gather(self, units: Sequence[Unit], stack: ExitStack) -> None:
         is_beside = self.entries.is_beside()
         if is_beside:
             self._require_no_ranks(units)
@@ -618,8 +618,8 @@ class StreamedUnits(HeldUnits):
         for unit in units:
             self._pending.apply(unit)
         for unit in units:
-            self._held.append(unit)
-            held.callback(self._let_go, unit)
+            self._gathered.append(unit)
+            stack.callback(self._let_go, unit)
             self._fetch(unit)
             self.store_outside_writes()  # what was written before counts as written outside of `gathered`
         # A use inside counts as of now, and fetches and releases nothing: it may be on one rank alone.
@@ -634,7 +634,7 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def _let_go(self, unit: Unit) -> None:
-        self._held.remove(unit)
+        self._gathered.remove(unit)
         self.store_outside_writes()
         self.leave(unit)
 
@@ -648,7 +648,7 @@ class StreamedUnits(HeldUnits):
             return
         for unit in units:
             self._pending.apply(unit)
-        if visited := [unit for unit in units if not unit.is_root and unit not in self._held]:
+        if visited := [unit for unit in units if not unit.is_root and unit not in self._gathered]:
             self._release_unused(self._root, *visited)
         for unit in units:
             self._fetch(unit)
@@ -714,7 +714,7 @@ class StreamedUnits(HeldUnits):
 
     def _is_in_use(self, unit: Unit) -> bool:
         in_backward_of = any(unit.encloses(inner) for inner in self._backward.values())
-        is_used = unit.depth > 0 or unit in self._held or unit in self._used or unit in self._kept
+        is_used = unit.depth > 0 or unit in self._gathered or unit in self._used or unit in self._kept
         return in_backward_of or is_used
 
     # What others wrote.
@@ -764,7 +764,7 @@ class StreamedUnits(HeldUnits):
         self.transfers.expect_same_order()
 
     def move(self, device: torch.device) -> None:
-        if self._held:
+        if self._gathered:
             raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
         self._forget_graphs()
         self._release_unused()

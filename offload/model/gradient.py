@@ -490,15 +490,15 @@ class Answers:
         self._copies[number] = (copy, copy._version)
         param = self._params[number]
         with torch_private.DisableTorchFunctionSubclass():
-            held = self._current(number)
+            stored = self._current(number)
             local = local_gradient(param, copy.detach())
-            new = self._parameters.flattened(number, local).to(held.device)
-            if held.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
-                rounded = held.to(new.dtype)
-                held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))
+            new = self._parameters.flattened(number, local).to(stored.device)
+            if stored.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
+                rounded = stored.to(new.dtype)
+                stored = torch.where(bits_of(rounded) == bits_of(new), stored, new.to(stored.dtype))
             else:
-                held = new
-        self._gradients.write(number, held)
+                stored = new
+        self._gradients.write(number, stored)
         self._gradients.set_factor(number, 1.0)
         self._forget_norm(number)
 

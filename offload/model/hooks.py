@@ -74,13 +74,13 @@ class _CastsOutputs(_Casts):
         return self._cast(output)
 
 
-class _Held(Hook):
+class _Mark(Hook):
     """The hook that marks a held model."""
 
 
 def is_hooked(model: nn.Module) -> bool:
     """Whether an optimizer of this library holds `model` now."""
-    return any(isinstance(hook, _Held) and hook.is_active for hook in model._forward_pre_hooks.values())
+    return any(isinstance(hook, _Mark) and hook.is_active for hook in model._forward_pre_hooks.values())
 
 
 def require_free(model: nn.Module) -> None:
@@ -183,7 +183,7 @@ class Hooks:
             require_unwrapped(model)
             units.model_begins()
 
-        self._handles += hook_forward(model, model_begins, units.model_ends, _Held)
+        self._handles += hook_forward(model, model_begins, units.model_ends, _Mark)
         in_fp32 = fp32_modules(model, choice.keep_fp32)
         is_fp32 = choice.compute_dtype is torch.float32
         if choice.cast_forward_inputs:

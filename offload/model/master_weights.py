@@ -158,11 +158,11 @@ class MasterWeights:
                 with ExitStack() as leases:
                     lease = leases.enter_context(self._store.lease(target, step=step))
                     copies = self._own_copies(leases, target, step)
-                    held = [lease] if copies is None else [lease, copies]
+                    both = [lease] if copies is None else [lease, copies]
                     for one in group:
                         self._copy_range(lease, copies, one, states)
                         missing[target] -= one.numel
-                    for used in held:
+                    for used in both:
                         used.dirty, used.is_unfinished = True, missing[target] > 0
         assert not any(missing.values())
         self._parameters.bump_versions(range(len(self._layout.specs)))

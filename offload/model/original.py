@@ -216,11 +216,11 @@ class Original:
 
     def _in_order(self, params: Mapping[Tensor, _Param]) -> Iterator[_Param]:
         """All parameters. The memory of each flat parameter is dropped before the next one begins."""
-        held = self._parameters
-        for flat in held.layout.flats:
-            yield from (params[held.params[number]] for number in flat.params)
-            held.flats[flat.index] = torch.empty(0, device="cpu")
-        yield from (before for param, before in params.items() if param not in held.index)
+        parameters = self._parameters
+        for flat in parameters.layout.flats:
+            yield from (params[parameters.params[number]] for number in flat.params)
+            parameters.flats[flat.index] = torch.empty(0, device="cpu")
+        yield from (before for param, before in params.items() if param not in parameters.index)
 
     def _is_given_back(self, before: _Param) -> bool:
         param, is_meta = before.param, before.device.type == "meta"

@@ -120,8 +120,8 @@ class Partitions:
             partition = Partition(kept, len(data), _checksum(data), self._newest)
             self._newest = partition
             self._partitions.add(partition)
-            held = sum(partition_bytes(one.nbytes, self._ranks.size) for one in self._partitions)
-            self.peak_bytes = max(self.peak_bytes, held)
+            kept_bytes = sum(partition_bytes(one.nbytes, self._ranks.size) for one in self._partitions)
+            self.peak_bytes = max(self.peak_bytes, kept_bytes)
             return partition
 
     def get(self, partition: Partition) -> Tensor:

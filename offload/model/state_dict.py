@@ -97,14 +97,14 @@ class Access:
         streamed = self._units
         own = {name: param for name, param in module.named_parameters(recurse=False) if self._streams(param)}
         units = list(dict.fromkeys(self._unit_of[param] for param in own.values()))
-        held = {param for param in module.parameters() if self._streams(param)}
-        inside = list(dict.fromkeys(self._unit_of[param] for param in held)) if ends else []
+        streamed_params = {param for param in module.parameters() if self._streams(param)}
+        inside = list(dict.fromkeys(self._unit_of[param] for param in streamed_params)) if ends else []
 
         def before(*_: Any) -> None:
             streamed.visit(units)
 
         def saves(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            self._require_room(held)
+            self._require_room(streamed_params)
             if _is_outermost():
                 self._made.copies = []
             if not keep_vars:

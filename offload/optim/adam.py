@@ -45,7 +45,7 @@ from offload.tiers import Tier
 
 MOST_TOGETHER = 64 * MIB // 4
 """Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
-_Held = tuple[int, int, list[tuple[int, int]]]
+_Addresses = tuple[int, int, list[tuple[int, int]]]
 StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
 
@@ -358,7 +358,7 @@ class Step:
         self._params = params
         self._pending: dict[int, list[_Work]] = {}
         # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
-        self._bound: dict[int, tuple[_Held, list[Callable[[AdamScalars], Task]]]] = {}
+        self._bound: dict[int, tuple[_Addresses, list[Callable[[AdamScalars], Task]]]] = {}
         self._number = 0
         self._started: set[int] = set()
         self._health = run.health
@@ -544,15 +544,15 @@ class Step:
         A chunk is leased while the kernels of others run, so no thread waits between two chunks.
         """
         with (
-            ExitStack() as held,
+            ExitStack() as leases,
             self._timeline.span("adam_s"),
             self._timeline.event(ADAM, "Adam", chunk=works[0].chunk.index),
         ):
-            self._kernels.run(self._drawn(works, held))
+            self._kernels.run(self._drawn(works, leases))
 
-    def _drawn(self, works: Sequence[_Work], held: ExitStack) -> Iterator[Task]:
+    def _drawn(self, works: Sequence[_Work], leases: ExitStack) -> Iterator[Task]:
         for work in works:
-            lease = held.enter_context(self._store.lease(work.chunk.index, step=work.step))
+            lease = leases.enter_context(self._store.lease(work.chunk.index, step=work.step))
             lease.dirty = True
             grads, target = self._gradients.chunk_memory(work.chunk.index), self._params.in_place(work.chunk)
             yield from self._tasks(work, lease, grads, target)
@@ -570,10 +570,10 @@ class Step:
 
     def _tasks(self, work: _Work, lease: Lease, grads: Tensor, target: Tensor) -> list[Task]:
         number = work.chunk.index
-        held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
+        addresses = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
         bound = self._bound.get(number)
-        if bound is None or bound[0] != held:
-            bound = held, [self._bind(run, lease, grads, target) for run in work.runs]
+        if bound is None or bound[0] != addresses:
+            bound = addresses, [self._bind(run, lease, grads, target) for run in work.runs]
             if self._store.is_resident(number):
                 self._bound[number] = bound
         return [bind(work.scalars[run.key]) for run, bind in zip(work.runs, bound[1], strict=True)]

@@ -268,7 +268,7 @@ class ActivationStore:
         self._copying: deque[_Entry] = deque()
         self._buffers = _Buffers(device)
         self._brought: tuple[_Entry, Tensor] | None = None  # a copy on the device, ahead of its use
-        self._held: dict[weakref.ref[Stored], _Entry] = {}
+        self._entries: dict[weakref.ref[Stored], _Entry] = {}
         self._dropped: deque[weakref.ref[Stored]] = deque()
         self._process = os.getpid()
         self._is_open = True
@@ -336,7 +336,7 @@ class ActivationStore:
         stored = Stored(entry, self)
         # Called in any thread, at any moment, and by no Python code that a signal could interrupt: the next call of
         # the store sees to it.
-        self._held[weakref.ref(stored, self._dropped.append)] = entry
+        self._entries[weakref.ref(stored, self._dropped.append)] = entry
         return stored
 
     @uninterrupted
@@ -473,7 +473,7 @@ class ActivationStore:
     def _reclaim(self) -> None:
         """Takes back the room of activations that nobody can ask for any more."""
         while self._dropped:
-            entry = self._held.pop(self._dropped.popleft())
+            entry = self._entries.pop(self._dropped.popleft())
             if self._brought is not None and self._brought[0] is entry:
                 _wait_for_copies(entry)
                 self._brought = None

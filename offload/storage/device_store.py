@@ -104,8 +104,8 @@ class DeviceStore(Store):
             self._committing.lease(chunk, step=version.step) as there,
             super().lease(chunk, step=version.step, is_fresh=True) as here,
         ):
-            for held, into in zip(there.arrays, here.arrays, strict=True):
-                into.copy_(held)
+            for source, into in zip(there.arrays, here.arrays, strict=True):
+                into.copy_(source)
             here.dirty = True
         self._is_up(chunk, version)
         if not self._below:
@@ -124,8 +124,8 @@ class DeviceStore(Store):
             if chunk.newer is None:
                 continue
             with self._both(chunk.index, chunk.newer) as (here, there):
-                for held, into in zip(here.arrays, there.arrays, strict=True):
-                    into.copy_(held)
+                for source, into in zip(here.arrays, there.arrays, strict=True):
+                    into.copy_(source)
         versions = beneath.flush()
         self._are_down(versions)  # not before: what was interrupted is brought down again
         return versions

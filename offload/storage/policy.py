@@ -53,14 +53,14 @@ def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> f
     """
     following = [len(order) if use in fresh else use for use in _next_uses(order)]
     retained: set[int] = set()
-    held: dict[int, int] = {}  # chunk: position after which it stays
+    kept: dict[int, int] = {}  # chunk: position after which it stays
     for position, chunk in enumerate(order):
-        if chunk in held:
-            retained.add(held.pop(chunk))
-        while len(held) > waiting:
-            del held[max(held, key=lambda other: following[held[other]])]
+        if chunk in kept:
+            retained.add(kept.pop(chunk))
+        while len(kept) > waiting:
+            del kept[max(kept, key=lambda other: following[kept[other]])]
         if following[position] < len(order):
-            held[chunk] = position
+            kept[chunk] = position
     return frozenset(retained)
 
 

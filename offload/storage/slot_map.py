@@ -87,15 +87,15 @@ class SlotMap:
         """How many versions a slot has in its file."""
         return self.versions if self.committed is None or slot < self.committed else 1
 
-    def describe(self, held: Sequence[int]) -> Chunks:
+    def describe(self, numbers: Sequence[int]) -> Chunks:
         """What a superblock says of the committed slots, or of all slots if nothing is ever committed.
 
         Args:
-            held: the slots in the file.
+            numbers: the slots in the file.
         """
         told = range(self.total)[: self.committed]
         arrays = [self.all_arrays[slot] for slot in told]
-        found: Chunks = {"held": [slot for slot in held if slot in told], "numels": [one.numel for one in arrays]}
+        found: Chunks = {"held": [slot for slot in numbers if slot in told], "numels": [one.numel for one in arrays]}
         if any(one.itemsizes != WHOLE for one in arrays):
             found["itemsizes"] = [[*one.itemsizes] for one in arrays]
         return found
@@ -106,7 +106,7 @@ class SlotTable:
 
     Args:
         slots: the slots of the rank.
-        held: the slots in this file, in the order in which they lie.
+        numbers: the slots in this file, in the order in which they lie.
 
     Attributes:
         slots: see above.
@@ -114,11 +114,11 @@ class SlotTable:
         nbytes_of_one: what the file would take with one version of each slot.
     """
 
-    def __init__(self, slots: SlotMap, held: Sequence[int]) -> None:
+    def __init__(self, slots: SlotMap, numbers: Sequence[int]) -> None:
         self.slots = slots
-        sizes = {slot: slots.all_arrays[slot].nbytes for slot in held}
-        several = [slot for slot in held if slots.versions_of(slot) == slots.versions]
-        once = [slot for slot in held if slots.versions_of(slot) < slots.versions]
+        sizes = {slot: slots.all_arrays[slot].nbytes for slot in numbers}
+        several = [slot for slot in numbers if slots.versions_of(slot) == slots.versions]
+        once = [slot for slot in numbers if slots.versions_of(slot) < slots.versions]
         *starts, self._step = accumulate((sizes[slot] for slot in several), initial=0)
         self._starts = dict(zip(several, starts, strict=True))
         *starts, end = accumulate((sizes[slot] for slot in once), initial=slots.versions * self._step)

@@ -348,7 +348,7 @@ class SwapFile(SlotFile):
         directory: the directory, which is made with mode 0700 if it is missing.
         slots: all slots of the rank.
         run: whose file it is, and how it begins.
-        held: the slots in this file, in the order in which they lie; None: all.
+        numbers: the slots in this file, in the order in which they lie; None: all.
         stripe: which of the rank's files this is, and of how many.
         timeline: of the run.
 
@@ -369,15 +369,15 @@ class SwapFile(SlotFile):
         slots: SlotMap,
         run: RunFiles,
         *,
-        held: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
         stripe: tuple[int, int] = (0, 1),
         timeline: Timeline | None = None,
     ) -> None:
         resumes = run.resumed is not None
         self._disk = files = run.files
         check_directory(directory, files, resumes=resumes or run.is_temporary or run.is_known)
-        held = range(slots.total) if held is None else held
-        table = SlotTable(slots, held)
+        numbers = range(slots.total) if numbers is None else numbers
+        table = SlotTable(slots, numbers)
         self._checksums: dict[int, int] = {}
         self._final_path = directory / swap_name(run.rank)
         self._is_disposable = run.is_temporary
@@ -404,7 +404,7 @@ class SwapFile(SlotFile):
                 undo.callback(self._remove)
             is_blank = _is_blank(file, files)
             commits = slots.committed is not None
-            superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(held))
+            superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(numbers))
             block = aligned_memory(PAGE_BYTES)
             block[:] = superblock.encode()
             if resumes:
@@ -692,13 +692,13 @@ class Stripes:
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
                 # The chunks that move lie side by side: a drive reads on faster than it skips.
-                held = [slot for slot, path in enumerate(chosen) if path == number]
-                held.sort(key=lambda slot: slot in resident)
+                numbers = [slot for slot, path in enumerate(chosen) if path == number]
+                numbers.sort(key=lambda slot: slot in resident)
                 stripe = (number, len(directories))
-                file = SwapFile(engine, directory, slots, run, held=held, stripe=stripe, timeline=timeline)
+                file = SwapFile(engine, directory, slots, run, numbers=numbers, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._stripes.append(file)
-                self._files |= dict.fromkeys(held, file)
+                self._files |= dict.fromkeys(numbers, file)
             undo.pop_all()
 
     def of(self, kind: ChunkKind) -> Slots | None:

@@ -69,7 +69,7 @@ def _manifest(data: bytes) -> None:
     slots = committed_slots(manifest)
     assert len(slots) == len(manifest.slots)
     for path in range(min(manifest.paths, 4)):
-        manifest.slot_map.describe(manifest.held(path))
+        manifest.slot_map.describe(manifest.slots_in(path))
     if manifest.world == 1:
         agree([manifest], "manifest")
 

@@ -110,7 +110,7 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
         for chunk, numel, place in zip(made.chunks, numels, (1, 0, 1), strict=False)
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
-    assert block.chunks == manifest.slot_map.describe(manifest.held(0))
+    assert block.chunks == manifest.slot_map.describe(manifest.slots_in(0))
     assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
     assert len(data) == file_bytes(slots)
     for slot in committed_slots(manifest):

@@ -71,7 +71,7 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
 
 def superblock(manifest: Manifest, path: int, **changes: object) -> bytes:
     """As `Superblock.encode` writes it, with `commits` true."""
-    chunks = manifest.slot_map.describe(manifest.held(path))
+    chunks = manifest.slot_map.describe(manifest.slots_in(path))
     known = {"run_id": manifest.run_id, "places": manifest.places, "stripe": [path, manifest.paths], "commits": True}
     text = json.dumps({**known, "chunks": chunks, **changes}).encode()
     return superblock_of(text)
