@@ -26,6 +26,7 @@ from offload.grads.base import GradientBuffer
 from offload.model import hooks, torch_helpers
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.held_param import HeldParam
 from offload.model.gradient import Answers, StandIn
 from offload.model.guard import Guards
 from offload.model.pending import PendingUpdates
@@ -64,8 +65,8 @@ def _hooks_last(hook_forward: Any) -> Any:
     return mutated
 
 
-def _shared_storage(self: FlatParameters, number: int, values: torch.Tensor) -> torch.Tensor:
-    return values.as_strided(self.params[number].shape, self._strides[number], values.storage_offset())
+def _shared_storage(self: HeldParam, values: torch.Tensor) -> torch.Tensor:
+    return self.shaped(values)
 
 
 Mutation = tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]
@@ -77,7 +78,7 @@ MUTATIONS: dict[str, Mutation] = {
     "gradients do not answer": (RESIDENT, lambda: patch.object(StandIn, "__torch_function__", _refuses)),
     "writes are not taken over": (RESIDENT, lambda: patch.object(FlatParameters, "find_outside_writes", lambda *_: [])),
     "hooks come last": (RESIDENT, lambda: patch.object(hooks, "hook_forward", _hooks_last(hooks.hook_forward))),
-    "storages are shared": (RESIDENT, lambda: patch.object(FlatParameters, "_view_for", _shared_storage)),
+    "storages are shared": (RESIDENT, lambda: patch.object(HeldParam, "view_for", _shared_storage)),
     "modes see the library": (STREAMED, lambda: patch.object(torch_helpers, "is_watched", lambda: False)),
     "results fetch nothing in backward": (STREAMED, lambda: patch.object(StreamedUnits, "fetch_before", _nothing)),
     "state_dicts fetch nothing": (STREAMED, lambda: patch.object(Access, "hooks_of", lambda *_, **__: iter(()))),
