@@ -26,9 +26,9 @@ from offload.grads.base import GradientBuffer
 from offload.model import hooks, torch_helpers
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
-from offload.model.held_param import HeldParam
 from offload.model.gradient import Answers, StandIn
 from offload.model.guard import Guards
+from offload.model.held_param import HeldParam
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from tests.oracle import idioms
