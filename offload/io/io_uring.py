@@ -20,7 +20,7 @@ from offload import native
 from offload.errors import ClosedError
 from offload.interrupts import uninterrupted
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request, address_of
-from offload.native.threads import start_threads
+from offload.native.threads import start_threads, wait_for_threads
 from offload.sizes import GIB
 
 READ, WRITE, FDATASYNC, NOP = 0, 1, 2, 3
@@ -270,6 +270,7 @@ class UringEngine(QueuedEngine):
 
     name = "uring"
 
+    @uninterrupted
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
         self._ring = Ring(ENTRIES)
@@ -393,9 +394,9 @@ def _reap(ring: Ring, under_way: UnderWay) -> None:
                     raise
 
 
+@uninterrupted
 def _stop_reaping(ring: Ring, reaper: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
         return
     ring.submit([Submission(NOP, user_data=_STOP)])
-    if threading.current_thread() is not reaper:
-        reaper.join()
+    wait_for_threads([reaper])

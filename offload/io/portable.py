@@ -19,9 +19,10 @@ import aiofiles
 import aiofiles.os
 
 from offload.errors import ClosedError
+from offload.interrupts import uninterrupted
 from offload.io.engine import DEPTH, REQUEST_BYTES, IOFile, QueuedEngine, Refused, Request, open_file, reopened
 from offload.io.threads import Workers
-from offload.native.threads import start_threads
+from offload.native.threads import start_threads, wait_for_threads
 
 _fsync = aiofiles.os.wrap(os.fsync)
 
@@ -31,6 +32,7 @@ class PortableEngine(QueuedEngine):
 
     name = "portable"
 
+    @uninterrupted
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
         self._loop = asyncio.new_event_loop()
@@ -109,9 +111,9 @@ def _serve(loop: asyncio.AbstractEventLoop, opened: list[IOFile]) -> None:
         file.close()
 
 
+@uninterrupted
 def _stop_serving(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
         return
     loop.call_soon_threadsafe(loop.stop)
-    if threading.current_thread() is not thread:
-        thread.join()
+    wait_for_threads([thread])

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from offload.errors import ClosedError
+from offload.interrupts import uninterrupted
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
 from offload.native.threads import end_threads, start_threads
 
@@ -31,6 +32,7 @@ class Workers(Executor):
         BudgetError: if the system refuses threads.
     """
 
+    @uninterrupted
     def __init__(self, count: int, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._is_closed = False

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from offload.errors import BudgetError
-from offload.interrupts import LET_IN_S, uninterrupted
+from offload.interrupts import LET_IN_S, let_in, uninterrupted
 from offload.native.library import Work
 
 Range = tuple[Work, int, int]
@@ -31,6 +31,7 @@ class Pool:
         BudgetError: if the system refuses them.
     """
 
+    @uninterrupted
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
         self._workers = workers
@@ -134,6 +135,7 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         del call
 
 
+@uninterrupted
 def start_threads(threads: list[threading.Thread], calls: SimpleQueue[Any] | None = None) -> None:
     """Starts all of these threads, or none.
 
@@ -163,6 +165,7 @@ def start_threads(threads: list[threading.Thread], calls: SimpleQueue[Any] | Non
         ) from error
 
 
+@uninterrupted
 def end_threads(calls: SimpleQueue[Any], threads: list[threading.Thread], pid: int) -> None:
     """Ends threads that take calls from a queue until None comes, and waits for them.
 
@@ -175,10 +178,20 @@ def end_threads(calls: SimpleQueue[Any], threads: list[threading.Thread], pid: i
         return  # a forked child has no such threads
     for _ in threads:
         calls.put(None)
-    # A thread that still ends while the interpreter does can abort the process.
+    wait_for_threads(threads)
+
+
+@uninterrupted
+def wait_for_threads(threads: Iterable[threading.Thread]) -> None:
+    """Waits until these threads have ended. A thread that still ends while Python does can abort the process.
+
+    Args:
+        threads: were told to end; the current one is not waited for.
+    """
     for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
+        while thread is not threading.current_thread() and thread.is_alive():
+            thread.join(LET_IN_S)
+            let_in()
 
 
 def usable_cpus() -> int:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED
 from tests.support.faulty_engine import FaultyEngine, aligned
+from tests.support.interrupted import interrupted_at
 from tests.support.processes import ROOT, holds_in_child, open_files
 
 SIZES = [
@@ -217,6 +219,23 @@ def test_close_waits_then_leaves_neither_descriptor_nor_thread(make: str, tmp_pa
     assert not {file.path for file in files}.intersection(open_files())
     assert set(threading.enumerate()) == threads
     engine.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make", QUEUED)
+def test_an_interrupt_anywhere_in_an_engines_life_leaves_no_thread(make: str) -> None:
+    """A thread that is started and not told to end would be waited for, for ever."""
+    before, instruction, is_over = set(threading.enumerate()), 1, False
+    while not is_over:
+        with suppress(KeyboardInterrupt), interrupted_at(instruction) as left:
+            ENGINES[make]().close()
+        is_over = left[0] > 0
+        instruction += 1
+        deadline = time.monotonic() + 20
+        while not set(threading.enumerate()) <= before:
+            gc.collect()  # what held an engine that was cut off is in the exception's frames
+            assert time.monotonic() < deadline, f"left by an interrupt at place {instruction - 1}"
+            time.sleep(0.001)
 
 
 def test_a_file_that_nobody_closed_is_closed_with_its_last_reference(place: str) -> None:
