@@ -29,7 +29,7 @@ from offload.ranks.buckets import Bucket
 from offload.regions import Region
 from offload.run import Run
 from offload.sizes import SUM_BLOCK, round_up
-from offload.storage.chunk_cache import Store
+from offload.storage.chunk_cache import Store, Use
 from offload.storage.swap_format import SlotArrays
 
 
@@ -251,9 +251,10 @@ class ShardsInSlots(GradShards):
     def updated(
         self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
     ) -> Iterator[Tensor]:
-        is_fresh = is_first and len(values) == chunk.numel
-        with self._store.lease(chunk.index, step=0, is_fresh=is_fresh) as lease:
-            lease.dirty, lease.is_unfinished = True, is_unfinished
+        use = Use.FILL if is_unfinished else Use.UPDATE
+        if is_first and len(values) == chunk.numel:
+            use = Use.OVERWRITE
+        with self._store.lease(chunk.index, use, step=0) as lease:
             into = lease.arrays[0].view(self.dtypes[chunk.flat])[start : start + len(values)]
             self._put(values, into, is_first=is_first)
             yield into
@@ -317,7 +318,7 @@ class ShardsInSlots(GradShards):
         first, last = self._layout.param_shard_range(param)
         result = torch.empty(last - first, dtype=self.dtypes[self._layout.locations[param][0]], device="cpu")
         for chunk, piece in self._layout.pieces_of(param):
-            with self._store.lease(chunk.index, step=0) as lease:
+            with self._store.lease(chunk.index, Use.READ, step=0) as lease:
                 stored = lease.arrays[0].view(result.dtype)[piece.chunk_offset :][: piece.numel]
                 result[piece.param_offset - first :][: piece.numel] = stored
         return result
@@ -325,8 +326,7 @@ class ShardsInSlots(GradShards):
     def write(self, param: int, values: Tensor) -> None:
         first = self._layout.param_shard_range(param)[0]
         for chunk, piece in self._layout.pieces_of(param):
-            with self._store.lease(chunk.index, step=0) as lease:
-                lease.dirty = True
+            with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
                 stored = lease.arrays[0].view(values.dtype)[piece.chunk_offset :][: piece.numel]
                 stored.copy_(values[piece.param_offset - first :][: piece.numel])
 
@@ -335,8 +335,7 @@ class ShardsInSlots(GradShards):
 
     @contextmanager
     def shard(self, index: int) -> Iterator[Tensor]:
-        with self._store.lease(index, step=0) as lease:
-            lease.is_spent = True
+        with self._store.lease(index, Use.CONSUME, step=0) as lease:
             yield lease.arrays[0].view(self.dtypes[self._layout.chunks[index].flat])
 
     def expect(self, chunks: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import bits_of
 from offload.native import CAST, JOIN, SPLIT
 from offload.run import Run, Stores
-from offload.storage.chunk_cache import Lease, Store
+from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.swap_format import STATE_KINDS
 
 BLOCK = 1 << 20
@@ -73,8 +73,7 @@ class MasterWeights:
         """Makes the masters from the uncast values of a flat parameter, which are dense."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
-                with self._store.lease(chunk.index, step=0) as lease:
-                    lease.dirty = True
+                with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
                     for block in _blocks(chunk.pieces):
                         self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
 
@@ -97,12 +96,11 @@ class MasterWeights:
 
     def _round_masters(self, step: int) -> None:
         for chunk in self._layout.chunks:
-            with self._store.lease(chunk.index, step=step) as lease:
+            with self._store.lease(chunk.index, Use.READ, step=step) as lease:
                 if self._streamed is None:
                     self._on_device(chunk).copy_(lease.master)
                 else:
-                    with self._streamed.lease(chunk.index, step=step, is_fresh=True) as target:
-                        target.dirty = True
+                    with self._streamed.lease(chunk.index, Use.OVERWRITE, step=step) as target:
                         dtype = self._parameters.flats[chunk.flat].dtype
                         self._kernels.call(CAST, lease.master, target.arrays[0].view(dtype))
 
@@ -116,8 +114,7 @@ class MasterWeights:
         if self._params is None or self._streamed is not None:
             return
         for index, step in steps.items():
-            with self._params.lease(index, step=step, is_fresh=True) as lease:
-                lease.dirty = True
+            with self._params.lease(index, Use.OVERWRITE, step=step) as lease:
                 on_device = self._on_device(self._layout.chunks[index])
                 lease.arrays[0].view(on_device.dtype).copy_(on_device)
 
@@ -127,7 +124,7 @@ class MasterWeights:
             return
         self._params.expect(chunk.index for chunk in self._layout.chunks)
         for chunk in self._layout.chunks:
-            with self._params.lease(chunk.index, step=step) as lease:
+            with self._params.lease(chunk.index, Use.READ, step=step) as lease:
                 on_device = self._on_device(chunk)
                 on_device.copy_(lease.arrays[0].view(on_device.dtype))
         self._params.expect(())
@@ -155,25 +152,23 @@ class MasterWeights:
         missing = dict(numels)
         for ranges, states in sources:
             for target, group in groupby(ranges, key=lambda one: one.target):
-                with ExitStack() as leases:
-                    lease = leases.enter_context(self._store.lease(target, step=step))
-                    copies = self._own_copies(leases, target, step)
-                    both = [lease] if copies is None else [lease, copies]
-                    for one in group:
+                copied = list(group)
+                missing[target] -= sum(one.numel for one in copied)
+                use = Use.FILL if missing[target] else Use.UPDATE
+                with self._store.lease(target, use, step=step) as lease, ExitStack() as leases:
+                    copies = self._own_copies(leases, target, use, step)
+                    for one in copied:
                         self._copy_range(lease, copies, one, states)
-                        missing[target] -= one.numel
-                    for used in both:
-                        used.dirty, used.is_unfinished = True, missing[target] > 0
         assert not any(missing.values())
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._before.clear()
         self._stored_writes.clear()
 
-    def _own_copies(self, leases: ExitStack, chunk: int, step: int) -> Lease | None:
+    def _own_copies(self, leases: ExitStack, chunk: int, use: Use, step: int) -> Lease | None:
         """Leases the streamed parameters of a chunk; None if they are on the device."""
         if self._streamed is None:
             return None
-        return leases.enter_context(self._streamed.lease(chunk, step=step))
+        return leases.enter_context(self._streamed.lease(chunk, use, step=step))
 
     def _copy_range(self, lease: Lease, copies: Lease | None, copied: CopyRange, states: Mapping[str, Tensor]) -> None:
         """Copies one range of committed states, and makes the parameters from it."""
@@ -233,11 +228,9 @@ class MasterWeights:
             self._require_known(changed)
             for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
                 pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param in changed]
-                with self._store.lease(index, step=step) as lease:
-                    lease.dirty = True
-                    with self._copies_of(index) as copies:
-                        for block in _blocks(pieces):
-                            self._take(lease, block, copies)
+                with self._store.lease(index, Use.UPDATE, step=step) as lease, self._copies_of(index) as copies:
+                    for block in _blocks(pieces):
+                        self._take(lease, block, copies)
             if not self.takes_writes_late:
                 self._parameters.forget_writes(changed)
         self._stored_writes -= changed
@@ -265,7 +258,7 @@ class MasterWeights:
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""
         for chunk, piece in self._layout.pieces_of(number):
-            with self._store.lease(chunk.index, step=step) as lease, self._copies_of(chunk.index) as copies:
+            with self._store.lease(chunk.index, Use.READ, step=step) as lease, self._copies_of(chunk.index) as copies:
                 for block in _blocks([piece]):
                     copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
                     yield block, self._whole(lease, block, copy)
@@ -287,7 +280,7 @@ class MasterWeights:
         if self._streamed is None:
             yield None
             return
-        with self._streamed.lease(chunk, step=0) as lease:
+        with self._streamed.lease(chunk, Use.READ, step=0) as lease:
             yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
 
     def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:

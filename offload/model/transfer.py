@@ -30,7 +30,7 @@ from offload.model.unit import Presence, Unit
 from offload.profiling import TO_DEVICE
 from offload.ranks.communicator import Work
 from offload.run import Owner, Run
-from offload.storage.chunk_cache import Lease, Store
+from offload.storage.chunk_cache import Lease, Store, Use
 
 AHEAD_UNITS = 8
 """The host waits until the device is done with the unit that was released so many units ago."""
@@ -70,10 +70,10 @@ class StreamedStores:
     def _of(self, chunk: int) -> tuple[Store, int]:
         return next((store, start) for store, start in reversed(self._stores) if chunk >= start)
 
-    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
+    def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
         """See Store.lease."""
         store, first = self._of(chunk)
-        return store.lease(chunk - first, step=step, is_fresh=is_fresh)
+        return store.lease(chunk - first, use, step=step)
 
     def expect(self, order: Iterable[int]) -> None:
         """See Store.expect."""
@@ -244,7 +244,7 @@ class UnitTransfers:
         while (oldest := self._oldest_of(self._leases)) is not None:
             self._finish_upload(oldest)
         with ExitStack() as stack:
-            lease = stack.enter_context(self._store.lease(chunk.index, step=0))
+            lease = stack.enter_context(self._store.lease(chunk.index, Use.READ, step=0))
             source = self._in_store(lease.arrays[0], chunk)
             size = source.numel() * source.element_size()
             moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
@@ -426,8 +426,7 @@ class UnitTransfers:
         """Copies the values of a flat parameter, which is available, to the store, and to its tiles on the device."""
         tiles = self._available_tiles(flat)
         for chunk in self._unit_of(flat).chunks[flat]:
-            with self._store.lease(chunk.index, step=self._owner.step(), is_fresh=True) as lease:
-                lease.dirty = True
+            with self._store.lease(chunk.index, Use.OVERWRITE, step=self._owner.step()) as lease:
                 on_device = self._on_device(self._layout.slices[flat], chunk)
                 self._copier.to_host(on_device, self._in_store(lease.arrays[0], chunk)).wait()
         for tile in tiles:
@@ -445,7 +444,7 @@ class UnitTransfers:
                 torch.autograd.graph.increment_version(self._parameters.params[number])
 
     def _equals_store(self, number: int, chunk: Chunk) -> bool:
-        with self._store.lease(chunk.index, step=0) as lease:
+        with self._store.lease(chunk.index, Use.READ, step=0) as lease:
             stored = self._in_store(lease.arrays[0], chunk)
             for piece in chunk.pieces:
                 if piece.param == number:

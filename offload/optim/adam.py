@@ -40,7 +40,7 @@ from offload.ranks.exchange import EXCHANGED, Exchange, FlatGather, ReplicaExcha
 from offload.regions import Region
 from offload.run import Run
 from offload.sizes import MIB
-from offload.storage.chunk_cache import Lease, Store
+from offload.storage.chunk_cache import Lease, Store, Use
 from offload.tiers import Tier
 
 MOST_TOGETHER = 64 * MIB // 4
@@ -151,8 +151,7 @@ class NewParameters:
     @contextmanager
     def _writing(self, chunk: Chunk, step: int, is_whole: bool) -> Iterator[Tensor]:
         if self._streamed is not None:
-            with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
-                lease.dirty = True
+            with self._streamed.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as lease:
                 values = self._as_params(lease.arrays[0].view(torch.uint8), chunk)
                 yield values
                 self.chunk_updated(chunk, values)
@@ -508,10 +507,9 @@ class Step:
         is_whole = work.is_whole and not self._split_master
         with (
             self._params.writing(work.chunk, step=work.step, is_whole=is_whole) as target,
-            self._store.lease(work.chunk.index, step=work.step) as lease,
+            self._store.lease(work.chunk.index, Use.UPDATE, step=work.step) as lease,
             self._gradients.shard(work.chunk.index) as grads,
         ):
-            lease.dirty = True
             is_split = lease.master.dtype is torch.int16
             current = self._params.current(work.chunk, target) if is_split else None
             with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
@@ -552,8 +550,7 @@ class Step:
 
     def _drawn(self, works: Sequence[_Work], leases: ExitStack) -> Iterator[Task]:
         for work in works:
-            lease = leases.enter_context(self._store.lease(work.chunk.index, step=work.step))
-            lease.dirty = True
+            lease = leases.enter_context(self._store.lease(work.chunk.index, Use.UPDATE, step=work.step))
             grads, target = self._gradients.chunk_memory(work.chunk.index), self._params.in_place(work.chunk)
             yield from self._tasks(work, lease, grads, target)
 

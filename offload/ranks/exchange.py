@@ -11,7 +11,7 @@ from offload.errors import RankError
 from offload.layout import Chunk, Layout
 from offload.ranks.communicator import Communicator, Work
 from offload.regions import Region
-from offload.storage.chunk_cache import Store
+from offload.storage.chunk_cache import Store, Use
 from offload.tiers import Tier
 
 EXCHANGED = "new parameters of replicas"
@@ -179,7 +179,7 @@ class ReplicaExchange(Exchange):
             if chunk is None:  # behind the end of the last shard, or nothing but a gap
                 self._launch(flat, None, step)
                 continue
-            with self._store.lease(chunk.index, step=0) as lease:
+            with self._store.lease(chunk.index, Use.READ, step=0) as lease:
                 self._launch(flat, lease.arrays[0].view(self._layout.flats[flat].dtype), step)
 
     def _launch(self, flat: int, values: Tensor | None, step: int) -> None:
@@ -205,8 +205,7 @@ class ReplicaExchange(Exchange):
         for rank, row in zip(self._layout.replicated_shards, self._rows(flat, start), strict=True):
             chunk = self._chunks.get((flat, rank * numel + start))
             if chunk is not None and rank != self._layout.rank:
-                with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
-                    lease.dirty = True
+                with self._store.lease(chunk.index, Use.OVERWRITE, step=step) as lease:
                     values = lease.arrays[0].view(row.dtype)
                     values.copy_(row[: chunk.numel])
                     self._chunk_updated(chunk, values)

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -37,35 +38,47 @@ from offload.storage.swap_file import Slots
 from offload.storage.swap_format import STATE_KINDS, SlotArrays
 
 
+class Use(Enum):
+    """What a chunk is leased for. So it is known what has to be read before, and what has to be written after."""
+
+    READ = "read"
+    """Its values are read, and stay what they are."""
+    UPDATE = "update"
+    """Its values are read and written to. They are written back after the release."""
+    OVERWRITE = "overwrite"
+    """All of its values are written, so none has to be read. One that is cut off by an exception leaves the old ones,
+    unless the new ones went over them in RAM."""
+    FILL = "fill"
+    """As UPDATE, and more will be written soon: it is written back then, or when its buffer is needed."""
+    CONSUME = "consume"
+    """Its values are read for the last time. The next lease finds zeros."""
+
+
 class Lease(AbstractContextManager["Lease"]):
     """The right to use one chunk's arrays, from entering to leaving. See `Store.lease`.
 
     Args:
         store: the store of the chunk.
         chunk: the number of the chunk.
+        use: what it is leased for.
         step: the step whose result the arrays are if the holder writes to them.
-        is_fresh: whether the holder overwrites all of the chunk, so that nothing has to be read.
 
     Attributes:
         chunk: see above.
+        use: see above.
         step: see above.
         arrays: the chunk's arrays, tensors of shape (chunk.numel,).
-        is_fresh: see above.
-        dirty: the holder sets it if it wrote to the arrays.
-        is_unfinished: the holder sets it if it will write again. The chunk is then written back only if its buffer is
-            needed.
-        is_spent: the holder sets it if nobody needs the values any more. The next lease finds zeros.
-        is_blank: whether the arrays hold nothing of the chunk yet.
+        is_blank: whether the arrays hold nothing of the chunk, since nothing was read for a use that overwrites it.
         is_held: whether the lease has been given, and not given back.
     """
 
     arrays: Sequence[Tensor]
 
-    def __init__(self, store: Store, chunk: int, step: int, *, is_fresh: bool) -> None:
+    def __init__(self, store: Store, chunk: int, use: Use, step: int) -> None:
         self.chunk = chunk
+        self.use = use
         self.step = step
-        self.is_fresh = is_fresh
-        self.dirty = self.is_unfinished = self.is_spent = self.is_blank = False
+        self.is_blank = False
         self.is_held = False
         self._store = store
         self._life = store.life
@@ -95,18 +108,18 @@ class Lease(AbstractContextManager["Lease"]):
             self._store.acquire(self)
             return self
         except BaseException:
-            self._give_back()
+            self._give_back(is_cut_off=True)
             raise
 
     @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back()
+        self._give_back(is_cut_off=error is not None)
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, is_cut_off: bool) -> None:
         if self.is_held and self._life == self._store.life:
-            self._store.release(self)
+            self._store.release(self, is_cut_off=is_cut_off)
 
 
 LOOKS_BEFORE_COLLECTING = 20
@@ -119,18 +132,18 @@ _WAITS_FOR = {
 """What a lease waits for, by the state that it finds. In other states it waits for a buffer."""
 
 
-class _Use(NamedTuple):
+class _Expected(NamedTuple):
     """A lease to come.
 
     Attributes:
         chunk: the number of the chunk.
         is_retained: whether the chunk stays in RAM after it.
-        is_fresh: whether it overwrites all of the chunk.
+        overwrites: whether it overwrites all of the chunk.
     """
 
     chunk: int
     is_retained: bool
-    is_fresh: bool
+    overwrites: bool
 
 
 class _Books:
@@ -203,9 +216,9 @@ class Store:
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
         self._in_buffers: dict[CachedChunk, None] = {}  # the streamed chunks that have one, the oldest first
         self._moving: set[CachedChunk] = set()
-        self._ahead: deque[_Use] = deque()
+        self._ahead: deque[_Expected] = deque()
         self._announced: list[tuple[int, bool]] = []
-        self._order: tuple[_Use, ...] = ()  # of what was announced, the uses of chunks that are not resident
+        self._order: tuple[_Expected, ...] = ()  # of what was announced, the uses of chunks that are not resident
         self._is_between = False  # the order has been used up, and has not begun again
         self._used: list[tuple[int, bool]] = []
         self._health = health.part("came while a chunk moved between RAM and disk")
@@ -240,15 +253,15 @@ class Store:
         one = self._chunks[chunk]
         return one.is_resident and one.state in (Residency.CLEAN, Residency.DIRTY)
 
-    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
-        """Waits until `chunk` is in RAM, and acquires it. If it becomes dirty, it is written back after its release.
+    def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
+        """Waits until `chunk` is in RAM, and acquires it. What was written to it is written back after its release.
 
         Args:
             chunk: the number of the chunk.
-            step: the step whose result a dirty chunk is. It goes into the slot's header.
-            is_fresh: whether the caller overwrites all of it, so that nothing has to be read.
+            use: what it is leased for.
+            step: the step whose result its values are, if they are new. It goes into the slot's header.
         """
-        return Lease(self, chunk, step, is_fresh=is_fresh)
+        return Lease(self, chunk, use, step)
 
     def acquire(self, lease: Lease) -> None:
         """Waits until the chunk of `lease` is in RAM, and gives it its arrays. For leases only."""
@@ -271,10 +284,15 @@ class Store:
         if self._chunks[chunk].state not in (Residency.READING, Residency.WRITING):
             self.lease_wanted(chunk)
 
-    def release(self, lease: Lease) -> None:
-        """Takes the chunk back. For leases only."""
+    def release(self, lease: Lease, *, is_cut_off: bool) -> None:
+        """Takes the chunk back. For leases only.
+
+        Args:
+            lease: of the chunk.
+            is_cut_off: whether an exception came in its use.
+        """
         with self._lock:
-            self._release(lease)
+            self._release(lease, is_cut_off=is_cut_off)
             lease.is_held = False
 
     @uninterrupted
@@ -373,9 +391,11 @@ class Store:
         if order != self._announced:
             self._announced = order
             streamed = [use for use in order if not self._chunks[use[0]].is_resident]
-            fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
-            retained = belady([chunk for chunk, _ in streamed], self._waiting, fresh)
-            self._order = tuple(_Use(use[0], position in retained, use[1]) for position, use in enumerate(streamed))
+            overwriting = frozenset(at for at, (_, overwrites) in enumerate(streamed) if overwrites)
+            retained = belady([chunk for chunk, _ in streamed], self._waiting, overwriting)
+            self._order = tuple(
+                _Expected(chunk, at in retained, overwrites) for at, (chunk, overwrites) in enumerate(streamed)
+            )
         self._ahead = deque(self._order)
         self._is_between = False
         self._used = []
@@ -392,14 +412,15 @@ class Store:
         """
         chunk = self._chunks[lease.chunk]
         with self._books:
-            if not self._is_ready(chunk, lease.is_fresh):
+            overwrites = lease.use is Use.OVERWRITE
+            if not self._is_ready(chunk, overwrites=overwrites):
                 return False
-            lease.is_blank = lease.is_fresh and chunk.state in (Residency.EMPTY, Residency.STORED)
+            lease.is_blank = overwrites and chunk.state in (Residency.EMPTY, Residency.STORED)
             lease.arrays = chunk.arrays
             chunk.change(Residency.LEASED)
             lease.is_held = True
             chunk.holder = weakref.ref(lease)
-            self._used.append((chunk.index, lease.is_fresh))
+            self._used.append((chunk.index, overwrites))
             if not chunk.is_resident:
                 self._has_begun(chunk)
             return True
@@ -419,7 +440,7 @@ class Store:
         what = _WAITS_FOR.get(chunk.state, "wait for buffer")
         return self._timeline.waiting(what, chunk=chunk.index, tier="nvme")
 
-    def _is_ready(self, chunk: CachedChunk, is_fresh: bool) -> bool:
+    def _is_ready(self, chunk: CachedChunk, *, overwrites: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data. If not, does what can be done now to bring it there."""
         self.check()
         state = chunk.state
@@ -434,29 +455,29 @@ class Store:
             self._drop_one()
             if not self._free:
                 return False
-        if state is Residency.STORED and not is_fresh:
+        if state is Residency.STORED and not overwrites:
             self._read(chunk)
             # It may have ended before it could be waited for.
             return chunk.state is Residency.CLEAN
         self._take_buffer(chunk)
-        if not is_fresh:
+        if not overwrites:
             assert chunk.buffer is not None
             chunk.buffer.memory.zero_()
         return True
 
-    def _release(self, lease: Lease) -> None:
-        chunk, step = self._chunks[lease.chunk], lease.step
+    def _release(self, lease: Lease, *, is_cut_off: bool) -> None:
+        chunk, step, use = self._chunks[lease.chunk], lease.step, lease.use
         with self._books:
             is_retained, chunk.is_retained = chunk.is_retained, False
             chunk.holder = None
-            if lease.is_spent:
+            if use is Use.CONSUME:
                 chunk.stored = chunk.newer = None
-            if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
+            if use is Use.CONSUME or (lease.is_blank and is_cut_off):
                 chunk.change(Residency.EMPTY if chunk.stored is None else Residency.STORED)
                 self._free_buffer(chunk)
             else:
-                # What a lease has left unfinished, and what no slot has yet, is newer in RAM until it is written.
-                is_new = lease.dirty or (chunk.newer is None and chunk.stored is None)
+                # What was filled in part, and what no slot has yet, is newer in RAM until it is written.
+                is_new = use is not Use.READ or (chunk.newer is None and chunk.stored is None)
                 chunk.newer = step if is_new else chunk.newer
                 if chunk.newer is None:
                     chunk.change(Residency.CLEAN)
@@ -464,9 +485,9 @@ class Store:
                         self._drop(chunk)
                 else:
                     chunk.change(Residency.DIRTY)
-                    is_wanted = is_new and not lease.is_unfinished
+                    is_wanted = is_new and use is not Use.FILL
                     if chunk.is_resident:
-                        is_wanted = lease.dirty and not lease.is_unfinished and self._is_due(step)
+                        is_wanted = use in (Use.UPDATE, Use.OVERWRITE) and self._is_due(step)
                     if is_wanted:
                         self._write(chunk, Residency.CLEAN if chunk.is_resident or is_retained else Residency.STORED)
             self._changed.notify_all()
@@ -492,7 +513,7 @@ class Store:
     def _drop_one(self) -> None:
         """Takes the buffer of a chunk that is not needed now, for one that is."""
         clean = [chunk.index for chunk in self._in_buffers if chunk.state is Residency.CLEAN]
-        index = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
+        index = victim(clean, (use.chunk for use in self._ahead if not use.overwrites))
         if index is not None:
             self._drop(self._chunks[index])
         elif not any(chunk.state is Residency.WRITING for chunk in self._in_buffers):
@@ -508,7 +529,7 @@ class Store:
         left_free = self._in_flight // 2 if self._is_between else 0
         if len(self._free) <= left_free:
             return
-        uses = ((use.chunk, use.is_fresh) for use in self._ahead)
+        uses = ((use.chunk, use.overwrites) for use in self._ahead)
         in_buffers = {chunk.index for chunk in self._in_buffers}
         for index, is_read, taken in reservations(uses, in_buffers):
             if len(self._free) <= left_free + taken or not self._health.is_sound:

@@ -20,7 +20,7 @@ from offload.profiling import Timeline
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.arena import Lender
 from offload.storage.cached_chunk import Version
-from offload.storage.chunk_cache import Lease, Store
+from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.swap_format import SlotArrays
 
 
@@ -92,21 +92,20 @@ class DeviceStore(Store):
         self._beneath = beneath
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
 
-    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
+    def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
         self._arena.bring_back()  # somebody wants the states of a parked model
         if chunk in self._below:
             self._bring_up(chunk)
-        return super().lease(chunk, step=step, is_fresh=is_fresh)
+        return super().lease(chunk, use, step=step)
 
     def _bring_up(self, chunk: int) -> None:
         version = self._below[chunk]
         with (
-            self._committing.lease(chunk, step=version.step) as there,
-            super().lease(chunk, step=version.step, is_fresh=True) as here,
+            self._committing.lease(chunk, Use.READ, step=version.step) as there,
+            super().lease(chunk, Use.OVERWRITE, step=version.step) as here,
         ):
             for source, into in zip(there.arrays, here.arrays, strict=True):
                 into.copy_(source)
-            here.dirty = True
         self._is_up(chunk, version)
         if not self._below:
             self._committing.expect(())
@@ -168,11 +167,10 @@ class DeviceStore(Store):
         All of the buffer is about to be overwritten.
         """
         with (
-            self.lease(chunk, step=step) as here,
-            self._committing.lease(chunk, step=step, is_fresh=True) as there,
+            self.lease(chunk, Use.READ, step=step) as here,
+            self._committing.lease(chunk, Use.OVERWRITE, step=step) as there,
         ):
             yield here, there
-            there.dirty = True
 
     def _now_in_slots(self, versions: Mapping[int, Version]) -> None:
         for chunk, version in versions.items():

@@ -41,7 +41,7 @@ def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozen
     return frozenset(chosen)
 
 
-def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
+def belady(order: Sequence[int], waiting: int, overwriting: Collection[int] = ()) -> frozenset[int]:
     """The positions of `order` after which a chunk is retained in RAM until its next use.
 
     A chunk that is not retained is read again at its next use. No other choice reads fewer.
@@ -49,9 +49,9 @@ def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> f
     Args:
         order: the chunks as they are used.
         waiting: how many chunks may wait in RAM beside the one in use.
-        fresh: the positions of uses that overwrite the chunk, for which nothing has to be retained.
+        overwriting: the positions of uses that overwrite the chunk, for which nothing has to be retained.
     """
-    following = [len(order) if use in fresh else use for use in _next_uses(order)]
+    following = [len(order) if use in overwriting else use for use in _next_uses(order)]
     retained: set[int] = set()
     kept: dict[int, int] = {}  # chunk: position after which it stays
     for position, chunk in enumerate(order):
@@ -78,8 +78,8 @@ def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> I
     """
     overwritten: set[int] = set()
     taken = 0
-    for chunk, is_fresh in ahead:
-        if is_fresh:
+    for chunk, overwrites in ahead:
+        if overwrites:
             overwritten.add(chunk)
             taken += chunk not in in_ram
         yield chunk, chunk not in overwritten, taken

@@ -11,6 +11,7 @@ from offload.errors import RankError
 from offload.layout import Chunk, Layout, ParamSpec, build
 from offload.ranks.communicator import Communicator, SingleProcess, Work
 from offload.ranks.exchange import EXCHANGED, FlatGather, ReplicaExchange
+from offload.storage.chunk_cache import Use
 from offload.storage.swap_format import param_slot_arrays
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram
@@ -77,8 +78,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
         run = run_of(layout)
         store = store_in_ram(run, param_slot_arrays(layout))
         for chunk in layout.param_chunks:
-            with store.lease(chunk.index, step=0, is_fresh=True) as lease:
-                lease.dirty = True
+            with store.lease(chunk.index, Use.OVERWRITE, step=0) as lease:
                 lease.arrays[0].view(torch.uint8)[:] = torch.from_numpy(part(old, layout, chunk))
         updated: dict[int, np.ndarray] = {}
 
@@ -91,8 +91,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
             exchanging.begin()
             for chunk in layout.chunks:
                 if chunk.flat == flat.index and is_new(chunk):
-                    with store.lease(chunk.index, step=1, is_fresh=True) as lease:
-                        lease.dirty = True
+                    with store.lease(chunk.index, Use.OVERWRITE, step=1) as lease:
                         values = lease.arrays[0].view(flat.dtype)
                         values.view(torch.uint8)[:] = torch.from_numpy(part(new, layout, chunk))
                         exchanging.send(chunk, values, 1)
@@ -100,7 +99,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
         wrong = []
         for chunk in layout.param_chunks:
             expected = part(new if is_new(chunk) else old, layout, chunk)
-            with store.lease(chunk.index, step=1) as lease:
+            with store.lease(chunk.index, Use.READ, step=1) as lease:
                 if not np.array_equal(lease.arrays[0].view(torch.uint8).numpy(), expected):
                     wrong.append(f"chunk {chunk}")
         expected_of = {copy.index: part(new if is_new(copy) else old, layout, copy) for copy in layout.copies}

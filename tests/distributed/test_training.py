@@ -12,6 +12,7 @@ import torch
 from offload import OffloadZero, Tuning
 from offload.layout import Layout, build
 from offload.model.units import specs_of
+from offload.storage.chunk_cache import Use
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
 from tests.support.toy import Net, batch, squares, take_step
@@ -96,7 +97,7 @@ def _gaps(stage: int) -> int:
             inside = torch.zeros(chunk.numel, dtype=torch.bool)
             for piece in chunk.pieces:
                 inside[piece.chunk_offset : piece.chunk_offset + piece.numel] = True
-            with optimizer._parts.stores.states.lease(chunk.index, step=1) as lease:
+            with optimizer._parts.stores.states.lease(chunk.index, Use.READ, step=1) as lease:
                 for state in lease.states().values():
                     found += int(state[~inside].count_nonzero())
     return found

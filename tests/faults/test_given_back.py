@@ -22,7 +22,7 @@ from offload.model.guard import Guards
 from offload.model.hooks import Hooks
 from offload.model.master_weights import MasterWeights
 from offload.planner.placement import Placement
-from offload.storage.chunk_cache import Store
+from offload.storage.chunk_cache import Store, Use
 from tests.support.before import Before
 from tests.support.cases import often
 from tests.support.interrupted import interrupted_at
@@ -250,9 +250,9 @@ def test_a_disk_that_fails_altogether_leaves_nan_and_says_so(tmp_path: Path, mon
     model = Rich()
     before, lease, works = Before(model), Store.lease, [True]
 
-    def broken(self: Store, chunk: int, **options: Any) -> Any:
+    def broken(self: Store, chunk: int, use: Use, **options: Any) -> Any:
         if works:
-            return lease(self, chunk, **options)
+            return lease(self, chunk, use, **options)
         raise TierIOError("read", errno.EIO, "swap", 0, 4096)
 
     def fails(*_: object) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from offload import interrupts
 from offload.io.threads import ThreadEngine
+from offload.storage.chunk_cache import Use
 from tests.storage.test_store import (
     NUMELS,
     interrupted_store,
@@ -73,6 +74,6 @@ def test_a_store_goes_on_after_thousands_of_real_interrupts(tmp_path: Path) -> N
             signal.signal(signal.SIGINT, before)
         use_all(store, 99_999)
         for index in range(len(NUMELS)):
-            with store.lease(index, step=100_000) as lease:
+            with store.lease(index, Use.READ, step=100_000) as lease:
                 assert value_in(lease) == 99_999
     engine.close()

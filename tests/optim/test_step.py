@@ -12,6 +12,7 @@ from offload.grads.local import LocalGradients
 from offload.native import Task
 from offload.optim import reference
 from offload.optim.adam import NewParameters, Step
+from offload.storage.chunk_cache import Use
 from offload.storage.swap_format import state_slot_arrays
 from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
@@ -34,8 +35,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     masters = [torch.randn(numel, generator=generator) for numel in NUMELS]
     for param, master in enumerate(masters):
         for chunk, piece in layout.pieces_of(param):
-            with store.lease(chunk.index, step=0) as lease:
-                lease.dirty = True
+            with store.lease(chunk.index, Use.UPDATE, step=0) as lease:
                 at = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
                 lease.master[at] = master[piece.param_offset : piece.param_offset + piece.numel]
     states = [(master.numpy(), np.zeros_like(master.numpy()), np.zeros_like(master.numpy())) for master in masters]
@@ -64,7 +64,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
         is_narrow = dtype is torch.bfloat16
         assert np.array_equal(found, reference.from_bf16(reference.to_bf16(master)) if is_narrow else master)
         for chunk, piece in layout.pieces_of(param):
-            with store.lease(chunk.index, step=2) as lease:
+            with store.lease(chunk.index, Use.READ, step=2) as lease:
                 held = lease.exp_avg[piece.chunk_offset : piece.chunk_offset + piece.numel].numpy()
                 assert np.array_equal(held, exp_avg[piece.param_offset : piece.param_offset + piece.numel])
     step.close()
@@ -78,8 +78,8 @@ def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch
     run = run_of(layout, tier="cpu")
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     for chunk in layout.chunks:
-        with store.lease(chunk.index, step=0) as lease:
-            lease.dirty = True
+        with store.lease(chunk.index, Use.UPDATE, step=0):
+            pass
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
     step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))

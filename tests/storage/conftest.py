@@ -36,7 +36,6 @@ def put(lease: Lease, value: float) -> None:
     """Gives all arrays of a lease values that `value_in` knows."""
     for number, state in enumerate(lease.arrays):
         state.fill_(value + number / 4)
-    lease.dirty = True
 
 
 def value_in(lease: Lease) -> float:

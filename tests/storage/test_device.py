@@ -21,7 +21,7 @@ from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.cached_chunk import Version
-from offload.storage.chunk_cache import Lease, Store
+from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import Stripes
@@ -55,12 +55,12 @@ def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[Dev
 
 
 def put_in(store: Store, chunk: int, value: float, step: int) -> None:
-    with store.lease(chunk, step=step) as lease:
+    with store.lease(chunk, Use.UPDATE, step=step) as lease:
         put(lease, value)
 
 
 def found(store: Store, chunk: int) -> float:
-    with store.lease(chunk, step=0) as lease:
+    with store.lease(chunk, Use.READ, step=0) as lease:
         return value_in(lease)
 
 
@@ -123,12 +123,12 @@ def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngin
         lease, leases = store.lease, 0
 
         @contextmanager
-        def interrupted(chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
+        def interrupted(chunk: int, use: Use, *, step: int) -> Iterator[Lease]:
             nonlocal leases
             leases += 1
             if leases == 3:
                 raise KeyboardInterrupt
-            with lease(chunk, step=step, is_fresh=is_fresh) as lent:
+            with lease(chunk, use, step=step) as lent:
                 yield lent
 
         store.lease = interrupted  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from offload.io.threads import ThreadEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.chunk_cache import Store
+from offload.storage.chunk_cache import Store, Use
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import SlotArrays
@@ -75,8 +75,8 @@ def store(engine: FaultyEngine, tmp_path: Path, health: Health) -> Iterator[Stor
 
 chunk = st.integers(0, len(NUMELS) - 1)
 actions = st.one_of(
-    st.tuples(st.just("dirty"), chunk),
-    st.tuples(st.just("clean"), chunk),
+    *(st.tuples(st.just(use), chunk) for use in Use),
+    st.tuples(st.just("cut off"), chunk),
     st.tuples(st.just("hold"), chunk),
     st.tuples(st.just("release"), chunk),
     st.tuples(st.just("expect"), st.permutations(range(len(NUMELS)))),
@@ -94,24 +94,29 @@ actions = st.one_of(
     seed=st.integers(0, 1000),
 )
 def test_any_use_under_any_timing_equals_a_plain_dict(
-    script: list[tuple[str, object]], buffers: int, kept: frozenset[int], due: frozenset[int], seed: int
+    script: list[tuple[str | Use, object]], buffers: int, kept: frozenset[int], due: frozenset[int], seed: int
 ) -> None:
     engine = FaultyEngine(seed=seed, delay_s=0.0005)
     values = dict.fromkeys(range(len(NUMELS)), 0.0)
     held: dict[int, ExitStack] = {}
     clock = 0
 
-    def use(index: int, *, dirty: bool) -> None:
+    def use(index: int, how: Use, *, is_cut_off: bool = False) -> None:
         nonlocal clock
         streamed = [other for other in held if other not in kept]
         if index in held or (index not in kept and len(streamed) >= buffers):
             return
         clock += 1
-        with store.lease(index, step=clock) as lease:
-            assert value_in(lease) == values[index]
-            if dirty:
+        with suppress(KeyboardInterrupt), store.lease(index, how, step=clock) as lease:
+            if is_cut_off:
+                raise KeyboardInterrupt
+            if how is not Use.OVERWRITE:
+                assert value_in(lease) == values[index]
+            if how in (Use.UPDATE, Use.OVERWRITE, Use.FILL):
                 put(lease, clock)
                 values[index] = clock
+            elif how is Use.CONSUME:
+                values[index] = 0.0
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -119,15 +124,17 @@ def test_any_use_under_any_timing_equals_a_plain_dict(
     ):
         for action, argument in script:
             match action, argument:
-                case "dirty" | "clean", int(index):
-                    use(index, dirty=action == "dirty")
+                case Use(), int(index):
+                    use(index, action)
+                case "cut off", int(index):
+                    use(index, Use.OVERWRITE, is_cut_off=True)
                 case "hold", int(index):
                     # One buffer stays free: whoever holds them all cannot lease another.
                     streamed = [other for other in held if other not in kept]
                     if index not in held and (index in kept or len(streamed) + 1 < buffers):
                         clock += 1
                         held[index] = ExitStack()
-                        lease = held[index].enter_context(store.lease(index, step=clock))
+                        lease = held[index].enter_context(store.lease(index, Use.UPDATE, step=clock))
                         assert value_in(lease) == values[index]
                         put(lease, clock)
                         values[index] = clock
@@ -139,14 +146,14 @@ def test_any_use_under_any_timing_equals_a_plain_dict(
                 case "step", list(order):
                     store.expect([index for index in order if index not in held])
                     for index in order:
-                        use(index, dirty=True)
+                        use(index, Use.UPDATE)
                 case "drain", _:
                     store.drain()
         for stack in held.values():
             stack.close()
         for index in values:
             held.clear()
-            use(index, dirty=False)
+            use(index, Use.READ)
     engine.close()
 
 
@@ -161,7 +168,7 @@ def test_an_expected_order_is_read_ahead_and_each_byte_moves_once(
         for step in range(1, 5):
             store.expect(order)
             for index in order:
-                with store.lease(index, step=step) as lease:
+                with store.lease(index, Use.UPDATE, step=step) as lease:
                     assert value_in(lease) == step - 1
                     put(lease, step)
         store.drain()
@@ -178,7 +185,7 @@ def test_a_kept_chunk_at_the_end_of_the_order_does_not_begin_it_again(engine: Fa
     with store_on(engine, tmp_path / "run", buffers=4, kept=frozenset({last}), timeline=timeline) as store:
         store.expect(range(len(NUMELS)))
         for index in range(len(NUMELS)):
-            with store.lease(index, step=1) as lease:
+            with store.lease(index, Use.UPDATE, step=1) as lease:
                 put(lease, 1)
         store.drain()
         assert timeline.counted("nvme_read_bytes") == sum(SlotArrays(numel).nbytes for numel in NUMELS[:2])
@@ -195,11 +202,11 @@ def test_what_is_overwritten_before_it_is_read_is_read_once(engine: FaultyEngine
     with store_on(engine, tmp_path / "run", buffers=buffers, timeline=timeline) as store:
         for step in range(1, 5):
             for index in range(len(NUMELS)):
-                with store.lease(index, step=step, is_fresh=True) as lease:
+                with store.lease(index, Use.OVERWRITE, step=step) as lease:
                     put(lease, step)
                 store.drain()  # what could be read ahead has been
             for index in reversed(range(len(NUMELS))):
-                with store.lease(index, step=step) as lease:
+                with store.lease(index, Use.READ, step=step) as lease:
                     assert value_in(lease) == step
             store.repeat()
         store.drain()
@@ -213,7 +220,7 @@ def test_kept_chunks_never_move(engine: FaultyEngine, tmp_path: Path) -> None:
         for step in range(1, 3):
             store.expect(range(len(NUMELS)))
             for index in range(len(NUMELS)):
-                with store.lease(index, step=step) as lease:
+                with store.lease(index, Use.UPDATE, step=step) as lease:
                     put(lease, step)
         store.drain()
         assert (engine.reads, engine.writes) == (0, written)
@@ -228,7 +235,7 @@ def test_kept_chunks_are_written_once_for_a_commit_and_behind_the_step_if_it_is_
         before = engine.writes
         for step in (1, 2, 3, 4):
             for index in sorted(kept):
-                with store.lease(index, step=step) as lease:
+                with store.lease(index, Use.UPDATE, step=step) as lease:
                     assert value_in(lease) == step - 1
                     put(lease, step)
             store.drain()
@@ -241,7 +248,7 @@ def test_kept_chunks_are_written_once_for_a_commit_and_behind_the_step_if_it_is_
                 assert engine.writes - before == commits * len(NUMELS)
         store.reset(versions)
         for index in kept:
-            with store.lease(index, step=4) as lease:
+            with store.lease(index, Use.READ, step=4) as lease:
                 assert value_in(lease) == 4
 
 
@@ -250,9 +257,8 @@ def test_what_is_left_unfinished_at_a_step_that_is_committed_is_not_written_yet(
 ) -> None:
     with store_on(engine, tmp_path / "run", buffers=0, kept=frozenset(range(len(NUMELS))), due=[1]) as store:
         before = engine.writes
-        with store.lease(0, step=1) as lease:
+        with store.lease(0, Use.FILL, step=1) as lease:
             put(lease, 1)
-            lease.is_unfinished = True
         store.drain()
         assert engine.writes == before
         assert store.flush()[0].step == 1
@@ -261,7 +267,7 @@ def test_what_is_left_unfinished_at_a_step_that_is_committed_is_not_written_yet(
 
 def test_reading_begins_when_the_order_is_announced(store: Store, engine: FaultyEngine) -> None:
     for index in range(3):
-        with store.lease(index, step=1) as lease:
+        with store.lease(index, Use.UPDATE, step=1) as lease:
             put(lease, 1)
     store.drain()
     store.expect([2, 0])
@@ -272,7 +278,7 @@ def test_chunks_still_being_written_are_read_ahead_once_they_are_there(tmp_path:
     engine = FaultyEngine(delay_s=0.02)
     with store_on(engine, tmp_path / "run") as store:
         for index in (0, 1, 2):
-            with store.lease(index, step=1) as lease:
+            with store.lease(index, Use.UPDATE, step=1) as lease:
                 put(lease, 1)
         store.expect([2, 1, 0])
         end = time.monotonic() + 10
@@ -280,17 +286,17 @@ def test_chunks_still_being_written_are_read_ahead_once_they_are_there(tmp_path:
             time.sleep(0.005)
         assert engine.reads == 3
         for index in (2, 1, 0):
-            with store.lease(index, step=2) as lease:
+            with store.lease(index, Use.READ, step=2) as lease:
                 assert value_in(lease) == 1
     engine.close()
 
 
 def test_a_clean_release_writes_nothing(store: Store, engine: FaultyEngine) -> None:
-    with store.lease(0, step=1) as lease:
+    with store.lease(0, Use.UPDATE, step=1) as lease:
         put(lease, 1)
     store.drain()
     written = engine.writes
-    with store.lease(0, step=2) as lease:
+    with store.lease(0, Use.READ, step=2) as lease:
         assert value_in(lease) == 1
     store.drain()
     assert engine.writes == written
@@ -301,9 +307,9 @@ def test_a_chunk_that_was_first_used_in_inference_mode_can_be_written_outside(
     engine: FaultyEngine, tmp_path: Path, kept: frozenset[int]
 ) -> None:
     with store_on(engine, tmp_path / "run", buffers=1, kept=kept) as store:
-        with torch.inference_mode(), store.lease(0, step=1) as lease:
+        with torch.inference_mode(), store.lease(0, Use.UPDATE, step=1) as lease:
             put(lease, 1)
-        with store.lease(0, step=2) as lease:
+        with store.lease(0, Use.UPDATE, step=2) as lease:
             assert value_in(lease) == 1
             put(lease, 2)
 
@@ -311,30 +317,66 @@ def test_a_chunk_that_was_first_used_in_inference_mode_can_be_written_outside(
 def test_leases_end_in_any_order(store: Store) -> None:
     stacks = [ExitStack() for _ in range(3)]
     for index, stack in enumerate(stacks):
-        put(stack.enter_context(store.lease(index, step=1)), index + 1)
+        put(stack.enter_context(store.lease(index, Use.UPDATE, step=1)), index + 1)
     for index in (1, 2, 0):
         stacks[index].close()
     for index in range(3):
-        with store.lease(index, step=2) as lease:
+        with store.lease(index, Use.READ, step=2) as lease:
             assert value_in(lease) == index + 1
 
 
 def test_what_a_lease_was_interrupted_in_stays_what_it_was_left(store: Store) -> None:
     def interrupted() -> None:
-        with store.lease(0, step=1) as lease:
+        with store.lease(0, Use.UPDATE, step=1) as lease:
             put(lease, 1)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with store.lease(0, step=2) as lease:
+    with store.lease(0, Use.READ, step=2) as lease:
         assert value_in(lease) == 1
+
+
+def test_an_overwriting_that_is_cut_off_leaves_what_was_there(store: Store) -> None:
+    with store.lease(0, Use.UPDATE, step=1) as lease:
+        put(lease, 1)
+    store.drain()
+    for index in (0, 1):  # one is only in its slot, of the other there is nothing yet
+        with suppress(KeyboardInterrupt), store.lease(index, Use.OVERWRITE, step=2) as lease:
+            put(lease, 2)
+            raise KeyboardInterrupt
+    store.drain()
+    for index, value in ((0, 1), (1, 0)):
+        with store.lease(index, Use.READ, step=2) as lease:
+            assert value_in(lease) == value
+
+
+def test_a_chunk_that_is_filled_in_parts_is_written_once(store: Store, engine: FaultyEngine) -> None:
+    before = engine.writes
+    for use in (Use.FILL, Use.FILL, Use.UPDATE):
+        with store.lease(0, use, step=1) as lease:
+            put(lease, 1)
+    store.drain()
+    assert engine.writes == before + 1
+
+
+def test_what_is_consumed_is_gone(store: Store, engine: FaultyEngine) -> None:
+    with store.lease(0, Use.UPDATE, step=1) as lease:
+        put(lease, 1)
+    store.drain()
+    with store.lease(0, Use.CONSUME, step=1) as lease:
+        assert value_in(lease) == 1
+    before = engine.reads
+    assert store.flush() == {}
+    with store.lease(0, Use.READ, step=2) as lease:
+        assert value_in(lease) == 0
+    assert engine.reads == before
 
 
 def use_all(store: Store, step: int) -> None:
     store.expect(range(len(NUMELS)))
     for index in range(len(NUMELS)):
-        with store.lease(index, step=step) as lease:
+        with store.lease(index, Use.UPDATE, step=step) as lease:
             put(lease, step)
     store.drain()
 
@@ -351,7 +393,7 @@ def interrupted_store(path: Path, kept: frozenset[int], instruction: int, by: Ca
             for step in (3, 4):
                 use_all(store, step)
             for index in range(len(NUMELS)):
-                with store.lease(index, step=5) as lease:
+                with store.lease(index, Use.READ, step=5) as lease:
                     assert value_in(lease) == 4
         except InterruptedStepError:
             assert by is thrown_in  # which may leave anything half changed, but not without a word
@@ -381,8 +423,8 @@ def test_a_failure_is_raised_at_every_call_from_then_on(
         store.check,
         store.drain,
         lambda: store.expect([0]),
-        lambda: store.lease(0, step=3).__enter__(),
-        lambda: store.lease(5, step=3).__enter__(),
+        lambda: store.lease(0, Use.READ, step=3).__enter__(),
+        lambda: store.lease(5, Use.READ, step=3).__enter__(),
     ):
         with pytest.raises(TierIOError) as later:
             again()
@@ -437,13 +479,13 @@ def test_damage_done_on_the_way_is_raised_at_the_next_read(store: Store, engine:
 def test_close_waits_for_what_is_under_way(tmp_path: Path) -> None:
     engine = FaultyEngine(delay_s=0.1)
     with store_on(engine, tmp_path / "run") as store:
-        with store.lease(0, step=1) as lease:
+        with store.lease(0, Use.UPDATE, step=1) as lease:
             put(lease, 1)
         start = time.monotonic()
         store.close()
         assert engine._under_way == 0
         assert time.monotonic() - start < 10
-        for call in (store.check, store.drain, lambda: store.lease(0, step=2).__enter__()):
+        for call in (store.check, store.drain, lambda: store.lease(0, Use.READ, step=2).__enter__()):
             with pytest.raises(ClosedError):
                 call()
         store.close()
@@ -455,14 +497,14 @@ def test_whoever_waits_for_a_chunk_learns_that_the_store_was_closed(store: Store
 
     def wait() -> None:
         try:
-            with store.lease(5, step=1):
+            with store.lease(5, Use.READ, step=1):
                 pass
         except OffloadError as error:
             errors.append(error)
 
     with ExitStack() as held:
         for index in range(3):
-            held.enter_context(store.lease(index, step=1))
+            held.enter_context(store.lease(index, Use.READ, step=1))
         waiting = threading.Thread(target=wait)
         waiting.start()
         time.sleep(0.05)
@@ -485,17 +527,17 @@ def test_what_no_disk_said_is_raised_once_and_then_names_the_way_out(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "_has_begun", recursing)
-        with pytest.raises(RecursionError), store.lease(0, step=2):
+        with pytest.raises(RecursionError), store.lease(0, Use.READ, step=2):
             pass
     with pytest.raises(InterruptedStepError, match="new OffloadZero") as caught:
         store.drain()
     assert caught.value.__cause__ is came
     health.can_go_back = True
-    with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"), store.lease(1, step=2):
+    with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"), store.lease(1, Use.READ, step=2):
         pass
     store.reset(versions)
     for index in range(len(NUMELS)):
-        with store.lease(index, step=2) as lease:
+        with store.lease(index, Use.READ, step=2) as lease:
             assert value_in(lease) == 1
 
 
@@ -504,7 +546,7 @@ def test_a_mistake_inside_a_callback_reaches_whoever_waits(store: Store, monkeyp
         raise ZeroDivisionError
 
     monkeypatch.setattr(store._timeline, "count", broken)
-    with store.lease(0, step=1) as lease:
+    with store.lease(0, Use.UPDATE, step=1) as lease:
         put(lease, 1)
     with pytest.raises(InterruptedStepError) as caught:
         store.drain()
