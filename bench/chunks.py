@@ -28,7 +28,8 @@ from offload.devices.copies import HostCopier
 from offload.grads.local import LocalGradients, regions
 from offload.io.select import open_engine
 from offload.layout import ParamSpec, build
-from offload.optim.adam import NewParameters, Step
+from offload.optim.adam import Step
+from offload.optim.new_params import new_parameters
 from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.profiling import Timeline
@@ -37,6 +38,7 @@ from offload.regions import total_bytes
 from offload.run import Memory, Run
 from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
+from offload.storage.param_store import ResidentParams
 from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import state_slot_arrays
@@ -102,7 +104,7 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
         store = stack.enter_context(closing(Store(slot_arrays, resident, passing, slots, work.timeline, work.health)))
         gradients = stack.enter_context(closing(LocalGradients(work, choice.grads)))
         flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
-        new_params = NewParameters(work, flats, gradients)
+        new_params = new_parameters(work, ResidentParams(layout, flats), flats, gradients)
         yield stack.enter_context(closing(Step(work, choice.states, store, gradients, new_params)))
 
 

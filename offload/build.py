@@ -35,7 +35,8 @@ from offload.model.units import device_for, require_movable, require_on_mesh, re
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
-from offload.optim.adam import NewParameters, Step
+from offload.optim.adam import Step
+from offload.optim.new_params import NewParameters, new_parameters
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
@@ -56,6 +57,7 @@ from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.directories import replaceable_in
+from offload.storage.param_store import ParamStore, ResidentParams, StreamedParams
 from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes
@@ -180,7 +182,7 @@ class Parts:
     Attributes:
         run: what all parts share.
         stores: of states, parameters and gradients.
-        streamed: the store of the parameters, if these are on the device only around their use.
+        params: the trained parameters, in the model or in a store.
         parameters: the model's parameters, in flat parameters.
         masters: what moves values between the parameters and the states.
         gradients: the gradient buffer.
@@ -193,7 +195,7 @@ class Parts:
 
     run: Run
     stores: Stores
-    streamed: Store | None
+    params: ParamStore
     parameters: FlatParameters
     masters: MasterWeights
     gradients: GradientBuffer
@@ -250,19 +252,22 @@ def build(
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
     limit = placement.streamed_bytes
     parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
-    params = pool_store(ChunkKind.PARAMS, placement.params)
+    param_store = pool_store(ChunkKind.PARAMS, placement.params)
     frozen = pool_store(ChunkKind.FROZEN, placement.frozen)
-    streamed = params if trained_streams else None
+    params: ParamStore = ResidentParams(layout, parameters.flats, beneath=param_store)
+    if trained_streams:
+        assert param_store is not None
+        params = StreamedParams(layout, param_store)
     if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
-    new_params = NewParameters(run, parameters.flats, gradients, streamed)
+    new_params = new_parameters(run, params, parameters.flats, gradients)
     step = Step(run, choice.states, store, gradients, new_params)
     undo.callback(step.close)
-    stores = Stores(store, params, grads, frozen)
-    masters = MasterWeights(run, choice.states, parameters, stores, streamed)
+    stores = Stores(store, param_store, grads, frozen)
+    masters = MasterWeights(run, choice.states, parameters, store, params)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
-    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
+    return Parts(run, stores, params, parameters, masters, gradients, new_params, step, slots, engine, activations)
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:

@@ -105,20 +105,17 @@ class HeldModel:
         self._guards: Guards | None = None
         run, choice = parts.run, placement.choice
         self._run, self._choice = run, choice
-        self._is_resident = parts.streamed is None and parts.stores.frozen is None
         parameters = parts.parameters
+        self._is_resident = not parameters.streams_any
         transfers = self._new_transfers(placement, owner)
-        update = transfers if parts.streamed is not None else None
-        self.pending = PendingUpdates(run, parts.step, parameters, update, owner)
-        if transfers is None:
-            self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
-        else:
+        self.pending = PendingUpdates(run, parts.step, parameters, transfers, owner)
+        self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
+        if parameters.streams_any:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         undo.callback(self.remove)
         self._frozen_digests: dict[str, str] = {}
         self._take_model(values, transfers)
-        if transfers is not None:
-            transfers.expect(())  # training fetches in another order than that in which the model was taken
+        transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
         self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, self.units, owner)
@@ -138,7 +135,7 @@ class HeldModel:
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
         uses_disk = placement.states.streamed or NVME in (choice.params.tier, choice.grads.tier)
         self._applies_in_step = run.memory.copier.direct and not uses_disk
-        self._launches_in_step = run.layout.ranks > 1 and parts.streamed is None
+        self._launches_in_step = run.layout.ranks > 1 and parts.params.in_model
 
     def step_begins(self) -> None:
         """Applies all of the last step, before a step begins."""
@@ -219,6 +216,7 @@ class HeldModel:
     def _move(self, device: torch.device) -> None:
         self.units.move(device)
         self._parts.step.move()
+        self._parts.params.move()
         self.answers.move()
         assert self._hooks is not None
         self._hooks.hook_nodes()
@@ -229,7 +227,7 @@ class HeldModel:
         Parameters that ranks share stay released, since another rank may have less room.
         """
         parameters = self._parts.parameters
-        if not isinstance(self.units, StreamedUnits) or parameters.layout.shard_group_size > 1:
+        if self._is_resident or parameters.layout.shard_group_size > 1:
             return
         if limit is None or sum(flat.numel() * flat.element_size() for flat in parameters.flats) <= limit:
             self.units.fetch_all()
@@ -263,31 +261,29 @@ class HeldModel:
             last_first.callback(self._parts.parameters.free_spares)
             last_first.callback(self.units.close)
 
-    def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers | None:
-        """What moves the parameters of units; None if all parameters are resident."""
-        trained, frozen, parameters = self._parts.streamed, self._parts.stores.frozen, self._parts.parameters
-        if trained is None and frozen is None:
-            return None
+    def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers:
+        """What moves the parameters of units that stream."""
+        stores, parameters = self._parts.stores, self._parts.parameters
+        trained = None if self._parts.params.in_model else stores.params
         layout, limit = parameters.layout, placement.device_budget_bytes
-        stores = StreamedStores(trained, frozen, layout.first_frozen)
+        streamed = StreamedStores(trained, stores.frozen, layout.first_frozen)
         pools = [placement.params if trained is not None else None, placement.frozen]
         leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
         transfers = UnitTransfers(
             self._run,
             parameters,
-            stores,
+            streamed,
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
             ahead=self._choice.params.prefetch_units,
             limit=None if limit is None else limit - placement.device_bytes + placement.streamed_bytes,
         )
-        if trained is not None:
-            self._parts.new_params.chunk_updated = transfers.chunk_updated
+        self._parts.params.chunk_updated = transfers.chunk_updated
         return transfers
 
     # Taking the model.
 
-    def _take_model(self, values: Values, transfers: UnitTransfers | None) -> None:
+    def _take_model(self, values: Values, transfers: UnitTransfers) -> None:
         """Takes the model, one flat parameter after the other.
 
         Makes the masters, casts the held parameters, and moves them to the device to train on.
@@ -321,7 +317,7 @@ class HeldModel:
                     alias.follow(parts.parameters.data_of(number_of))
             if info.is_frozen and self._choice.commits.every is not None:
                 self._frozen_digests |= self._digests_of(flat)
-            if streams and has_values and transfers is not None:
+            if streams and has_values:
                 transfers.store_and_free(flat)
             elif streams:
                 parts.parameters.free_attached(flat)

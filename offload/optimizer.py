@@ -556,7 +556,7 @@ class OffloadZero(torch.optim.Optimizer):
     @property
     def _streams(self) -> bool:
         """Whether parameters stream."""
-        return self._parts.streamed is not None or self._parts.stores.frozen is not None
+        return self._parts.parameters.streams_any
 
     @property
     def _is_of_scaler(self) -> bool:

@@ -67,8 +67,8 @@ from offload.errors import (
 )
 from offload.interrupts import is_of_system
 from offload.model.master_weights import MasterWeights
-from offload.optim.adam import NewParameters
 from offload.optim.adopt import require_sound
+from offload.optim.new_params import NewParameters
 from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
 from offload.storage.cached_chunk import Version

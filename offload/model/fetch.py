@@ -108,14 +108,14 @@ class UnitOrder:
 class HeldUnits:
     """The units of a held model whose parameters are all resident. A use of a unit only applies a pending update.
 
-    Hooks and guards call this class or StreamedUnits.
+    Hooks and guards call this class or StreamedUnits. Threads may have passes through resident parameters at the same
+    time.
 
     Attributes:
         entries: the threads in the run.
         running: which units' forwards run.
+        written_frozen: the frozen parameters that stream and that somebody wrote to.
     """
-
-    is_streamed = False
 
     def __init__(
         self, run: Run, parameters: FlatParameters, pending: PendingUpdates, masters: MasterWeights, owner: Owner
@@ -129,6 +129,7 @@ class HeldUnits:
         self._root = self._units[ROOT]
         self.entries = run.entries
         self.running = RunningUnits(parameters, run.entries)
+        self.written_frozen: set[int] = set()
         self._tasks: dict[int, threading.Thread] = {}  # of autograd, that run now, and the thread whose backward it is
 
     @entry
@@ -224,6 +225,37 @@ class HeldUnits:
             self._pending.apply(unit)
         return _NO_CONTEXT
 
+    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
+        """Makes `units` be fetched again each time that `node` of a graph is about to run."""
+
+    def keep(self, units: Iterable[Unit]) -> None:
+        """Keeps units that are available until the next step, because a graph needs them and does not say when."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a pass with gradients of a model that streams is under way, or was the last one."""
+        return False
+
+    def visit(self, units: Iterable[Unit]) -> None:
+        """Fetches units with their current values for saving or loading. They are released when others are fetched.
+
+        In a thread beside the one that trains this does nothing: each use of a parameter fetches it (guard.py).
+        """
+
+    def leave(self, unit: Unit) -> None:
+        """Releases a unit unless it is in use."""
+
+    def fetch_all(self) -> None:
+        """Fetches all parameters, which stay. No unit may be entered afterwards."""
+
+    def store_outside_writes(self, within: Collection[int] | None = None) -> None:
+        """Takes what others wrote to parameters that are available into the store.
+
+        Args:
+            within: the parameters to look at, those of whole flat parameters, since these are stored as a whole; None:
+                all.
+        """
+
     @contextmanager
     def gathered(self, units: Sequence[Unit], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
         """A context as `used`, for `OffloadZero.gathered`.
@@ -283,12 +315,7 @@ class StreamedUnits(HeldUnits):
         masters: the master weights.
         owner: the optimizer.
         gradients: is told which units a backward has left, where ranks share the parameters.
-
-    Attributes:
-        written_frozen: the frozen parameters that somebody wrote to.
     """
-
-    is_streamed = True
 
     def __init__(
         self,
@@ -309,7 +336,6 @@ class StreamedUnits(HeldUnits):
         self._gathered: list[Unit] = []  # by `gathered`
         self._used: list[Unit] = []  # by operations that run now
         self._borrowed: dict[Unit, None] = {}  # by threads beside the one that trains, and of no use to that one
-        self.written_frozen: set[int] = set()
         self._kept: dict[Unit, None] = {}  # for nodes that announce nothing
         self._makes_graph = False
         # The unit whose backward began last, by thread: nodes of tensors on the CPU run in another one than a device's.
@@ -544,7 +570,6 @@ class StreamedUnits(HeldUnits):
         self.transfers.fetch(unit)
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
-        """Makes `units` be fetched again each time that `node` of a graph is about to run."""
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._position)))
 
     @entry
@@ -563,14 +588,12 @@ class StreamedUnits(HeldUnits):
 
     @property
     def is_training(self) -> bool:
-        """Whether the pass that began last has gradients."""
         return self._order.is_training
 
     def is_here(self, unit: Unit) -> bool:
         return super().is_here(unit) and unit.is_here
 
     def keep(self, units: Iterable[Unit]) -> None:
-        """Keeps units that are available until the next step, because a graph needs them and does not say when."""
         if not self.entries.is_beside():
             self._kept.update(dict.fromkeys(units))
 
@@ -640,10 +663,6 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def visit(self, units: Iterable[Unit]) -> None:
-        """Fetches units with their current values for saving or loading. They are released when others are fetched.
-
-        In a thread beside the one that trains this does nothing: each use of a parameter fetches it (guard.py).
-        """
         if self.entries.is_beside():
             return
         for unit in units:
@@ -655,7 +674,6 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def leave(self, unit: Unit) -> None:
-        """Releases a unit unless it is in use."""
         if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
             self._release(unit)
 
@@ -720,12 +738,6 @@ class StreamedUnits(HeldUnits):
     # What others wrote.
 
     def store_outside_writes(self, within: Collection[int] | None = None) -> None:
-        """Takes what others wrote to parameters that are available into the store.
-
-        Args:
-            within: the parameters to look at, those of whole flat parameters, since these are stored as a whole; None:
-                all.
-        """
         numbers = self._parameters.find_outside_writes(within)
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
@@ -772,7 +784,6 @@ class StreamedUnits(HeldUnits):
         self._parameters.move(device)
 
     def fetch_all(self) -> None:
-        """Fetches all parameters, which stay. No unit may be entered afterwards."""
         self._forget_graphs()
         self._release_unused()
         self._parameters.free_spares()  # what stays is to take no more than it needs

@@ -20,7 +20,7 @@ their first storages again when they are back: views that autograd saved stay va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class FlatParameters:
         device: torch.device,
         copier: Copier,
         *,
-        streamed: Container[int] = (),
+        streamed: Collection[int] = (),
         limit: int = 0,
     ) -> None:
         self.layout = layout
@@ -220,6 +220,15 @@ class FlatParameters:
     def number_of(self, tensor: Any) -> int | None:
         """The number of a held parameter; None of any other tensor."""
         return self.index.get(tensor)
+
+    @property
+    def streams_any(self) -> bool:
+        """Whether any parameter streams."""
+        return len(self._streamed) > 0
+
+    def flat_streams(self, flat: int) -> bool:
+        """Whether the parameters of a flat parameter stream."""
+        return flat in self._streamed
 
     def streams(self, number: int) -> bool:
         """Whether the memory of a parameter comes and goes."""

@@ -245,7 +245,7 @@ class Hooks:
             for name in own if module is not model else ():
                 # Where all parameters are resident, guards do what is left.
                 is_block = blocks.get(name) is module
-                if is_block or units.is_streamed or (name != ROOT and not is_called(blocks[name])):
+                if is_block or parameters.streams_any or (name != ROOT and not is_called(blocks[name])):
                     unit = units.named(name)
                     before, after = partial(units.forward_begins, unit), partial(units.forward_ends, unit)
                     self._handles += hook_forward(module, before, after, is_inside=not is_block)

@@ -8,7 +8,6 @@ the store of streamed parameters), and refused elsewhere. A commit holds the par
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from itertools import groupby
 
 import torch
@@ -17,13 +16,14 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.choices import StateChoice
 from offload.errors import StaleParameterError
-from offload.layout import Chunk, CopyRange, Piece
+from offload.layout import CopyRange, Piece
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import bits_of
-from offload.native import CAST, JOIN, SPLIT
-from offload.run import Run, Stores
+from offload.native import JOIN, SPLIT
+from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
+from offload.storage.param_store import ParamStore
 from offload.storage.swap_format import STATE_KINDS
 
 BLOCK = 1 << 20
@@ -37,20 +37,19 @@ class MasterWeights:
         run: what the parts of a run share.
         choice: what was decided for the states.
         parameters: the model's.
-        stores: of states and parameters.
-        streamed: the store of the parameters, if they are on the device only around their use.
+        store: of the states.
+        params: of the trained parameters.
     """
 
     def __init__(
-        self, run: Run, choice: StateChoice, parameters: FlatParameters, stores: Stores, streamed: Store | None
+        self, run: Run, choice: StateChoice, parameters: FlatParameters, store: Store, params: ParamStore
     ) -> None:
         self._layout = run.layout
         self._parameters = parameters
-        self._store = stores.states
+        self._store = store
         self._kernels = run.kernels
         self._split_master = choice.split_master
-        self._params = stores.params
-        self._streamed = streamed
+        self._params = params
         self._before: dict[int, Tensor] = {}
         # Streamed parameters that were written to, whose masters follow before the next step.
         self._stored_writes: set[int] = set()
@@ -62,7 +61,7 @@ class MasterWeights:
         A value that was replaced and then restored keeps its master then, as it does where parameters are resident. A
         split master needs the value from before the write, so it takes writes over at once.
         """
-        return self._streamed is not None and not self._split_master
+        return not self._params.in_model and not self._split_master
 
     def note_stored_writes(self, numbers: Iterable[int]) -> None:
         """Records that the store of streamed parameters has new values of these, for the next `take_outside_writes`."""
@@ -87,7 +86,7 @@ class MasterWeights:
             step: the step of the commit.
         """
         if self._split_master:
-            self._fetch_parameters(step)
+            self._params.from_commit(step)
         else:
             self._round_masters(step)
         self._parameters.bump_versions(range(len(self._layout.specs)))
@@ -96,41 +95,16 @@ class MasterWeights:
 
     def _round_masters(self, step: int) -> None:
         for chunk in self._layout.chunks:
-            with self._store.lease(chunk.index, Use.READ, step=step) as lease:
-                if self._streamed is None:
-                    self._on_device(chunk).copy_(lease.master)
-                else:
-                    with self._streamed.lease(chunk.index, Use.OVERWRITE, step=step) as target:
-                        dtype = self._parameters.flats[chunk.flat].dtype
-                        self._kernels.call(CAST, lease.master, target.arrays[0].view(dtype))
+            with (
+                self._store.lease(chunk.index, Use.READ, step=step) as lease,
+                self._params.lease(chunk.index, Use.OVERWRITE, step=step) as values,
+            ):
+                values.copy_(lease.master)
 
     @torch.no_grad()
     def store_parameters(self, steps: Mapping[int, int]) -> None:
-        """Copies the resident parameters of some chunks into the store from which they are committed.
-
-        Args:
-            steps: the chunks, each with the step that made its parameters.
-        """
-        if self._params is None or self._streamed is not None:
-            return
-        for index, step in steps.items():
-            with self._params.lease(index, Use.OVERWRITE, step=step) as lease:
-                on_device = self._on_device(self._layout.chunks[index])
-                lease.arrays[0].view(on_device.dtype).copy_(on_device)
-
-    def _fetch_parameters(self, step: int) -> None:
-        """Copies committed parameters to the device. Streamed ones stay in their store."""
-        if self._params is None or self._streamed is not None:
-            return
-        self._params.expect(chunk.index for chunk in self._layout.chunks)
-        for chunk in self._layout.chunks:
-            with self._params.lease(chunk.index, Use.READ, step=step) as lease:
-                on_device = self._on_device(chunk)
-                on_device.copy_(lease.arrays[0].view(on_device.dtype))
-        self._params.expect(())
-
-    def _on_device(self, chunk: Chunk) -> Tensor:
-        return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+        """Brings parameters to where commits are made from; see `ParamStore.to_commit`."""
+        self._params.to_commit(steps)
 
     @torch.no_grad()
     def take_over(
@@ -155,28 +129,22 @@ class MasterWeights:
                 copied = list(group)
                 missing[target] -= sum(one.numel for one in copied)
                 use = Use.FILL if missing[target] else Use.UPDATE
-                with self._store.lease(target, use, step=step) as lease, ExitStack() as leases:
-                    copies = self._own_copies(leases, target, use, step)
+                with (
+                    self._store.lease(target, use, step=step) as lease,
+                    self._params.lease(target, use, step=step) as values,
+                ):
                     for one in copied:
-                        self._copy_range(lease, copies, one, states)
+                        self._copy_range(lease, values, one, states)
         assert not any(missing.values())
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._before.clear()
         self._stored_writes.clear()
 
-    def _own_copies(self, leases: ExitStack, chunk: int, use: Use, step: int) -> Lease | None:
-        """Leases the streamed parameters of a chunk; None if they are on the device."""
-        if self._streamed is None:
-            return None
-        return leases.enter_context(self._streamed.lease(chunk, use, step=step))
-
-    def _copy_range(self, lease: Lease, copies: Lease | None, copied: CopyRange, states: Mapping[str, Tensor]) -> None:
+    def _copy_range(self, lease: Lease, values: Tensor, copied: CopyRange, states: Mapping[str, Tensor]) -> None:
         """Copies one range of committed states, and makes the parameters from it."""
-        chunk = self._layout.chunks[copied.target]
-        flat = self._parameters.flats[chunk.flat]
         into = slice(copied.target_start, copied.target_start + copied.numel)
         elements = {
-            kind: values[copied.source_start : copied.source_start + copied.numel] for kind, values in states.items()
+            kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
         }
         for kind, state in lease.states().items():
             if state.dtype is torch.float32:
@@ -187,15 +155,12 @@ class MasterWeights:
                 at = slice(start, min(start + BLOCK, copied.numel))
                 copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
                 self._kernels.call(SPLIT, whole[at], low[at], exp_avg_sq[at], copy)
-        if copies is not None:
-            copies.arrays[0].view(flat.dtype)[into].copy_(elements["master"])
-        else:
-            flat[chunk.start + into.start : chunk.start + into.stop].copy_(elements["master"])
+        values[into].copy_(elements["master"])
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
         """Keeps the values that split masters of `params` need until `take_outside_writes`."""
-        if not self._split_master or self._streamed is not None:
+        if not self._split_master or not self._params.in_model:
             return
         known = (n for n in map(self._parameters.number_of, params) if n is not None)
         numbers = [n for n in known if n < len(self._layout.specs) and n not in self._before]
@@ -228,9 +193,12 @@ class MasterWeights:
             self._require_known(changed)
             for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
                 pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param in changed]
-                with self._store.lease(index, Use.UPDATE, step=step) as lease, self._copies_of(index) as copies:
+                with (
+                    self._store.lease(index, Use.UPDATE, step=step) as lease,
+                    self._params.lease(index, Use.READ, step=step) as values,
+                ):
                     for block in _blocks(pieces):
-                        self._take(lease, block, copies)
+                        self._take(lease, block, values)
             if not self.takes_writes_late:
                 self._parameters.forget_writes(changed)
         self._stored_writes -= changed
@@ -258,15 +226,18 @@ class MasterWeights:
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""
         for chunk, piece in self._layout.pieces_of(number):
-            with self._store.lease(chunk.index, Use.READ, step=step) as lease, self._copies_of(chunk.index) as copies:
+            with (
+                self._store.lease(chunk.index, Use.READ, step=step) as lease,
+                self._params.lease(chunk.index, Use.READ, step=step) as values,
+            ):
                 for block in _blocks([piece]):
-                    copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
+                    copy = self._of_model(block).cpu() if self._params.in_model else _in_chunk(values, block)
                     yield block, self._whole(lease, block, copy)
 
     def _require_known(self, changed: Collection[int]) -> None:
         for number in sorted(changed):
             spec = self._layout.specs[number]
-            is_known = number in self._before or self._streamed is not None
+            is_known = number in self._before or not self._params.in_model
             if self._split_master and spec.dtype is torch.bfloat16 and not is_known:
                 raise StaleParameterError(
                     f"{spec.name} was written to from outside, and with Tuning(split_master=True) the upper half of "
@@ -274,25 +245,21 @@ class MasterWeights:
                     "with load_state_dict only, or leave split_master out"
                 )
 
-    @contextmanager
-    def _copies_of(self, chunk: int) -> Iterator[Tensor | None]:
-        """A context with the parameters of a chunk in the store of streamed ones; None if they are resident."""
-        if self._streamed is None:
-            yield None
-            return
-        with self._streamed.lease(chunk, Use.READ, step=0) as lease:
-            yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
+    def _take(self, lease: Lease, block: Piece, values: Tensor) -> None:
+        """Makes the master of a block follow what others wrote.
 
-    def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:
-        if copies is not None and self.takes_writes_late:
-            new = _in_chunk(copies, block)
-        else:
-            new = self._of_model(block).to(lease.master.device)
+        Args:
+            lease: of the chunk's states.
+            block: the block.
+            values: of the chunk, as `params` has them.
+        """
+        is_late = self.takes_writes_late
+        new = _in_chunk(values, block) if is_late else self._of_model(block).to(lease.master.device)
         old = self._before.get(block.param)
-        if copies is not None and not self.takes_writes_late:
-            old = _in_chunk(copies, block)
-        elif old is not None:
+        if old is not None:
             old = old[block.param_offset : block.param_offset + block.numel].to(new.device)
+        elif not self._params.in_model and not is_late:
+            old = _in_chunk(values, block)
         master = self._whole(lease, block, new if old is None else old)[0]
         kept = master.to(new.dtype) == new if old is None else bits_of(old) == bits_of(new)
         self._put(lease, block, torch.where(kept, master, new.float()))

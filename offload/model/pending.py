@@ -30,12 +30,12 @@ class PendingUpdates:
         run: what the parts of a run share.
         step: makes the new values.
         parameters: the model's.
-        transfers: of streamed units; None if all parameters are resident.
+        transfers: of streamed units.
         owner: the optimizer.
     """
 
     def __init__(
-        self, run: Run, step: Step, parameters: FlatParameters, transfers: UnitTransfers | None, owner: Owner
+        self, run: Run, step: Step, parameters: FlatParameters, transfers: UnitTransfers, owner: Owner
     ) -> None:
         self._layout = run.layout
         self._timeline = run.timeline
@@ -147,8 +147,7 @@ class PendingUpdates:
     def _finish(self, flat: int) -> None:
         self._step.apply(flat)
         self._parameters.bump_versions(self._active[flat])
-        if self._transfers is not None:
-            self._transfers.flat_updated(flat)
+        self._transfers.flat_updated(flat)
         self._applied.append(flat)
 
     def _require_unwritten(self, numbers: Sequence[int]) -> None:

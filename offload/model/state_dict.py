@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from offload.entries import entry
 from offload.errors import BudgetError, ConfigError
-from offload.model.fetch import HeldUnits, StreamedUnits
+from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import Hook
 from offload.model.unit import Unit
@@ -92,16 +92,15 @@ class Access:
         Yields:
             The method of the module that registers a hook, and the hook.
         """
-        if not isinstance(self._units, StreamedUnits):
+        if not self._parameters.streams_any:
             return
-        streamed = self._units
         own = {name: param for name, param in module.named_parameters(recurse=False) if self._streams(param)}
         units = list(dict.fromkeys(self._unit_of[param] for param in own.values()))
         streamed_params = {param for param in module.parameters() if self._streams(param)}
         inside = list(dict.fromkeys(self._unit_of[param] for param in streamed_params)) if ends else []
 
         def before(*_: Any) -> None:
-            streamed.visit(units)
+            self._units.visit(units)
 
         def saves(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             self._require_room(streamed_params)
@@ -119,7 +118,7 @@ class Access:
 
         def after(*_: Any) -> None:
             for unit in inside:
-                streamed.leave(unit)
+                self._units.leave(unit)
 
         yield module.register_state_dict_pre_hook, Hook(saves)
         yield module.register_state_dict_post_hook, Hook(saved)

@@ -399,8 +399,8 @@ class UnitTransfers:
     def flat_updated(self, flat: int) -> None:
         """Called when all new values of a flat parameter are in the store, to replace old ones on the device."""
         unit = self._unit_of(flat)
-        if unit.presence is Presence.UPDATING:
-            return  # the new ones were copied as they were made
+        if not self._parameters.flat_streams(flat) or unit.presence is Presence.UPDATING:
+            return  # the kernels wrote them to the model, or they were copied as they were made
         if unit.presence is Presence.FETCHING:
             self._finish(unit)
         tiles = self._available_tiles(flat)

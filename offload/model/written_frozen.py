@@ -18,7 +18,7 @@ from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ResumeError
 from offload.layout import ParamSpec
 from offload.model.dense import flattened
-from offload.model.fetch import HeldUnits, StreamedUnits
+from offload.model.fetch import HeldUnits
 from offload.model.state_dict import Access
 from offload.ranks.tensor_parallel import local_of, repoint
 from offload.sizes import format_bytes
@@ -98,7 +98,7 @@ class WrittenFrozen:
         self._named = dict(model.named_parameters())
         self._specs = specs
         self._digests = dict(digests)
-        self._units = units if isinstance(units, StreamedUnits) else None
+        self._units = units
         self._access = access
         self._budget_bytes = budget_bytes
         self._loaded: set[str] = set()
@@ -129,8 +129,6 @@ class WrittenFrozen:
         return {"values": values, "digests": self._digests}
 
     def _written(self) -> set[str]:
-        if self._units is None:
-            return set()
         self._units.store_outside_writes()
         return {self._specs[number].name for number in self._units.written_frozen}
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,289 +27,22 @@ from torch import Tensor
 
 from offload import native
 from offload.choices import StateChoice
-from offload.devices.copies import DONE, Copy, DeviceEvent
-from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
-from offload.layout import Chunk, Layout, Segment, segments
+from offload.layout import Chunk, Segment, segments
 from offload.native import AdamScalars, Task
-from offload.profiling import ADAM, TO_DEVICE, Event
-from offload.ranks.exchange import EXCHANGED, Exchange, FlatGather, ReplicaExchange
-from offload.regions import Region
+from offload.optim.new_params import NewParameters
+from offload.profiling import ADAM
 from offload.run import Run
 from offload.sizes import MIB
 from offload.storage.chunk_cache import Lease, Store, Use
-from offload.tiers import Tier
 
 MOST_TOGETHER = 64 * MIB // 4
 """Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
 _Addresses = tuple[int, int, list[tuple[int, int]]]
 StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
-
-
-BOUNCE = "new parameters on their way to the device"
-
-
-def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
-    """The memory that NewParameters reserves.
-
-    Args:
-        layout: of the trained parameters.
-        memory: the tier in which the states are stepped.
-        bounces: whether new parameters are copied to the device and gradients have no memory for them. Then one bounce
-            buffer is reserved, as large as the largest chunk of 16-bit parameters.
-    """
-    if not bounces:
-        return []
-    narrow = [chunk for chunk in layout.chunks if layout.flats[chunk.flat].dtype is not torch.float32]
-    nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in narrow), default=0)
-    return [Region(memory, BOUNCE, nbytes)]
-
-
-class NewParameters:
-    """Writes new parameters into the model; see [Note: a step does not block].
-
-    Args:
-        run: the run.
-        flats: the model's flat parameters, on its device.
-        gradients: the gradient buffer. New parameters on their way to a device take its memory.
-        streamed: the store of all parameters, if they are on the device only while they are used. The new values are
-            then written to it. None: the parameters stay in the model.
-
-    Attributes:
-        chunk_updated: called with a chunk and its new values, shape (chunk.numel,), when they are about to be in the
-            store `streamed`. It is called for chunks of other ranks, too.
-    """
-
-    def __init__(
-        self, run: Run, flats: Sequence[Tensor], gradients: GradientBuffer, streamed: Store | None = None
-    ) -> None:
-        layout, comm = run.layout, run.comm
-        self.chunk_updated: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
-        self._layout = layout
-        self._flats = flats
-        self._streamed = streamed
-        self._gradients = gradients
-        self._copier = run.memory.copier
-        self._timeline = run.timeline
-        self._bounce = next(iter(run.memory.take(BOUNCE)), torch.empty(0, dtype=torch.uint8))
-        self._copies: list[tuple[Chunk, Copy, Event | None]] = []
-        self._step: DeviceEvent = DONE  # the end of what was queued before it
-        self._exchange = Exchange()
-        self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # by chunk: its flat parameter, and its elements there
-        if comm.size > 1 and streamed is None:
-            self._exchange = FlatGather(layout, flats, comm)
-        elif streamed is not None and layout.replicas > 1:
-            holders = comm if layout.shard_group_size == 1 else comm.replicate_group
-            (buffer,) = run.memory.take(EXCHANGED)
-            self._exchange = ReplicaExchange(layout, streamed, buffer, holders, lambda *new: self.chunk_updated(*new))
-
-    @property
-    def direct(self) -> bool:
-        """Whether the model's parameters are in RAM, where kernels can write to them."""
-        return self._copier.direct
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether kernels write into the model itself: its parameters are in RAM and do not stream."""
-        return self.direct and self._streamed is None
-
-    def step_begins(self) -> None:
-        """Begins a step: waits until the new values of the step before have arrived.
-
-        What the device does from now on reads no old values, and writes no gradient over new values that are on their
-        way.
-
-        Raises:
-            RankError: another rank failed, or cannot be reached.
-        """
-        self.wait_for_transfers()
-        self._step = self._copier.mark()
-
-    def begin(self) -> None:
-        """Begins flat parameters, before the first of their new values is written."""
-        self._exchange.begin()
-
-    def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
-        """Lends the memory to which the kernels write the new parameters of a chunk.
-
-        Args:
-            chunk: one of this rank.
-            step: the step that makes these parameters.
-            is_whole: whether all parameters of the chunk are written.
-
-        Returns:
-            A context manager, which gives shape (chunk.numel,) in the dtype of the chunk's parameters.
-        """
-        if self.is_in_place:
-            return nullcontext(self.in_place(chunk))
-        return self._writing(chunk, step, is_whole)
-
-    @contextmanager
-    def _writing(self, chunk: Chunk, step: int, is_whole: bool) -> Iterator[Tensor]:
-        if self._streamed is not None:
-            with self._streamed.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as lease:
-                values = self._as_params(lease.arrays[0].view(torch.uint8), chunk)
-                yield values
-                self.chunk_updated(chunk, values)
-                # Not in a worker: its collectives would be in no order with others. `start_gather` sends it there.
-                if self.direct:
-                    self._exchange.send(chunk, values, step)
-        elif self._fits_gradient(chunk):
-            yield self._in_gradient(chunk)
-        else:
-            target = self._as_params(self._bounce, chunk)
-            yield target
-            self._in_gradient(chunk).copy_(target)
-
-    def current(self, chunk: Chunk, target: Tensor) -> Tensor:
-        """The 16-bit parameters of a chunk before the step.
-
-        Args:
-            chunk: one of this rank.
-            target: what `writing` gave for this chunk, called with is_whole=False.
-
-        Returns:
-            Shape (chunk.numel,), on the CPU.
-        """
-        if self._streamed is not None:
-            return target
-        on_device = self.in_place(chunk)
-        if self.direct:
-            return on_device
-        bounce = self._as_params(self._bounce, chunk)
-        with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
-            self._copier.to_host(on_device, bounce, self._step).wait()
-        self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
-        return bounce
-
-    def send(self, chunk: Chunk, runs: Sequence[Segment[StepKey]]) -> None:
-        """Starts to copy new parameters to the device. Does nothing where kernels write into the model or a store.
-
-        Args:
-            chunk: one whose kernels have run.
-            runs: the elements of the chunk that have new values.
-        """
-        if self.direct or self._streamed is not None:
-            return
-        while self._copies and self._copies[0][1].done():
-            self._finish_copy()
-        source, target = self._in_gradient(chunk), self.in_place(chunk)
-        for run in runs:
-            span = slice(run.start, run.stop)
-            size = (run.stop - run.start) * source.element_size()
-            moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            self._copies.append((chunk, self._copier.to_device(source[span], target[span], self._step), moving))
-            self._timeline.count("host_to_device_bytes", size)
-
-    def wait_for_transfers(self) -> None:
-        """Waits until all new parameters that were sent, here or by other ranks, have arrived.
-
-        The memory that they were sent from holds gradients again.
-
-        Raises:
-            RankError: another rank failed, or cannot be reached.
-        """
-        while self._copies:
-            self._finish_copy()
-        self._exchange.wait()
-
-    def _finish_copy(self) -> None:
-        chunk, copy, moving = self._copies[0]
-        if not copy.done():
-            with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
-                copy.wait()
-        self._timeline.end(moving)
-        is_last = all(other.index != chunk.index for other, _, _ in self._copies[1:2])
-        if is_last and not self._fits_gradient(chunk):
-            self._clear_gaps(chunk)
-        del self._copies[0]
-
-    def start_gather(self, flat: int, step: int) -> None:
-        """Starts to receive the other ranks' new parameters of a flat parameter.
-
-        The collectives come after the copies of this rank's own new parameters.
-
-        Args:
-            flat: the flat parameter's number.
-            step: the step that made these parameters.
-
-        Raises:
-            RankError: another rank failed, or cannot be reached.
-        """
-        with self._copier.after_uploads() if self._streamed is None else nullcontext():
-            self._step.wait_on_device()  # also where this rank has sent nothing
-            self._exchange.start(flat, step)
-
-    def finish(self, flat: int) -> None:
-        """Makes what is queued on the device from now on see all new values of a flat parameter.
-
-        Raises:
-            RankError: another rank failed, or cannot be reached.
-        """
-        for chunk, copy, _ in self._copies:
-            if chunk.flat == flat:
-                copy.wait_on_device()
-        self._exchange.finish(flat)
-
-    def all_gather(self, flat: int, step: int) -> None:
-        """Gets the other ranks' shards of a flat parameter. This rank's own shard is in the model already.
-
-        Raises:
-            RankError: another rank failed, or cannot be reached.
-        """
-        self.begin()
-        self._exchange.start(flat, step)
-        self.finish(flat)
-
-    def abandon(self) -> None:
-        """Waits for transfers under way, successful or not. New parameters that are not in the model are dropped."""
-        self.close()
-        self._exchange.abandon()
-        if not self.direct and self._streamed is None:
-            for chunk in self._layout.chunks:
-                self._clear_gaps(chunk)
-
-    def move(self) -> None:
-        """Takes note that the flat parameters have other memory now."""
-        self._shards.clear()
-
-    def close(self) -> None:
-        """Waits for copies under way, successful or not: their memory is about to be freed."""
-        for _, copy, _ in self._copies:
-            with suppress(OffloadError):
-                copy.wait()
-        self._copies.clear()
-
-    def _clear_gaps(self, chunk: Chunk) -> None:
-        """Fills the gaps between a chunk's gradients with zeros, which is what kernels rely on.
-
-        New parameters were written over them. The next gradients overwrite all other elements.
-        """
-        grads = self._gradients.chunk_memory(chunk.index)
-        for piece, following in pairwise(chunk.pieces):
-            grads[piece.chunk_offset + piece.numel : following.chunk_offset] = 0
-
-    def _fits_gradient(self, chunk: Chunk) -> bool:
-        """Whether a chunk's gradients have its parameters' dtype, so that kernels can write one over the other."""
-        return self._gradients.dtype(chunk) is self._flats[chunk.flat].dtype
-
-    def _in_gradient(self, chunk: Chunk) -> Tensor:
-        return self._as_params(self._gradients.chunk_memory(chunk.index).view(torch.uint8), chunk)
-
-    def _as_params(self, memory: Tensor, chunk: Chunk) -> Tensor:
-        dtype = self._flats[chunk.flat].dtype
-        return memory[: chunk.numel * dtype.itemsize].view(dtype)
-
-    def in_place(self, chunk: Chunk) -> Tensor:
-        """The parameters of a chunk in the model, shape (chunk.numel,). Only for parameters that do not stream."""
-        flat, (found, shard) = self._flats[chunk.flat], self._shards.get(chunk.index, (None, None))
-        if shard is None or found is not flat:
-            shard = flat[chunk.start : chunk.start + chunk.numel]
-            self._shards[chunk.index] = flat, shard
-        return shard
 
 
 @dataclass
@@ -475,7 +207,6 @@ class Step:
     def move(self) -> None:
         """Takes note that the model's parameters have other memory now. None of them is pending."""
         self._bound.clear()
-        self._params.move()
 
     def close(self) -> None:
         """Ends the worker. What it has not begun is dropped."""
@@ -506,7 +237,7 @@ class Step:
         # A split master is half in its lease and half in the parameter, which is read too.
         is_whole = work.is_whole and not self._split_master
         with (
-            self._params.writing(work.chunk, step=work.step, is_whole=is_whole) as target,
+            self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target,
             self._store.lease(work.chunk.index, Use.UPDATE, step=work.step) as lease,
             self._gradients.shard(work.chunk.index) as grads,
         ):
@@ -551,7 +282,8 @@ class Step:
     def _drawn(self, works: Sequence[_Work], leases: ExitStack) -> Iterator[Task]:
         for work in works:
             lease = leases.enter_context(self._store.lease(work.chunk.index, Use.UPDATE, step=work.step))
-            grads, target = self._gradients.chunk_memory(work.chunk.index), self._params.in_place(work.chunk)
+            target = leases.enter_context(self._params.target(work.chunk, step=work.step, is_whole=work.is_whole))
+            grads = self._gradients.chunk_memory(work.chunk.index)
             yield from self._tasks(work, lease, grads, target)
 
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:

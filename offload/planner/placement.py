@@ -22,7 +22,7 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
-from offload.optim import adam
+from offload.optim import new_params
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
 from offload.regions import REST, Region, total_bytes, total_of
@@ -561,7 +561,7 @@ class Needs:
         bounces = choice.grads.passes > 1 or choice.states.split_master
         found = self._gradients + exchange.regions(self.layout, self.communication)
         is_in_model = self.in_place or choice.params.tier > DEVICE
-        found += adam.regions(self.layout, memory, bounces=bounces and not is_in_model)
+        found += new_params.regions(self.layout, memory, bounces=bounces and not is_in_model)
         if self.params is not None:
             found += self.params.regions(memory, ChunkKind.PARAMS, "param")
         if self.grads is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -11,7 +11,8 @@ from offload.errors import RankError
 from offload.layout import Chunk, Layout
 from offload.ranks.communicator import Communicator, Work
 from offload.regions import Region
-from offload.storage.chunk_cache import Store, Use
+from offload.storage.chunk_cache import Use
+from offload.storage.param_store import ParamStore
 from offload.tiers import Tier
 
 EXCHANGED = "new parameters of replicas"
@@ -127,24 +128,15 @@ class ReplicaExchange(Exchange):
     here as copies (layout.py), one chunk of each rank at a time, while Adam makes this rank's next chunk.
 
     Args:
-        store: the 16-bit parameters that this rank keeps.
+        params: the 16-bit parameters that this rank keeps.
         buffer: memory of the region `EXCHANGED`.
         comm: the ranks that keep the same parameters.
-        chunk_updated: called with each copy and its new values, which are about to be in the store.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        store: Store,
-        buffer: Tensor,
-        comm: Communicator,
-        chunk_updated: Callable[[Chunk, Tensor], None],
-    ) -> None:
+    def __init__(self, layout: Layout, params: ParamStore, buffer: Tensor, comm: Communicator) -> None:
         self._layout = layout
-        self._store = store
+        self._params = params
         self._comm = comm
-        self._chunk_updated = chunk_updated
         self._buffer = buffer
         self._chunks = {(chunk.flat, chunk.start): chunk for chunk in layout.param_chunks}
         self._sent = 0  # elements of each shard of the flat that has begun
@@ -179,8 +171,8 @@ class ReplicaExchange(Exchange):
             if chunk is None:  # behind the end of the last shard, or nothing but a gap
                 self._launch(flat, None, step)
                 continue
-            with self._store.lease(chunk.index, Use.READ, step=0) as lease:
-                self._launch(flat, lease.arrays[0].view(self._layout.flats[flat].dtype), step)
+            with self._params.lease(chunk.index, Use.READ, step=0) as values:
+                self._launch(flat, values, step)
 
     def _launch(self, flat: int, values: Tensor | None, step: int) -> None:
         """Sends `values` for the next elements of this rank's shard; None: zeros."""
@@ -205,10 +197,9 @@ class ReplicaExchange(Exchange):
         for rank, row in zip(self._layout.replicated_shards, self._rows(flat, start), strict=True):
             chunk = self._chunks.get((flat, rank * numel + start))
             if chunk is not None and rank != self._layout.rank:
-                with self._store.lease(chunk.index, Use.OVERWRITE, step=step) as lease:
-                    values = lease.arrays[0].view(row.dtype)
+                with self._params.lease(chunk.index, Use.OVERWRITE, step=step) as values:
                     values.copy_(row[: chunk.numel])
-                    self._chunk_updated(chunk, values)
+                    self._params.chunk_updated(chunk, values)
 
     def _rows(self, flat: int, start: int) -> Tensor:
         """The part of the buffer for elements of all shards from `start` on, shape (replicas, numel)."""

@@ -19,7 +19,7 @@ from offload.devices.copies import DONE, DeviceCopier
 from offload.grads.local import LocalGradients
 from offload.model.transfer import UnitTransfers
 from offload.model.unit_memory import UnitMemory
-from offload.optim.adam import NewParameters
+from offload.optim.new_params import NewParameters, ToDevice
 from tests import simulated_device
 from tests.support.toy import Mixed, take_step
 
@@ -100,7 +100,7 @@ def new_values_ignore_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def kernels_ignore_new_values(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NewParameters, "finish", lambda self, flat: self._exchange.finish(flat))
+    patch.setattr(ToDevice, "finish", lambda self, flat: self._exchange.finish(flat))
 
 
 def gradients_leave_before_they_are_made(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from offload.layout import Chunk, Layout, ParamSpec, build
 from offload.ranks.communicator import Communicator, SingleProcess, Work
 from offload.ranks.exchange import EXCHANGED, FlatGather, ReplicaExchange
 from offload.storage.chunk_cache import Use
+from offload.storage.param_store import StreamedParams
 from offload.storage.swap_format import param_slot_arrays
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram
@@ -86,13 +87,14 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
             updated[chunk.index] = values.view(torch.uint8).numpy().copy()
 
         (buffer,) = run.memory.take(EXCHANGED)
-        exchanging = ReplicaExchange(layout, store, buffer, comm, chunk_updated)
+        params = StreamedParams(layout, store)
+        params.chunk_updated = chunk_updated
+        exchanging = ReplicaExchange(layout, params, buffer, comm)
         for flat in layout.flats:
             exchanging.begin()
             for chunk in layout.chunks:
                 if chunk.flat == flat.index and is_new(chunk):
-                    with store.lease(chunk.index, Use.OVERWRITE, step=1) as lease:
-                        values = lease.arrays[0].view(flat.dtype)
+                    with params.lease(chunk.index, Use.OVERWRITE, step=1) as values:
                         values.view(torch.uint8)[:] = torch.from_numpy(part(new, layout, chunk))
                         exchanging.send(chunk, values, 1)
             exchanging.start(flat.index, 1)
@@ -142,7 +144,9 @@ def test_what_is_abandoned_has_ended_before_its_memory_is_used_again() -> None:
     comm.works.clear()
     run = run_of(layout)
     (buffer,) = run.memory.take(EXCHANGED)
-    exchanging = ReplicaExchange(layout, store_in_ram(run, param_slot_arrays(layout)), buffer, comm, lambda *new: None)
+    exchanging = ReplicaExchange(
+        layout, StreamedParams(layout, store_in_ram(run, param_slot_arrays(layout))), buffer, comm
+    )
     exchanging.begin()
     exchanging.send(layout.chunks[0], torch.zeros(layout.chunks[0].numel, dtype=torch.bfloat16), 1)
     assert [work.has_ended for work in comm.works] == [False]
@@ -165,7 +169,7 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     run = run_of(layout)
     store = store_in_ram(run, param_slot_arrays(layout))
     (buffer,) = run.memory.take(EXCHANGED)
-    exchanging = ReplicaExchange(layout, store, buffer, Lost(), lambda *new: None)
+    exchanging = ReplicaExchange(layout, StreamedParams(layout, store), buffer, Lost())
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchanging.start(0, 1)
     exchanging.abandon()

@@ -35,14 +35,14 @@ class Held(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        return self.optimizer._held.units.is_streamed
+        return self.optimizer._parts.parameters.streams_any
 
     @property
     def is_current(self) -> bool:
         """Whether the parameter's unit has its new values in the model. Asks no parameter."""
         units, pending = self.optimizer._held.units, self.optimizer._held.pending
         unit = units.named(UNIT)
-        is_here = not units.is_streamed or unit.is_here or unit.is_coming
+        is_here = not self.is_streamed or unit.is_here or unit.is_coming
         return is_here and not pending.is_pending(unit)
 
     def leave(self) -> None:

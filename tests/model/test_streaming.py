@@ -576,7 +576,7 @@ class Interrupted:
 def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
     def body(model: Net, optimizer: Watched) -> None:
         train(squares, steps=2)(model, optimizer)
-        if optimizer._held.units.is_streamed:
+        if optimizer._parts.parameters.streams_any:
             transfers = optimizer._held.units.transfers
             transfers._start_copy = Interrupted(transfers._start_copy, at)
             with pytest.raises(KeyboardInterrupt):
@@ -769,7 +769,7 @@ def test_a_pass_without_gradients_does_not_cost_the_next_backward_its_read_ahead
         with torch.no_grad():
             model(batch(0))
         loss = squares(model, batch(0), 0)
-        layout, store = optimizer._layout, optimizer._parts.streamed
+        layout, store = optimizer._layout, optimizer._parts.stores.params
         assert store is not None
         units = [layout.flats[layout.chunks[use.chunk].flat].unit for use in store._ahead]
         # The last two are on the device.

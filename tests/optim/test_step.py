@@ -11,14 +11,22 @@ import torch
 from offload.grads.local import LocalGradients
 from offload.native import Task
 from offload.optim import reference
-from offload.optim.adam import NewParameters, Step
+from offload.optim.adam import Step
+from offload.optim.new_params import NewParameters, new_parameters
+from offload.run import Run
 from offload.storage.chunk_cache import Use
+from offload.storage.param_store import ResidentParams
 from offload.storage.swap_format import state_slot_arrays
 from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
 NUMELS = (700, 64, 1000)
+
+
+def new_params_of(run: Run, flats: list[torch.Tensor], gradients: LocalGradients) -> NewParameters:
+    """Of parameters that stay in the model."""
+    return new_parameters(run, ResidentParams(run.layout, flats), flats, gradients)
 
 
 @pytest.mark.parametrize("chunk_numel", [1024, 4096])
@@ -30,7 +38,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
+    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(numel, generator=generator) for numel in NUMELS]
     for param, master in enumerate(masters):
@@ -82,7 +90,7 @@ def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch
             pass
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
+    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(numel, generator=generator) for numel in numels]
     for param, grad in enumerate(grads):
@@ -117,7 +125,7 @@ def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() 
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
+    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
     for is_abandoned in (True, False):
         gradients.accumulate(0, torch.ones(NUMELS[0], dtype=torch.bfloat16))
         gradients.finalize([0])
@@ -143,7 +151,7 @@ def test_what_a_chunk_meets_ends_the_step_and_another_can_begin(copies: str, mon
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
+    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
     came, calls = RecursionError("maximum recursion depth exceeded"), []
     kernels_run = run.kernels.run
 

@@ -1,0 +1,119 @@
+"""The parameters that a step makes new, by chunk, wherever they are: in the model for good, or in a store.
+
+Whoever reads or writes the values of a chunk leases them here, and need not know where they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import Tensor
+
+from offload.layout import Chunk, Layout
+from offload.storage.chunk_cache import Store, Use
+
+
+class ParamStore(ABC):
+    """The trained parameters that this rank makes new, by chunk.
+
+    Attributes:
+        in_model: whether the model itself has them, so that what others write to a parameter is here at once.
+        chunk_updated: called with a chunk and its new values, shape (chunk.numel,), while these are leased. Of chunks
+            of other ranks it is called, too.
+    """
+
+    in_model: bool
+
+    def __init__(self) -> None:
+        self.chunk_updated: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
+
+    @abstractmethod
+    def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Tensor]:
+        """A context with the values of a chunk, shape (chunk.numel,), in the compute dtype. See `Store.lease`."""
+
+    def to_commit(self, steps: Mapping[int, int]) -> None:  # noqa: B027
+        """Brings values to where commits are made from.
+
+        Args:
+            steps: the chunks that are newer than the last commit, each with the step that made its values.
+        """
+
+    def from_commit(self, step: int) -> None:  # noqa: B027
+        """Brings the values of a commit, of that step, from there."""
+
+    def move(self) -> None:  # noqa: B027
+        """Takes note that the model's parameters have other memory now."""
+
+
+class ResidentParams(ParamStore):
+    """Parameters that never leave the model. The buffer of a chunk is its part of a flat parameter.
+
+    Args:
+        layout: of the parameters.
+        flats: the model's flat parameters, on its device.
+        beneath: the store from which commits are made; None: they hold no parameters.
+    """
+
+    in_model = True
+
+    def __init__(self, layout: Layout, flats: Sequence[Tensor], beneath: Store | None = None) -> None:
+        super().__init__()
+        self._layout = layout
+        self._flats = flats
+        self._beneath = beneath
+        self._leases: dict[int, tuple[Tensor, AbstractContextManager[Tensor]]] = {}  # each with its flat parameter
+
+    def values(self, chunk: int) -> Tensor:
+        """The values of a chunk, as a lease of it gives them."""
+        one = self._layout.chunks[chunk]
+        return self._flats[one.flat][one.start : one.start + one.numel]
+
+    def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Tensor]:
+        flat = self._flats[self._layout.chunks[chunk].flat]
+        known = self._leases.get(chunk)
+        if known is None or known[0] is not flat:
+            known = self._leases[chunk] = flat, nullcontext(self.values(chunk))
+        return known[1]
+
+    def to_commit(self, steps: Mapping[int, int]) -> None:
+        if self._beneath is not None:
+            for chunk, step in steps.items():
+                with self._beneath.lease(chunk, Use.OVERWRITE, step=step) as lease:
+                    values = self.values(chunk)
+                    lease.arrays[0].view(values.dtype).copy_(values)
+
+    def from_commit(self, step: int) -> None:
+        if self._beneath is not None:
+            self._beneath.expect(chunk.index for chunk in self._layout.chunks)
+            for chunk in self._layout.chunks:
+                with self._beneath.lease(chunk.index, Use.READ, step=step) as lease:
+                    values = self.values(chunk.index)
+                    values.copy_(lease.arrays[0].view(values.dtype))
+            self._beneath.expect(())
+
+    def move(self) -> None:
+        self._leases.clear()
+
+
+class StreamedParams(ParamStore):
+    """Parameters that are in a store, and on the model's device only around their use.
+
+    Args:
+        layout: of the parameters.
+        store: has them. Commits are made from it.
+    """
+
+    in_model = False
+
+    def __init__(self, layout: Layout, store: Store) -> None:
+        super().__init__()
+        self._layout = layout
+        self._store = store
+
+    @contextmanager
+    def lease(self, chunk: int, use: Use, *, step: int) -> Iterator[Tensor]:
+        dtype = self._layout.flats[self._layout.param_chunks[chunk].flat].dtype
+        with self._store.lease(chunk, use, step=step) as lease:
+            yield lease.arrays[0].view(dtype)
