@@ -1,32 +1,17 @@
 """What is on the device when: the use of a parameter fetches its unit, and releases the others.
 
-[Note: what stays]
 A unit is entered by the forward of any of its modules, and by their backward, when the gradient of the output arrives.
-Entering a unit releases the others, except: the root unit; units whose forward is running; the unit whose backward
-began last and those around it (recomputation inside of it enters others, and it goes on afterwards); what `gathered`
-holds. So the device holds at most the root unit, the unit in use, the units around it, and those that are prefetched.
-Where units return tensors on the CPU beside those on a device, two threads of autograd run their backward, and each has
-a unit whose backward began last: one unit more. Whether a unit is available is a state, never a count: recomputation in
-backward runs some hooks twice and some not at all.
-
-[Note: prefetching]
-Which units are on their way to the device is decided here, and nowhere else; which chunks are read ahead from the disk
-into RAM, by the store that they come from (storage/chunk_cache.py), which expects the same order (`expect`). Training
-repeats the order of its units, so a pass expects the order of the last pass of its kind (`UnitOrder`). Entering a unit
-prefetches the next `Tuning.prefetch_units` units of that order, except those with a pending update, whose values a
-fetch would miss. A unit that used the parameters of others (its `guests`) gets those prefetched when it is entered.
+policy.py says which units are released then, and which are prefetched; transfer.py moves them. Whether a unit is
+available is a state, never a count: recomputation in backward runs some hooks twice and some not at all.
 
 Other uses of a parameter (guard.py) fetch its unit for that operation, and again when the gradient of the result
-arrives. Two kinds of nodes announce nothing, and what they need stays until the next step: in a backward with
-`create_graph=True` whatever was fetched, and the units of parameters that somebody's `autograd.Function` or checkpoint
-was given (`keep`).
+arrives.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -43,66 +28,16 @@ from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
+from offload.model.policy import UnitPolicy
 from offload.model.running import RunningUnits
 from offload.model.torch_helpers import call_alive, call_hidden, graphs_of, in_backward, tensors_in
 from offload.model.transfer import UnitTransfers
-from offload.model.unit import Presence, Unit
+from offload.model.unit import Unit
 from offload.model.units import ROOT
 from offload.run import Owner, Run
 from offload.sizes import format_bytes
 
-MAX_REMEMBERED = 1 << 14
-"""Units of one pass whose order is remembered."""
-
 _NO_CONTEXT = nullcontext()
-
-
-class UnitOrder:
-    """The order in which units are entered; see [Note: prefetching].
-
-    Args:
-        depth: how many units are prefetched.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._is_training = True
-        self._entered: deque[Unit] = deque(maxlen=MAX_REMEMBERED)
-        self._orders: dict[bool, Sequence[Unit]] = {}  # of the last pass with gradients, and of the last one without
-        self._expected: deque[Unit] = deque()
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the pass that began last has gradients."""
-        return self._is_training
-
-    def begin_pass(self) -> Sequence[Unit]:
-        """Begins a pass.
-
-        Returns:
-            The units of this pass in order, if it is a training pass after one without gradients and they are known;
-            else none.
-        """
-        if self._entered:
-            self._orders[self._is_training] = tuple(self._entered)
-            self._entered.clear()
-        was_training, self._is_training = self._is_training, torch.is_grad_enabled()
-        order = self._orders.get(self._is_training, ())
-        self._expected = deque(order)
-        return order if self._is_training and not was_training else ()
-
-    def enter(self, unit: Unit) -> None:
-        """Records that a unit is entered."""
-        if not self._entered or self._entered[-1] != unit:
-            self._entered.append(unit)
-            if unit in self._expected:
-                while self._expected.popleft() != unit:
-                    pass
-
-    @property
-    def upcoming(self) -> list[Unit]:
-        """The units to prefetch now, the next one first."""
-        return list(dict.fromkeys(self._expected))[: self._depth]
 
 
 class HeldUnits:
@@ -331,15 +266,8 @@ class StreamedUnits(HeldUnits):
         self.transfers = transfers
         self._gradients = gradients
         self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
-        self._order = UnitOrder(transfers.ahead)
+        self._policy = UnitPolicy(transfers.ahead)
         self._replicas = run.layout.replicas
-        self._gathered: list[Unit] = []  # by `gathered`
-        self._used: list[Unit] = []  # by operations that run now
-        self._borrowed: dict[Unit, None] = {}  # by threads beside the one that trains, and of no use to that one
-        self._kept: dict[Unit, None] = {}  # for nodes that announce nothing
-        self._makes_graph = False
-        # The unit whose backward began last, by thread: nodes of tensors on the CPU run in another one than a device's.
-        self._backward: dict[int, Unit] = {}
 
     # Forward and backward.
 
@@ -395,8 +323,8 @@ class StreamedUnits(HeldUnits):
         """
         if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
             if not unit.is_root:
-                self._order.enter(unit)
-                self._release_unused(self._root, unit, *self._order.upcoming)
+                self._policy.order.enter(unit)
+                self._release_unused(self._root, unit, *self._policy.order.upcoming)
             self.transfers.begin_update(unit)
         self._pending.apply(unit)
 
@@ -427,7 +355,7 @@ class StreamedUnits(HeldUnits):
         unit, position = at
         self._autograd_runs()
         if not unit.is_root:
-            self._backward[threading.get_ident()] = unit
+            self._policy.backward_begins(unit)
         self._backward_reaches(unit, position)
         self._enter(unit)
 
@@ -438,14 +366,14 @@ class StreamedUnits(HeldUnits):
             unit: the unit that backward has come to.
             position: the position at the end of the use whose node runs.
         """
-        if self._backward_order is not None and not self._makes_graph:
+        if self._backward_order is not None and not self._policy.makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
             self._gradients.backward_enters(unit.name, [one.name for one in left], is_alone=is_alone)
 
     def _note_uses(self, *units: Unit) -> None:
         """Counts a use of these units, from which gradients will come."""
-        if self._backward_order is not None and (torch.is_grad_enabled() or self._order.is_training):
+        if self._backward_order is not None and (torch.is_grad_enabled() or self._policy.order.is_training):
             for unit in units:
                 self._backward_order.use(unit)
 
@@ -457,7 +385,7 @@ class StreamedUnits(HeldUnits):
         """Called when autograd is about to run a node that needs parameters."""
         self._owner.require_usable()
         self._note_task()
-        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
+        self._policy.makes_graph = self._policy.makes_graph or torch.is_grad_enabled()
 
     def _note_task(self) -> None:
         if torch_private.graph_task_id() not in self._tasks:
@@ -471,25 +399,23 @@ class StreamedUnits(HeldUnits):
             left = self._backward_order.end(task)
             self._gradients.backward_ends([unit.name for unit in left], is_whole=not self._tasks)
         if not self._tasks:
-            self._backward.clear()
+            self._policy.backward_ends()
             self._release_unused()
 
     def _begin_pass(self) -> None:
-        if order := self._order.begin_pass():
+        if order := self._policy.order.begin_pass():
             # Until now the store expected a pass without gradients, which has no backward.
             self.transfers.expect((self._root, *order))
 
     def _forget_calls(self) -> None:
         super()._forget_calls()
-        self._used.clear()
-        self._backward.clear()
+        self._policy.forget_calls()
         if self._backward_order is not None:
             self._backward_order.forget()
 
     def _forget_graphs(self) -> None:
         """Forgets what stays for graphs, which are not used any more."""
-        self._makes_graph = False
-        self._kept.clear()
+        self._policy.forget_graphs()
         self._forget_calls()
 
     # Other uses.
@@ -506,14 +432,14 @@ class StreamedUnits(HeldUnits):
         is_outside = is_beside or (not self.running.units_here and not self._tasks and not in_backward())
         if is_outside:
             self._require_no_ranks(units)
-        self._used.extend(units)  # so that they do not release one another
+        self._policy.use_begins(units)
         try:
             call_hidden(self._borrow if is_beside else self._fetch_for_use, units)
             if not is_beside:
-                self._note_uses(*(unit for unit in units if unit not in self._gathered))
+                self._note_uses(*(unit for unit in units if not self._policy.is_gathered(unit)))
             yield
         finally:
-            del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
+            self._policy.use_ends(units)
 
     def _require_no_ranks(self, units: Sequence[Unit]) -> None:
         """Requires that the current values of `units` can be had without other ranks.
@@ -532,7 +458,7 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[Unit]) -> None:
-        guests = [unit for unit in units if not (unit.is_root or unit in self._gathered or unit.depth)]
+        guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.depth)]
         if guests:
             self._release_unused(self._root, *guests)
         self._require_room(units)
@@ -550,8 +476,9 @@ class StreamedUnits(HeldUnits):
         between two entries.
         """
         if not self._tasks:  # of a backward in this thread, or yet another one
-            for unit in [one for one in self._borrowed if one not in units]:
-                self._release(unit)
+            for unit in self._policy.borrowed:
+                if unit not in units:
+                    self._release(unit)
         if self.transfers.missing_bytes(units) > 0:
             for unit in self.transfers.with_memory:
                 if unit.is_coming and unit not in units:
@@ -562,11 +489,11 @@ class StreamedUnits(HeldUnits):
             self._pending.apply(unit)
             self.transfers.fetch(unit)
             if not is_there and not unit.is_root:
-                self._borrowed[unit] = None
+                self._policy.borrow(unit)
 
     def _fetch(self, unit: Unit) -> None:
         """Fetches a unit for the thread that trains."""
-        self._borrowed.pop(unit, None)
+        self._policy.give_back(unit)
         self.transfers.fetch(unit)
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
@@ -588,14 +515,14 @@ class StreamedUnits(HeldUnits):
 
     @property
     def is_training(self) -> bool:
-        return self._order.is_training
+        return self._policy.order.is_training
 
     def is_here(self, unit: Unit) -> bool:
         return super().is_here(unit) and unit.is_here
 
     def keep(self, units: Iterable[Unit]) -> None:
         if not self.entries.is_beside():
-            self._kept.update(dict.fromkeys(units))
+            self._policy.keep(units)
 
     def _require_room(self, units: Sequence[Unit]) -> None:
         """Requires that these units fit on the device beside what is in use.
@@ -605,11 +532,7 @@ class StreamedUnits(HeldUnits):
         """
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
         if limit is not None and missing > 0:
-            why = "one operation uses"
-            if self._makes_graph:
-                why = "a backward with create_graph=True keeps"
-            elif self._kept:
-                why = "what functions of autograd have saved until the next step, and one unit, are"
+            why = self._policy.why_more_stays or "one operation uses"
             raise BudgetError(
                 f"{why} more streamed parameters together than device_memory leaves room for: "
                 f"{format_bytes(limit + missing)}, and there are {format_bytes(limit)}; give more "
@@ -641,7 +564,7 @@ class StreamedUnits(HeldUnits):
         for unit in units:
             self._pending.apply(unit)
         for unit in units:
-            self._gathered.append(unit)
+            self._policy.gather(unit)
             stack.callback(self._let_go, unit)
             self._fetch(unit)
             self.store_outside_writes()  # what was written before counts as written outside of `gathered`
@@ -657,7 +580,7 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def _let_go(self, unit: Unit) -> None:
-        self._gathered.remove(unit)
+        self._policy.let_go(unit)
         self.store_outside_writes()
         self.leave(unit)
 
@@ -667,14 +590,14 @@ class StreamedUnits(HeldUnits):
             return
         for unit in units:
             self._pending.apply(unit)
-        if visited := [unit for unit in units if not unit.is_root and unit not in self._gathered]:
+        if visited := [unit for unit in units if not unit.is_root and not self._policy.is_gathered(unit)]:
             self._release_unused(self._root, *visited)
         for unit in units:
             self._fetch(unit)
 
     @entry
     def leave(self, unit: Unit) -> None:
-        if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
+        if not self._policy.is_in_use(unit) and not self._tasks and not self._policy.makes_graph:
             self._release(unit)
 
     # Fetching and releasing.
@@ -684,11 +607,9 @@ class StreamedUnits(HeldUnits):
         if unit.is_root or not unit.slices:
             self._fetch(unit)
             return
-        self._order.enter(unit)
-        # Units to come that are on their way stay. Those that are available from before are released and fetched anew.
-        coming = (one for one in self._order.upcoming if one.is_coming)
-        self._release_unused(self._root, unit, *unit.guests, *coming)
-        if self._stays:
+        self._policy.order.enter(unit)
+        self._release_unused(self._root, *self._policy.wanted_with(unit))
+        if self._policy.why_more_stays:
             if self.transfers.missing_bytes((unit,)) > 0:
                 self._release_unused(self._root, unit)
             self._require_room((unit,))
@@ -696,44 +617,27 @@ class StreamedUnits(HeldUnits):
         self._prefetch(unit)
 
     def _prefetch(self, unit: Unit) -> None:
-        """Prefetches the next units; see [Note: prefetching].
+        """Prefetches the next units, but for those whose values are not made yet and those that have no room.
 
         Args:
             unit: the one that was entered.
         """
-        for guest in unit.guests:
-            is_released = guest.presence is Presence.RELEASED
-            if is_released and not self._pending.is_pending(guest) and self.transfers.missing_bytes((guest,)) <= 0:
-                self.transfers.prefetch(guest)
-        for one in self._order.upcoming:
-            has_room = not self._stays or self.transfers.missing_bytes((one,)) <= 0
-            if one.is_missing and has_room and not self._pending.is_pending(one.home):
+        for one, has_room in self._policy.next_to(unit):
+            if not self._pending.is_pending(one.home) and (has_room or self.transfers.missing_bytes((one,)) <= 0):
                 self.transfers.prefetch(one)
-
-    @property
-    def _stays(self) -> bool:
-        """Whether units stay on the device that the plan does not count."""
-        return self._makes_graph or bool(self._kept)
 
     def _release_unused(self, *wanted: Unit) -> None:
         """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""
-        if not self._makes_graph:
-            for unit in self.transfers.with_memory:
-                if unit not in wanted and not self._is_in_use(unit):
-                    self._release(unit)
+        for unit in self._policy.unused(self.transfers.with_memory, wanted):
+            self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         if unit.is_here:
             self._parameters.return_repointed(unit.streamed)
             if self._parameters.find_outside_writes(unit.streamed):
                 self.store_outside_writes()
-        self._borrowed.pop(unit, None)
+        self._policy.give_back(unit)
         self.transfers.release(unit)
-
-    def _is_in_use(self, unit: Unit) -> bool:
-        in_backward_of = any(unit.encloses(inner) for inner in self._backward.values())
-        is_used = unit.depth > 0 or unit in self._gathered or unit in self._used or unit in self._kept
-        return in_backward_of or is_used
 
     # What others wrote.
 
@@ -776,7 +680,7 @@ class StreamedUnits(HeldUnits):
         self.transfers.expect_same_order()
 
     def move(self, device: torch.device) -> None:
-        if self._gathered:
+        if self._policy.gathers:
             raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
         self._forget_graphs()
         self._release_unused()

@@ -1,0 +1,211 @@
+"""Which units come to the device next, and which may leave it. It moves nothing: fetch.py does, as this says.
+
+[Note: what stays]
+Entering a unit releases the others, except: the root unit; units whose forward is running; the unit whose backward
+began last and those around it (recomputation inside of it enters others, and it goes on afterwards); what `gathered`
+holds. So the device holds at most the root unit, the unit in use, the units around it, and those that are prefetched.
+Where units return tensors on the CPU beside those on a device, two threads of autograd run their backward, and each has
+a unit whose backward began last: one unit more.
+
+Two kinds of nodes announce nothing, and what they need stays until the next step: in a backward with
+`create_graph=True` whatever was fetched, and the units of parameters that somebody's `autograd.Function` or checkpoint
+was given (`keep`).
+
+[Note: prefetching]
+Which units are on their way to the device is decided here, and nowhere else; which chunks are read ahead from the disk
+into RAM, by the store that they come from (storage/chunk_cache.py), which expects the same order (`expect`). Training
+repeats the order of its units, so a pass expects the order of the last pass of its kind (`UnitOrder`). Entering a unit
+prefetches the next `Tuning.prefetch_units` units of that order, except those with a pending update, whose values a
+fetch would miss. A unit that used the parameters of others (its `guests`) gets those prefetched when it is entered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from offload.model.unit import Presence, Unit
+
+MAX_REMEMBERED = 1 << 14
+"""Units of one pass whose order is remembered."""
+
+
+class UnitOrder:
+    """The order in which units are entered; see [Note: prefetching].
+
+    Args:
+        depth: how many units are prefetched.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._is_training = True
+        self._entered: deque[Unit] = deque(maxlen=MAX_REMEMBERED)
+        self._orders: dict[bool, Sequence[Unit]] = {}  # of the last pass with gradients, and of the last one without
+        self._expected: deque[Unit] = deque()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the pass that began last has gradients."""
+        return self._is_training
+
+    def begin_pass(self) -> Sequence[Unit]:
+        """Begins a pass.
+
+        Returns:
+            The units of this pass in order, if it is a training pass after one without gradients and they are known;
+            else none.
+        """
+        if self._entered:
+            self._orders[self._is_training] = tuple(self._entered)
+            self._entered.clear()
+        was_training, self._is_training = self._is_training, torch.is_grad_enabled()
+        order = self._orders.get(self._is_training, ())
+        self._expected = deque(order)
+        return order if self._is_training and not was_training else ()
+
+    def enter(self, unit: Unit) -> None:
+        """Records that a unit is entered."""
+        if not self._entered or self._entered[-1] != unit:
+            self._entered.append(unit)
+            if unit in self._expected:
+                while self._expected.popleft() != unit:
+                    pass
+
+    @property
+    def upcoming(self) -> list[Unit]:
+        """The units to prefetch now, the next one first."""
+        return list(dict.fromkeys(self._expected))[: self._depth]
+
+
+class UnitPolicy:
+    """Which units are in use, which may be released, and which are prefetched; see the top of this file.
+
+    Args:
+        depth: how many units are prefetched.
+
+    Attributes:
+        order: in which units are entered.
+        makes_graph: whether a backward with `create_graph=True` ran since the last step, so that all stays.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.order = UnitOrder(depth)
+        self.makes_graph = False
+        self._gathered: list[Unit] = []  # by `gathered`
+        self._used: list[Unit] = []  # by operations that run now
+        self._kept: dict[Unit, None] = {}  # for nodes that announce nothing
+        self._borrowed: dict[Unit, None] = {}  # by threads beside the one that trains, and of no use to that one
+        # The unit whose backward began last, by thread: nodes of tensors on the CPU run in another one than a device's.
+        self._backward: dict[int, Unit] = {}
+
+    # What is in use.
+
+    def gather(self, unit: Unit) -> None:
+        """A unit is in use until `let_go`."""
+        self._gathered.append(unit)
+
+    def let_go(self, unit: Unit) -> None:
+        """Ends one `gather` of a unit."""
+        self._gathered.remove(unit)
+
+    def is_gathered(self, unit: Unit) -> bool:
+        """Whether `gathered` holds a unit."""
+        return unit in self._gathered
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gathered` holds any unit."""
+        return bool(self._gathered)
+
+    def use_begins(self, units: Collection[Unit]) -> None:
+        """An operation uses units, which do not release one another meanwhile."""
+        self._used.extend(units)
+
+    def use_ends(self, units: Collection[Unit]) -> None:
+        """Ends the `use_begins` of these units. Uses are nested."""
+        del self._used[max(0, len(self._used) - len(units)) :]
+
+    def keep(self, units: Iterable[Unit]) -> None:
+        """Keeps units until the next step, because a graph needs them and does not say when."""
+        self._kept.update(dict.fromkeys(units))
+
+    def backward_begins(self, unit: Unit) -> None:
+        """In this thread the backward of a unit is the one that began last."""
+        self._backward[threading.get_ident()] = unit
+
+    def backward_ends(self) -> None:
+        """No backward runs."""
+        self._backward.clear()
+
+    def borrow(self, unit: Unit) -> None:
+        """A thread beside the one that trains has fetched a unit, which that one does not use."""
+        self._borrowed[unit] = None
+
+    def give_back(self, unit: Unit) -> None:
+        """A unit is not borrowed any more: it was released, or the thread that trains uses it."""
+        self._borrowed.pop(unit, None)
+
+    @property
+    def borrowed(self) -> list[Unit]:
+        """The units that are borrowed."""
+        return list(self._borrowed)
+
+    def forget_calls(self) -> None:
+        """Forgets uses and backwards, which raised or were interrupted, and will never end."""
+        self._used.clear()
+        self._backward.clear()
+
+    def forget_graphs(self) -> None:
+        """Forgets what stays for graphs, which are not used any more."""
+        self.makes_graph = False
+        self._kept.clear()
+
+    def is_in_use(self, unit: Unit) -> bool:
+        """Whether a unit must stay, whoever needs its memory."""
+        in_backward_of = any(unit.encloses(inner) for inner in self._backward.values())
+        is_used = unit.depth > 0 or unit in self._gathered or unit in self._used or unit in self._kept
+        return in_backward_of or is_used
+
+    @property
+    def why_more_stays(self) -> str | None:
+        """Why units stay on the device that the plan does not count, in words; None: none does."""
+        if self.makes_graph:
+            return "a backward with create_graph=True keeps"
+        return "what functions of autograd have saved until the next step, and one unit, are" if self._kept else None
+
+    # What leaves, and what comes.
+
+    def unused(self, present: Iterable[Unit], wanted: Collection[Unit]) -> list[Unit]:
+        """The units to release.
+
+        Args:
+            present: those that have memory.
+            wanted: those that stay, besides what is in use.
+        """
+        if self.makes_graph:
+            return []
+        return [unit for unit in present if unit not in wanted and not self.is_in_use(unit)]
+
+    def wanted_with(self, unit: Unit) -> list[Unit]:
+        """The units that stay while a unit is entered: itself, its guests, and units to come that are on their way.
+
+        Those that are available from before are released and fetched anew.
+        """
+        return [unit, *unit.guests, *(one for one in self.order.upcoming if one.is_coming)]
+
+    def next_to(self, unit: Unit) -> Iterator[tuple[Unit, bool]]:
+        """The units to prefetch when a unit is entered, the most urgent one first.
+
+        Yields:
+            (unit, whether the plan has counted its memory, so that there is room for it).
+        """
+        for guest in unit.guests:
+            if guest.presence is Presence.RELEASED:
+                yield guest, False
+        for one in self.order.upcoming:
+            if one.is_missing:
+                yield one, self.why_more_stays is None
