@@ -236,9 +236,8 @@ class ToDevice(NewParameters):
             self._finish_copy()
         source = self._in_gradient(chunk)
         with self._params.lease(chunk.index, Use.UPDATE, step=0) as into:
-            for run in runs:
-                span = slice(run.start, run.stop)
-                size = (run.stop - run.start) * source.element_size()
+            for span in _together(runs):
+                size = (span.stop - span.start) * source.element_size()
                 moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
                 self._copies.append((chunk, self._copier.to_device(source[span], into[span], self._step), moving))
                 self._timeline.count("host_to_device_bytes", size)
@@ -302,6 +301,19 @@ class ToDevice(NewParameters):
 
     def _dtype(self, chunk: Chunk) -> torch.dtype:
         return self._layout.flats[chunk.flat].dtype
+
+
+def _together(runs: Sequence[Segment[Any]]) -> Iterator[slice]:
+    """The elements of runs of several param groups. Runs without a gap between them are one span."""
+    start = stop = 0
+    for run in runs:
+        if run.start != stop:
+            if start < stop:
+                yield slice(start, stop)
+            start = run.start
+        stop = run.stop
+    if start < stop:
+        yield slice(start, stop)
 
 
 def new_parameters(run: Run, params: ParamStore, flats: Sequence[Tensor], gradients: GradientBuffer) -> NewParameters:

@@ -79,6 +79,39 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     gradients.close()
 
 
+@pytest.mark.parametrize(("absent", "copies"), [(None, 2), (0, 2), (2, 3), (4, 2), (5, 1)])
+def test_what_is_contiguous_goes_to_the_device_at_once_whatever_its_param_group(
+    absent: int | None, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a layer's weights and norms, of which the latter have no decay. After 100 elements there is a gap."""
+    numels = (128, 64, 256, 64, 100, 64)
+    layout = layout_of(numels, chunk_numel=1024, dtype=torch.float32)
+    assert len(layout.chunks) == 1
+    copier = LateCopier(1)
+    run = run_of(layout, copier=copier, tier="cpu")
+    store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
+    flats = [torch.ones(flat.numel) for flat in layout.flats]
+    gradients = LocalGradients(run, run.choice.grads)
+    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
+    active = [param for param in range(len(numels)) if param != absent]
+    for param in active:
+        gradients.accumulate(param, torch.ones(numels[param]))
+    gradients.finalize(active)
+    groups = [GROUP, {**GROUP, "weight_decay": 0.0}]
+    sent, to_device = [], copier.to_device
+    monkeypatch.setattr(copier, "to_device", lambda src, *more: sent.append(len(src)) or to_device(src, *more))
+    step.begin(1, {param: (param % 2, 1, 1.0) for param in active}, groups, 1.0, [0])
+    step.apply(0)
+    assert len(sent) == copies
+    step.close()
+    for param, numel in enumerate(numels):
+        # Adam's first step is lr downwards from masters of zero, whatever the gradient.
+        at = layout.locations[param][1]
+        wanted = torch.full((numel,), -1e-2) if param in active else torch.ones(numel)
+        assert torch.allclose(flats[0][at : at + numel], wanted, rtol=1e-4)
+    gradients.close()
+
+
 def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.optim.adam.MOST_TOGETHER", 1100)
     numels = (700, 300, 64, 2000, 5)
