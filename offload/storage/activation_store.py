@@ -44,7 +44,8 @@ Range = tuple[int, int]
 """First byte, and the one after the last."""
 
 MOST_COPIES = 2
-"""How many activations may be on their way from the device at once. Each keeps its memory there until it has left."""
+"""How many activations keep their memory on the device while they leave. That of others is used again by what the
+device does after it has copied them."""
 
 
 MOST_SPARE = 8
@@ -129,9 +130,9 @@ class _Entry:
         memory: its ranges in the region; empty if it is not there.
         disk: its ranges in a file; empty without files.
         copies: copies under way from or into `memory`.
-        source: the tensor that was put, until it has been copied.
+        source: the tensor that was put, until its memory may be used again.
         version: torch's version of `source` when it was put.
-        is_torn: whether `source` was changed before it had been copied.
+        is_torn: whether `source` was changed before its memory could be used again.
         transfers: transfers under way between `memory` and `disk`.
         is_read: whether `transfers` are reads.
         checksum: of what is written to `disk`; None: it is not written.
@@ -331,7 +332,7 @@ class ActivationStore:
         self._present[entry.number] = self._unwritten[entry.number] = entry
         self._copying.append(entry)
         while self._copying and (len(self._copying) > MOST_COPIES or self._copying[0].is_idle):
-            _wait_for_copies(self._copying.popleft())
+            _let_go(self._copying.popleft())
         self._write_behind()
         stored = Stored(entry, self)
         # Called in any thread, at any moment, and by no Python code that a signal could interrupt: the next call of
@@ -363,7 +364,7 @@ class ActivationStore:
             if entry.is_read and entry.transfers:
                 with self._timeline.waiting("read", tier="activations"):
                     self._end_transfers(entry)
-            _wait_for_copies(entry)
+            _let_go(entry)
             if entry.is_torn:
                 raise StaleActivationError(
                     "a tensor that autograd saved was changed in place before it had left the device: change a copy"
@@ -372,7 +373,8 @@ class ActivationStore:
                 (_, data), self._brought = self._brought, None
             else:
                 data = self._bring(entry)
-            _wait_for_copies(entry)
+            for copy in entry.copies:
+                copy.wait_on_device()
             entry.was_used = True
             if not self._copier.direct:
                 self._bring_ahead(entry)
@@ -409,12 +411,14 @@ class ActivationStore:
     def _bring_ahead(self, entry: _Entry) -> None:
         """Copies the activation that will be asked for next, while the device computes with `entry`."""
         following = next(self._older(entry), None)
-        if self._brought is not None or following is None or not following.memory or not following.is_idle:
+        if self._brought is not None or following is None or not following.memory:
+            return
+        if not all(transfer.done() for transfer in following.transfers):
             return
         if following.is_read:
             with suppress(TierIOError, CorruptionError):  # it is raised if it is asked for, and fails again
                 self._end_transfers(following)
-        _wait_for_copies(following)
+        _let_go(following)
         if following.memory and not following.is_torn:
             self._brought = (following, self._bring(following))
 
@@ -632,9 +636,16 @@ def _ended(moving: Event, transfer: IOFuture) -> None:
     Timeline.end(moving, failed=transfer.exception() is not None)
 
 
+def _let_go(entry: _Entry) -> None:
+    """Lets go of the tensor that was put. What the device does from now on with its memory comes after the copy."""
+    if entry.source is not None:
+        for copy in entry.copies:
+            copy.wait_on_device()
+        entry.is_torn, entry.source = entry.source._version != entry.version, None
+
+
 def _wait_for_copies(entry: _Entry) -> None:
     for copy in entry.copies:
         copy.wait()
     entry.copies = []
-    if entry.source is not None:
-        entry.is_torn, entry.source = entry.source._version != entry.version, None
+    _let_go(entry)

@@ -335,6 +335,16 @@ def test_activations_that_wait_in_ram_delay_a_step_little(case: str) -> None:
     assert 0.9 <= found / wanted <= 1.05, (found, wanted)
 
 
+@pytest.mark.parametrize(("case", "most"), [("resident", 0.95), ("streamed", 1.1)])
+def test_a_launching_host_does_not_wait_for_activations(case: str, most: float) -> None:
+    """Two of each unit wait in RAM, and its forward is not run again. With a host that waits for them: 1.08, 1.24."""
+    product_s = 1e-4
+    times = Times(product_s, COPY_S * product_s, ADAM_S * product_s, host=HOST._replace(hook_s=0.0))
+    waits = {"activation_tier": "cpu", "activation_memory": "4MiB", "tuning": Tuning(chunk="8KiB", recompute=False)}
+    found, _ = measured(CASES[case] | waits, times=times, rows=16)
+    assert found / (ideal(times, streams=case == "streamed") + UNITS * product_s) <= most
+
+
 def test_a_units_parameters_travel_while_the_one_before_it_computes() -> None:
     _, spans = measured(CASES["streamed"])
     uploads = [one for one in spans if one.name == "copy to device"]
