@@ -8,7 +8,6 @@ scripts.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import signal
@@ -60,7 +59,6 @@ def _serve() -> str | None:
     """Forks for each folder that comes. Returns: in a child, the script to run; None when no more will come."""
     import torch._dynamo  # noqa: F401  # before the forks
 
-    gc.freeze()
     for line in sys.stdin:
         limit_s, strict, folder, *arguments = json.loads(line)
         child = os.fork()
