@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import runpy
-import subprocess
 import sys
 import types
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from offload import torch_private
 from offload.errors import OffloadError, TorchVersionError
+from tests.support.scripts import run_code
 
 NAMES = [".".join(one) for one in torch_private.NAMES]
 FORBID = "torch._C._set_storage_data_ptr_access_error_msg"
@@ -104,8 +104,9 @@ def test_a_torch_whose_optimizers_lack_hooks_is_refused(name: str, monkeypatch: 
 
 def streamed_without(*names: str) -> str:
     """What a process prints that trains with streamed parameters and a torch which lacks some names."""
-    command = [sys.executable, "-c", STREAMED, *names]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    done = run_code(STREAMED, *names)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_run_without_them_has_the_same_bits() -> None:

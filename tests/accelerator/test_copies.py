@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from offload.devices.copies import DeviceCopier
 from offload.model.transfer import UnitTransfers
 from tests import simulated_device
 from tests.support import models
+from tests.support.scripts import run_code
 
 pytestmark = [
     pytest.mark.device,
@@ -83,9 +83,7 @@ print(sorted(simulated_device.contexts()))
 
 @pytest.mark.parametrize("tiers", ["cpu device", "cpu cpu", "nvme nvme", "device device"])
 def test_a_model_on_the_second_device_leaves_the_first_alone(tiers: str, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", SECOND, tiers, *([str(tmp_path / "run")] if "nvme" in tiers else [])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    done = run_code(SECOND, tiers, *([str(tmp_path / "run")] if "nvme" in tiers else []))
     errors = [line for line in done.stderr.splitlines() if not line.startswith("offload: ")]
     assert (done.stdout, errors) == ("[1]\n", [])
 

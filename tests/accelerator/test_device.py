@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import simulated_device
+from tests.support.scripts import run_code
 
 pytestmark = [
     pytest.mark.device,
@@ -241,8 +239,7 @@ def test_the_host_cannot_read_it() -> None:
     script += (
         "x = torch.ones(9, device='simulated'); print(x.sum().item(), flush=True); ctypes.string_at(x.data_ptr(), 1)"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    done = run_code(script)
     assert done.stdout == "9.0\n"
     assert done.returncode == -11
 
@@ -259,7 +256,7 @@ def test_the_child_of_a_fork_cannot_use_it() -> None:
         "    try: x + 1\n"
         "    except RuntimeError as error: os._exit(7 if 'child of a fork' in str(error) else 8)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = run_code(script)
     assert done.stdout == f"{7 << 8}\n", done.stderr
 
 

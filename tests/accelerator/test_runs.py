@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from tests import simulated_device
 from tests.support import models
 from tests.support.device import refuse_launches
 from tests.support.interrupted import interrupted_at
+from tests.support.scripts import run_code
 from tests.support.training import train
 
 pytestmark = [
@@ -312,8 +311,9 @@ def test_free_memory_is_what_can_be_allocated() -> None:
 
 
 FORKED = """
-import gc, os, sys
+import gc, os, sys, warnings
 import torch
+warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on Python warns of any fork beside threads
 from tests.support import models
 from tests.support.device import load_simulated
 load_simulated()
@@ -347,10 +347,7 @@ print("went on")
 
 @pytest.mark.parametrize("param_tier", ["cpu", "device"])
 def test_the_child_of_a_fork_touches_no_device(param_tier: str) -> None:
-    root = Path(__file__).parents[2]
-    # From 3.12 on Python warns of any fork beside threads.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, param_tier]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    done = run_code(FORKED, param_tier)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("offload: ")]
     assert (done.stdout, errors) == ("went on\n", [])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.errors import BudgetError, ResumeError
-from tests.support.processes import start_python
+from tests.support.scripts import run_code
 from tests.support.streamed import in_little_memory
 from tests.support.toy import Net, batch
 
@@ -149,8 +149,9 @@ with OffloadZero(model, torch.optim.AdamW(model[0].parameters()), path=sys.argv[
 
 
 def test_commits_make_one_copy_at_a_time(tmp_path: Path) -> None:
-    child = start_python(COPIES, str(tmp_path / "run"))
-    copies = float(child.communicate(timeout=60)[0])
+    done = run_code(COPIES, str(tmp_path / "run"), limit_s=60)
+    assert done.returncode == 0, done.stderr
+    copies = float(done.stdout)
     assert 0.9 < copies < 1.5
 
 

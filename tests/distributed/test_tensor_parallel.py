@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def options_of(place: str, path: Path) -> dict[str, Any]:
     return options | {"path": str(path), "commit_every": None} if options.get("tier") == "nvme" else options
 
 
+@cache
+def plain(worlds: Worlds, ranks: int, plan: str, batch: int = tp.BATCH) -> list[tp.Trained]:
+    """What the ranks train to with no option: what others are compared with, trained once for all tests."""
+    return worlds(ranks).run(tp.train, STEPS, plan, 2, batch)
+
+
 def same(ones: list[tp.Trained], others: list[tp.Trained]) -> bool:
     pairs = [*zip(ones, others, strict=True)]
     return all(
@@ -59,7 +66,7 @@ def same(ones: list[tp.Trained], others: list[tp.Trained]) -> bool:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -> None:
     wanted = worlds(ranks).run(tp.train_by_torch, STEPS, plan)
-    found = worlds(ranks).run(tp.train, STEPS, plan)
+    found = plain(worlds, ranks, plan)
     for one, other in zip(found, wanted, strict=True):
         assert one.losses == pytest.approx(other.losses, rel=CLOSE)
         assert one.norms == pytest.approx(other.norms, rel=CLOSE)
@@ -78,9 +85,8 @@ def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tiers_and_stages_change_no_bit(worlds: Worlds, tmp_path: Path, ranks: int, place: str) -> None:
     for plan in tp.PLANS:
-        wanted = worlds(ranks).run(tp.train, STEPS, plan)
         found = worlds(ranks).run(tp.train_with, STEPS, plan, options_of(place, tmp_path / plan))
-        assert same(found, wanted), plan
+        assert same(found, plain(worlds, ranks, plan)), plan
 
 
 def _read(param_tier: str, outside: bool) -> list[str]:
@@ -373,9 +379,8 @@ def test_partitioned_checkpoints_change_no_bit_and_take_a_part(
         options["path"] = str(tmp_path / "run")
     wanted = worlds(ranks).run(tp.train_with, STEPS, "plain", options)
     found = worlds(ranks).run(tp.train_with, STEPS, "plain", options | {"partition_activations": True})
-    without = worlds(ranks).run(tp.train_with, STEPS, "plain", {"batch": LARGE})
     assert same(found, wanted)
-    assert same(found, without)
+    assert same(found, plain(worlds, ranks, "plain", LARGE))
     entering = LARGE * tp.SEQ * tp.WIDTH * 2
     for whole, part in zip(wanted, found, strict=True):
         assert part.stats["peak_activation_bytes"] == tp.BLOCKS * entering // 2
@@ -388,9 +393,8 @@ def test_what_is_cut_along_the_sequence_stays_as_it_is(worlds: Worlds, tmp_path:
     options = KEPT[kind] | {"batch": LARGE}
     if kind == "nvme":
         options["path"] = str(tmp_path / "run")
-    without = worlds(2).run(tp.train_with, STEPS, "sequence", {"batch": LARGE})
     found = worlds(2).run(tp.train_with, STEPS, "sequence", options | {"partition_activations": True})
-    assert same(found, without)
+    assert same(found, plain(worlds, 2, "sequence", LARGE))
     part = tp.BLOCKS * LARGE * tp.SEQ * tp.WIDTH * 2 // 2
     assert [one.stats["peak_activation_bytes"] for one in found] == [0 if kind == "device" else part] * 2
 
@@ -518,9 +522,8 @@ def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
     """Every copy at the last moment that is allowed, and every collective of the data-parallel ranks."""
     for plan in tp.PLANS:
         options = {"stage": stage, "activation_tier": "cpu", "activation_memory": "1MiB"}
-        wanted = worlds(4).run(tp.train, STEPS, plan)
         found = worlds(4).run(_apart, plan, "late", options | {"partition_activations": True})
-        assert same(found, wanted), plan
+        assert same(found, plain(worlds, 4, plan)), plan
 
 
 def _adapted(param_tier: str, path: str | None) -> tuple[list[float], list[Tensor]]:
@@ -596,4 +599,4 @@ def _over_replicas(stage: int) -> tp.Trained:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_replicas_of_shards_beside_tensor_parallel_ranks(worlds: Worlds, stage: int) -> None:
-    assert same(worlds(4).run(_over_replicas, stage), worlds(4).run(tp.train, STEPS))
+    assert same(worlds(4).run(_over_replicas, stage), plain(worlds, 4, "plain"))

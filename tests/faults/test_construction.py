@@ -41,6 +41,7 @@ from tests.support.disks import FreeFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
+from tests.support.scripts import run_code
 
 AdamW = torch.optim.AdamW
 
@@ -381,9 +382,9 @@ assert model.first.weight.dtype is torch.float32
 
 
 def test_too_little_address_space_for_threads_is_refused(tmp_path: Path) -> None:
-    with start_python(OF_ADDRESS_SPACE, str(tmp_path / "run")) as process:
-        assert "ulimit -v" in process.communicate(timeout=60)[0]
-        assert process.returncode == 0
+    done = run_code(OF_ADDRESS_SPACE, str(tmp_path / "run"), limit_s=60)
+    assert "ulimit -v" in done.stdout
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_limit_of_file_sizes_is_told_as_one(model: Tiny, unchanged: None, make: Make, path: Path) -> None:

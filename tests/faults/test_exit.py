@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from tests.support.processes import start_python
+from tests.support.scripts import run_code
 
 SCRIPT = """
 import atexit, sys, torch
@@ -29,9 +29,8 @@ optimizer.step()
 @pytest.mark.parametrize("engine", ["threads", "portable"])
 def test_close_at_exit_ends_the_step_under_way_and_commits_it(tmp_path: Path, engine: str) -> None:
     path = tmp_path / "run"
-    run = start_python(SCRIPT, str(path), engine)
-    run.communicate(timeout=200)
-    assert run.returncode == 0
+    run = run_code(SCRIPT, str(path), engine, limit_s=200)
+    assert run.returncode == 0, run.stderr
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with OffloadZero(

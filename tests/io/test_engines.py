@@ -9,8 +9,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +27,8 @@ from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED
 from tests.support.faulty_engine import FaultyEngine, aligned
 from tests.support.interrupted import interrupted_at
-from tests.support.processes import ROOT, holds_in_child, open_files
+from tests.support.processes import holds_in_child, open_files
+from tests.support.scripts import run_code
 
 SIZES = [
     0,
@@ -674,6 +673,5 @@ under_way = [engine.read(file, 0, memory) for _ in range(16)]
 
 @pytest.mark.parametrize("name", QUEUED)
 def test_a_process_ends_in_silence_with_reads_under_way(name: str, place: str) -> None:
-    command = [sys.executable, "-c", EXIT, name, place]
-    done = subprocess.run(command, timeout=60, cwd=ROOT, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = run_code(EXIT, name, str(place), limit_s=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, ReleasedParameterError
 from tests.model.held import Held, saved
+from tests.support.scripts import run_code
 from tests.support.toy import WIDTH, Net, batch
-
-ROOT = Path(__file__).parents[2]
 
 
 def alike(found: Any, expected: Any) -> bool:
@@ -404,7 +401,5 @@ torch.compile(lambda x: x * 2, backend="eager")(p)
 
 
 def test_what_gets_past_python_reads_nan_or_the_right_values_and_never_crashes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE, *PAST_PYTHON.strip().splitlines()], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_code(PRELUDE, *PAST_PYTHON.strip().splitlines())
     assert done.returncode == 0, done.stderr[-2500:]

@@ -30,7 +30,8 @@ from offload.io.io_uring import (
 )
 from offload.sizes import GIB, MIB, PAGE_BYTES
 from tests.support.faulty_engine import aligned
-from tests.support.processes import holds_in_child, open_files, start_python
+from tests.support.processes import holds_in_child, open_files
+from tests.support.scripts import run_code
 
 AVAILABLE, REASON = io_uring.is_available()
 needs_ring = pytest.mark.skipif(not AVAILABLE, reason=REASON)
@@ -323,8 +324,8 @@ ring.close()
 
 @needs_ring
 def test_a_low_memlock_only_means_unregistered(tmp_path: Path) -> None:
-    child = start_python(LOW_MEMLOCK, str(tmp_path / "file"))
-    lines = child.communicate(timeout=60)[0].split("\n")
+    child = run_code(LOW_MEMLOCK, str(tmp_path / "file"), limit_s=60)
+    lines = child.stdout.split("\n")
     if child.returncode and os.getuid() == 0 and not lines[0]:
         pytest.skip("this system lets no other user open a ring")
     assert lines == [

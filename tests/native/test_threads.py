@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from offload import build, native
 from offload.errors import ClosedError
 from offload.native import threads
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
+from tests.support.scripts import run_code
 
 from .bits import assert_same_bits, kernels
 
@@ -297,10 +297,9 @@ for one in mine:
 
 @pytest.mark.slow
 def test_a_process_ends_cleanly_with_its_pools_open() -> None:
-    root = Path(native.__file__).parents[2]
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", EXIT], timeout=60, cwd=root, capture_output=True, check=False)
-        assert (done.returncode, done.stderr) == (0, b"")
+        done = run_code(EXIT, limit_s=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_kernels_let_go_end_their_threads() -> None:
@@ -315,7 +314,8 @@ def test_kernels_let_go_end_their_threads() -> None:
 
 
 FORK = """
-import os, sys, torch
+import os, sys, torch, warnings
+warnings.simplefilter("ignore")  # Python warns of forks beside threads from 3.12 on; this one is meant
 from offload import build, native
 mine = native.load(2, sys.argv[1])
 x, one = torch.ones(300_000), torch.ones(300_000)
@@ -334,11 +334,8 @@ sys.exit(os.waitstatus_to_exitcode(status) or (0 if (x.numpy() == 3).all() else 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("variant", [VARIANTS[0], "torch"])
 def test_a_forked_child_can_call_and_does_not_hang(variant: str) -> None:
-    root = Path(native.__file__).parents[2]
-    # Python warns of forks beside threads from 3.12 on; this one is meant.
-    command = [sys.executable, "-W", "ignore", "-c", FORK, variant]
-    done = subprocess.run(command, timeout=60, cwd=root, check=False)
-    assert done.returncode == 0
+    done = run_code(FORK, variant, limit_s=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_usable_cpus_follow_affinity_and_quota_whoever_shares_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.scripts import run_code
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,8 +53,8 @@ def start_python(code: str, *args: str) -> subprocess.Popen[str]:
 
 def run_killed(module: str, seed: int, kills: int, folder: Path, *more: object) -> None:
     """Runs `tests.support.<module>`, which kills trainings so many times, and fails if that finds something wrong."""
-    command = [sys.executable, "-m", f"tests.support.{module}", *map(str, (seed, kills, folder, *more))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
+    code = f"import runpy\nrunpy.run_module('tests.support.{module}', run_name='__main__', alter_sys=True)"
+    done = run_code(code, *map(str, (seed, kills, folder, *more)), limit_s=60 + 20 * kills)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

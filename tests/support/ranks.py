@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,10 @@ PRELOADED = ["torch.distributed", "torch.nn.parallel", "pytest", "tests.support.
 GROUP_TIMEOUT_S = 60.0
 """Of the process group."""
 
+MANY_THREADS = 64
+"""A world whose ranks have more threads is not used again. Each process group that nobody destroys keeps threads of
+gloo's, of which one wakes up a hundred times a second."""
+
 
 class RanksFailedError(AssertionError):
     """What each rank that failed says."""
@@ -37,12 +42,14 @@ class RanksFailedError(AssertionError):
 class World:
     """`size` processes, connected by torch.distributed, that run the same function at the same time.
 
-    Functions are named, not sent: they have to be at the top of a module.
+    Functions are named, not sent: they have to be at the top of a module. Attributes: usable: False: something went
+    wrong; most_threads: of a rank, when the last call ended.
     """
 
     def __init__(self, size: int, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.size = size
         self.usable = True
+        self.most_threads = 0
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -80,7 +87,8 @@ class World:
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]
                 try:
-                    good, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    good, value, threads = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    self.most_threads = max(self.most_threads, threads)
                     (found if good else faults)[rank] = value
                 except EOFError:
                     self._processes[rank].join(5)
@@ -128,14 +136,14 @@ class World:
 
 
 class Worlds:
-    """Worlds by size, one of each, for as long as they are usable."""
+    """Worlds by size, one of each, for as long as they are usable and cost little while they wait."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, World] = {}
 
     def __call__(self, size: int) -> World:
         world = self._worlds.get(size)
-        if world is None or not world.usable:
+        if world is None or not world.usable or world.most_threads > MANY_THREADS:
             if world is not None:
                 world.close()
             world = self._worlds[size] = World(size)
@@ -168,13 +176,19 @@ def _serve(rank: int, size: int, group_timeout_s: float, folder: str, pipe: Conn
         world_size=size,
         timeout=timedelta(seconds=group_timeout_s),
     )
+    gc.freeze()  # what was imported stays: no collection has to look through it
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             function, args = pickle.loads(pipe.recv_bytes())
             try:
-                answer = pickle.dumps((True, function(*args)))
+                answer = pickle.dumps((True, function(*args), _threads()))
             except Exception:
-                answer = pickle.dumps((False, traceback.format_exc()))
+                answer = pickle.dumps((False, traceback.format_exc(), _threads()))
             pipe.send_bytes(answer)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _threads() -> int:
+    """How many threads this process has, also those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))

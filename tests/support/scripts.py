@@ -1,7 +1,8 @@
-"""Runs scripts as `python -W error script.py` does, each in a process of its own that has imported torch already.
+"""Runs scripts as Python does, each in a process of its own that has imported torch already.
 
-One Python imports torch and forks for each script. The child runs the script as its main program, and ends as any
-Python does. Importing torch for each would take longer than the scripts.
+One Python imports torch, with what its optimizers import at their first use, and forks for each script. The child runs
+the script as its main program, and ends as any Python does. Importing torch for each would take longer than the
+scripts.
 """
 
 from __future__ import annotations
@@ -9,21 +10,35 @@ from __future__ import annotations
 import functools
 import json
 import os
-import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_script(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script in `folder`, where nothing is but what it makes, with warnings as errors."""
+def run_code(code: str, *arguments: str, limit_s: int = 120) -> subprocess.CompletedProcess[str]:
+    """Runs code as `python -c code` does, from the repository's root."""
+    at_root = f"import os, sys\nos.chdir({str(ROOT)!r})\nsys.path[0] = os.getcwd()\n"
+    with tempfile.TemporaryDirectory() as folder:
+        return run_script(at_root + code, Path(folder), *arguments, limit_s=limit_s, strict=False)
+
+
+def run_script(
+    code: str, folder: Path, *arguments: str, limit_s: int = 120, strict: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script in `folder`, where nothing is but what it makes.
+
+    Args: limit_s: SIGALRM ends it after so many seconds; strict: warnings are errors.
+    """
     (folder / "script.py").write_text(code)
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps(str(folder)) + "\n")
+    server.stdin.write(json.dumps([limit_s, strict, str(folder), *arguments]) + "\n")
     server.stdin.flush()
     returncode = int(server.stdout.readline())
     said = [folder / name for name in ("stdout.txt", "stderr.txt")]
@@ -36,27 +51,40 @@ def run_script(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """It ends with this process, whose pipe ends then."""
-    command = [sys.executable, "-W", "error", str(Path(__file__))]
+    command = [sys.executable, str(Path(__file__))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def _serve() -> str | None:
     """Forks for each folder that comes. Returns: in a child, the script to run; None when no more will come."""
-    import torch  # noqa: F401  # before the forks
+    import torch._dynamo  # noqa: F401  # before the forks
 
     for line in sys.stdin:
-        folder = json.loads(line)
+        limit_s, strict, folder, *arguments = json.loads(line)
         child = os.fork()
         if child == 0:
+            signal.alarm(limit_s)
+            if strict:
+                warnings.simplefilter("error")
             os.chdir(folder)
             for number, name in ((0, os.devnull), (1, "stdout.txt"), (2, "stderr.txt")):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
             sys.path[0] = folder
-            sys.argv = ["script.py"]
+            sys.argv = ["script.py", *arguments]
             return "script.py"
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     return None
 
 
-if __name__ == "__main__" and (script := _serve()) is not None:
-    runpy.run_path(script, run_name="__main__")
+def _run(script: str) -> None:
+    """Runs a script as the main program, whose names live until Python ends; none of this file's is among them."""
+    names = vars(sys.modules["__main__"])
+    code = compile(Path(script).read_text(), script, "exec", dont_inherit=True)
+    for name in [name for name in names if not name.startswith("__")]:
+        del names[name]
+    names["__file__"] = script
+    exec(code, names)
+
+
+if __name__ == "__main__" and (asked := _serve()) is not None:
+    _run(asked)
