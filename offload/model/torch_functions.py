@@ -172,7 +172,9 @@ def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     """The arguments that a call changes, as far as torch's names tell: tensors, or lists of them."""
     outputs = () if kwargs.get("out") is None else (kwargs["out"],)
     is_first = kind_of(func) in (Kind.WRITE, Kind.REFUSE) or func in _ATTRIBUTES_SET
-    return (*args[:1], *outputs) if is_first and func not in _WRITES_ELSEWHERE else outputs
+    if not is_first or func in _WRITES_ELSEWHERE:
+        return outputs
+    return (*(args or tuple(kwargs.values()))[:1], *outputs)  # torch.nn.init gives all by keyword
 
 
 UNCOUNTED = (Tensor.apply_, Tensor.map_, Tensor.map2_)
