@@ -246,8 +246,7 @@ class Answers:
             leaf.grad = None
 
     def _is_frozen(self, number: int) -> bool:
-        with torch_private.DisableTorchFunctionSubclass():
-            return not self._params[number].requires_grad
+        return not self._parameters.held[number].requires_grad
 
     @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -278,8 +277,7 @@ class Answers:
 
     def is_marked(self, number: int) -> bool:
         """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
-        with torch_private.DisableTorchFunctionSubclass():
-            return self._is_own(self._params[number].grad, number)
+        return self._is_own(self._parameters.held[number].grad, number)
 
     @property
     def active(self) -> list[int]:
@@ -312,21 +310,19 @@ class Answers:
                         number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
                     )
         for number in numbers:
-            param = self._params[number]
-            with torch_private.DisableTorchFunctionSubclass():
-                grad = param.grad
+            held = self._parameters.held[number]
+            grad = held.grad
             if grad is not None and not self._is_own(grad, number):
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
                 self._arriving()
                 if isinstance(grad, StandIn):  # another parameter's
                     grad = self.values_of(grad.number)
-                with torch_private.DisableTorchFunctionSubclass():
-                    param.grad = grad
+                held.grad = grad
                 self._gradients.clear(number)
                 self._used.pop(number, None)
                 self._zeroed.discard(number)
-                self.hand_over(number, param)
+                self.hand_over(number, held.tensor)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
         """Makes the next gradients begin anew.
@@ -356,18 +352,16 @@ class Answers:
         marked = list(filter(self.is_marked, range(len(self._names))))
         self._copies.clear()
         self._stand_ins = self._new_stand_ins()
-        with torch_private.DisableTorchFunctionSubclass():
-            for number in marked:
-                self._parameters.params[number].grad = self._stand_ins[number]
+        for number in marked:
+            self._parameters.held[number].grad = self._stand_ins[number]
 
     def remove(self) -> None:
         """Takes the stand-ins away. Those that somebody still has give no answers any more."""
         self._is_removed = True
         self.begin_anew()
-        with torch_private.DisableTorchFunctionSubclass():
-            for param in self._params:
-                if is_stand_in(param.grad):
-                    param.grad = None
+        for held in self._parameters.held[: len(self._params)]:
+            if is_stand_in(held.grad):
+                held.grad = None
 
     # What stand-ins call.
 
@@ -637,9 +631,8 @@ class Answers:
         """
         met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
         is_beside = False
-        for name, param in zip(self._names, self._params, strict=True):
-            with torch_private.DisableTorchFunctionSubclass():
-                grad = param.grad
+        for held in self._parameters.held[: len(self._params)]:
+            name, grad = held.spec.name, held.grad
             if grad is None:
                 continue
             if grad.device in devices and id(grad) not in met:

@@ -18,6 +18,7 @@ from offload.grads.base import UNIT_SCALE
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
+from offload.model.held_param import HeldParam
 from offload.model.running import Here
 from offload.model.states import StateTensor
 from offload.model.torch_functions import Kind, kind_of
@@ -71,6 +72,9 @@ class OneParameter:
         )
         self.units, self.tiles = {"unit": UNIT}, {}
         self.params, self.locals, self.trained = (param,), (param,), 1
+        spec: Any = self.layout.specs[0]
+        unit: Any = UNIT
+        self.held = (HeldParam(0, spec, param, unit, 0, 0, streams=streams),)
         self.home = self.device = torch.device("cpu")
         self.is_parked = False
         self._streams = streams
