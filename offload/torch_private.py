@@ -139,6 +139,8 @@ from_dlpack: Any = _find("torch._C", "_from_dlpack")
 
 # --- Functions that a stand-in of a gradient answers ---
 
+OpOverload: Any = _find("torch._ops", "OpOverload")
+"""Class of the functions that `__torch_dispatch__` gets. Their `_schema` says which arguments they write to."""
 has_compatible_type: Any = _find("torch", "_has_compatible_shallow_copy_type")
 """Whether one tensor can become another by `p.data = x`."""
 amp_unscale: Any = _find("torch", "_amp_foreach_non_finite_check_and_unscale_")
@@ -147,6 +149,8 @@ foreach_mul: Any = _find("torch", "_foreach_mul_")
 """What `torch.nn.utils.clip_grad_norm_` scales gradients with."""
 foreach_div: Any = _find("torch", "_foreach_div_")
 """Its inverse."""
+foreach_zero: Any = _find("torch", "_foreach_zero_")
+"""What `Optimizer.zero_grad(set_to_none=False)` makes gradients zeros with."""
 foreach_norm: Any = _find("torch", "_foreach_norm")
 """What `torch.nn.utils.get_total_norm` calls with gradients."""
 

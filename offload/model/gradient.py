@@ -22,7 +22,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,29 +37,22 @@ from offload.model.dense import flattened_like
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.pending import PendingUpdates
-from offload.model.torch_helpers import (
-    METADATA,
-    MOVES,
-    bits_of,
-    call_eagerly,
-    in_backward,
-    instances_in,
-    is_no_move,
-    moved_to,
-    tensors_in,
-    torch_functions,
-)
+from offload.model.torch_functions import Kind, answer_without_values, counting, kind_of
+from offload.model.torch_helpers import bits_of, call_eagerly, in_backward, instances_in, tensors_in
 from offload.ranks.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
 from offload.run import Owner
 
 _DTYPE: Any = Tensor.dtype
 _DATA: Any = Tensor.data
-_NEEDS_NO_VALUES = METADATA | torch_functions("_version", "untyped_storage is_coalesced")
-_LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.empty_like})
-_IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, Tensor.requires_grad_, _DATA.__get__})
-_FACTORS = {"mul_": False, "__imul__": False, "div_": True, "__itruediv__": True, "__idiv__": True}
-"""In-place products with a number, by name; whether they divide."""
-_FOREACH_FACTORS = {torch_private.foreach_mul: False, torch_private.foreach_div: True}
+_VERSION: Any = Tensor._version
+_OWN = frozenset({_VERSION.__get__, Tensor.untyped_storage, Tensor.is_coalesced})
+"""Functions that a stand-in answers with its own version and storage, beside those that need no values of anything."""
+_FACTORS = {
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__, torch_private.foreach_mul), False),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__, Tensor.__idiv__, torch_private.foreach_div), True),
+}
+"""In-place products with numbers; whether they divide."""
+_ZEROS = (Tensor.zero_, torch.zero_, torch_private.foreach_zero)
 _NORMS = {torch.linalg.vector_norm: 2, torch_private.foreach_norm: 2, Tensor.norm: "fro", torch.norm: "fro"}
 """Norms of a tensor as a vector, and their default order."""
 _SCALER_FILE = torch.amp.grad_scaler.__file__
@@ -95,7 +88,7 @@ class StandIn(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _NEEDS_NO_VALUES:
+        if kind_of(func) is Kind.META or func in _OWN:
             if func == _DTYPE.__get__ and sys._getframe(1).f_code.co_filename == _SCALER_FILE:
                 return torch.float32
             if func is torch_private.has_compatible_type:
@@ -253,8 +246,7 @@ class Answers:
             leaf.grad = None
 
     def _is_frozen(self, number: int) -> bool:
-        with torch_private.DisableTorchFunctionSubclass():
-            return not self._params[number].requires_grad
+        return not self._parameters.held[number].requires_grad
 
     @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -285,8 +277,7 @@ class Answers:
 
     def is_marked(self, number: int) -> bool:
         """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
-        with torch_private.DisableTorchFunctionSubclass():
-            return self._is_own(self._params[number].grad, number)
+        return self._is_own(self._parameters.held[number].grad, number)
 
     @property
     def active(self) -> list[int]:
@@ -319,21 +310,19 @@ class Answers:
                         number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
                     )
         for number in numbers:
-            param = self._params[number]
-            with torch_private.DisableTorchFunctionSubclass():
-                grad = param.grad
+            held = self._parameters.held[number]
+            grad = held.grad
             if grad is not None and not self._is_own(grad, number):
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
                 self._arriving()
                 if isinstance(grad, StandIn):  # another parameter's
                     grad = self.values_of(grad.number)
-                with torch_private.DisableTorchFunctionSubclass():
-                    param.grad = grad
+                held.grad = grad
                 self._gradients.clear(number)
                 self._used.pop(number, None)
                 self._zeroed.discard(number)
-                self.hand_over(number, param)
+                self.hand_over(number, held.tensor)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
         """Makes the next gradients begin anew.
@@ -363,18 +352,16 @@ class Answers:
         marked = list(filter(self.is_marked, range(len(self._names))))
         self._copies.clear()
         self._stand_ins = self._new_stand_ins()
-        with torch_private.DisableTorchFunctionSubclass():
-            for number in marked:
-                self._parameters.params[number].grad = self._stand_ins[number]
+        for number in marked:
+            self._parameters.held[number].grad = self._stand_ins[number]
 
     def remove(self) -> None:
         """Takes the stand-ins away. Those that somebody still has give no answers any more."""
         self._is_removed = True
         self.begin_anew()
-        with torch_private.DisableTorchFunctionSubclass():
-            for param in self._params:
-                if is_stand_in(param.grad):
-                    param.grad = None
+        for held in self._parameters.held[: len(self._params)]:
+            if is_stand_in(held.grad):
+                held.grad = None
 
     # What stand-ins call.
 
@@ -406,26 +393,18 @@ class Answers:
             return self.values_of(number)
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func in _IS_ITSELF or (func in MOVES and self._is_there(func, args, kwargs)):
-            return args[0]
-        if func in _LIKE and isinstance(args[0], StandIn):
-            one = args[0]
-            like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or one.device})
+        # A tiled weight is in RAM, and counts as being on the model's device.
+        answer = answer_without_values(func, args, kwargs, StandIn, self._parameters.device)
+        if answer is not NotImplemented:
+            return answer
         if func == _DATA.__set__:
             if args[1] is args[0]:
                 return None
             func, args = Tensor.copy_, args
         self._require_home()
-        if func is torch_private.amp_unscale and len(args) == 3:
-            return self._unscale(*args)
-        if func in _NORMS and (norm := self._norm(func, args, kwargs)) is not None:
-            return norm
-        if getattr(func, "__name__", "") in ("zero_", "_foreach_zero_") and self._zero(args[0]):
-            return args[0] if isinstance(args[0], StandIn) else None
-        if self._multiply(func, args, kwargs):
-            return args[0] if isinstance(args[0], StandIn) else None
-        return self._on_values(func, args, kwargs)
+        answer = _ANSWERS.get(func) or _ANSWERS.get(kind_of(func))
+        result = NotImplemented if answer is None else answer(self, func, args, kwargs)
+        return self._on_values(func, args, kwargs) if result is NotImplemented else result
 
     def values_of(self, number: int) -> Tensor:
         """A copy of the gradient as it is now, in the parameter's shape, dtype and device."""
@@ -448,15 +427,6 @@ class Answers:
         factor = self._gradients.factor_of(number) if self.is_live(number) else self._used[number]
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
-    def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call leaves a stand-in on its device, or moves it to the one that the model is on.
-
-        A tiled weight is in RAM, and counts as being on the model's device.
-        """
-        if not isinstance(args[0], StandIn):
-            return False
-        return is_no_move(func, args, kwargs) or moved_to(func, args, kwargs) == self._parameters.device
-
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls `func` with copies of the values.
 
@@ -465,7 +435,7 @@ class Answers:
         numbers = list(dict.fromkeys(one.number for one in instances_in((args, kwargs), StandIn)))
         values = {n: self._copies[n][0] if n in self._copies else self.values_of(n) for n in numbers}
         versions = {n: one._version for n, one in values.items()}
-        result = func(*_replaced(args, values), **_replaced(kwargs, values))
+        result = counting(func)(*_replaced(args, values), **_replaced(kwargs, values))
         for n, one in values.items():
             if one._version != versions[n] and not self.is_live(n):
                 raise self._used_up(n)
@@ -524,22 +494,22 @@ class Answers:
     # Norms and factors.
 
     def _norm(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answers a call for a norm or a list of norms; None if it has to be computed from values."""
+        """Answers a call for a norm or a list of norms."""
         given: dict[str, Any] = dict(zip(("input", "ord"), args, strict=False))
         options = {key: value for key, value in kwargs.items() if key not in ("ord", "p", "input", "self", "x")}
         ones = given.get("input", next((kwargs[key] for key in ("input", "x", "self") if key in kwargs), None))
         order = given.get("ord", kwargs.get("ord", kwargs.get("p", _NORMS[func])))
         if len(args) > 2 or any(value not in (None, False) for value in options.values()):
-            return None
+            return NotImplemented
         is_list = isinstance(ones, list | tuple)
         stand_ins: list[Any] = list(ones) if is_list else [ones]  # type: ignore[arg-type]
         if not all(isinstance(one, StandIn) for one in stand_ins):
-            return None
+            return NotImplemented
         if any(one.number in self._copies and not self.is_live(one.number) for one in stand_ins):
-            return None  # somebody has a view, and may have written to it
+            return NotImplemented  # somebody has a view, and may have written to it
         order = 2.0 if order in (None, "fro") else order
         if isinstance(order, str) or (order != 2 and self._ranks == 1):
-            return None
+            return NotImplemented
         self._learn_norms([one.number for one in stand_ins], float(order))
         made = [self._norms.tensor(float(order), one.number, one.device) for one in stand_ins]
         return made if is_list else made[0]
@@ -583,32 +553,27 @@ class Answers:
         else:
             self._norms.clear()
 
-    def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Records an in-place product with numbers; False if the call is no such product."""
+    def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Records an in-place product with numbers."""
         if kwargs or len(args) != 2:
-            return False
-        if func in _FOREACH_FACTORS:
-            ones, by, divides = list(args[0]), args[1], _FOREACH_FACTORS[func]
-            factors = list(by) if isinstance(by, list | tuple) else [by] * len(ones)
-        elif getattr(func, "__name__", "") in _FACTORS and isinstance(args[0], StandIn):
-            ones, factors, divides = [args[0]], [args[1]], _FACTORS[func.__name__]
-        else:
-            return False
+            return NotImplemented
+        ones = _listed(args[0])
+        factors = list(args[1]) if isinstance(args[1], list | tuple) else [args[1]] * len(ones)
         if not all(isinstance(one, StandIn) for one in ones) or len(ones) != len(factors):
-            return False
+            return NotImplemented
         if not all(isinstance(by, int | float) or (type(by) is Tensor and by.numel() == 1) for by in factors):
-            return False
+            return NotImplemented
         for one in ones:
             if not self.is_live(one.number):
                 raise self._used_up(one.number)
             self._store_copy(one.number)
             if one.number in self._copies:
-                return False  # somebody has a view, which has to see the product
+                return NotImplemented  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(self._value_of, factors), strict=True):
-            by = (1.0 / by if by else math.copysign(math.inf, by)) if divides else by
+            by = (1.0 / by if by else math.copysign(math.inf, by)) if _FACTORS[func] else by
             self._gradients.set_factor(one.number, self._gradients.factor_of(one.number) * by)
             self._forget_norm(one.number)
-        return True
+        return _itself(args[0])
 
     def _value_of(self, factor: Any) -> float:
         """The value of a factor, a number or a tensor that has one.
@@ -631,14 +596,24 @@ class Answers:
         self._zeroed.add(number)
         self._forget_norm(number)
 
-    def _zero(self, tree: Any) -> bool:
-        """Answers `zero_()`; False if some of the tensors are no stand-ins."""
-        ones = [tree] if isinstance(tree, StandIn) else list(tree) if isinstance(tree, list | tuple) else []
+    def _make_zeros(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        ones = _listed(args[0]) if args else []
         if not ones or not all(isinstance(one, StandIn) for one in ones):
-            return False
+            return NotImplemented
         for one in ones:
             self.zero(one.number)
-        return True
+        return _itself(args[0])
+
+    def _refuse_memory(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not isinstance(args[0], StandIn):
+            return NotImplemented
+        raise GradientMovedError(
+            f"{func.__name__} would give other memory to the gradient of {args[0].parameter}, which is elsewhere: "
+            "assign another gradient, p.grad = x, or write into this one with p.grad.copy_(x)"
+        )
+
+    def _amp_unscale(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._unscale(*args) if len(args) == 3 else NotImplemented
 
     def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
         """Answers a GradScaler.
@@ -656,9 +631,8 @@ class Answers:
         """
         met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
         is_beside = False
-        for name, param in zip(self._names, self._params, strict=True):
-            with torch_private.DisableTorchFunctionSubclass():
-                grad = param.grad
+        for held in self._parameters.held[: len(self._params)]:
+            name, grad = held.spec.name, held.grad
             if grad is None:
                 continue
             if grad.device in devices and id(grad) not in met:
@@ -699,6 +673,29 @@ class Answers:
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"
                 )
+
+
+_ANSWERS: dict[Any, Callable[[Answers, Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    torch_private.amp_unscale: Answers._amp_unscale,
+    **dict.fromkeys(_NORMS, Answers._norm),
+    **dict.fromkeys(_FACTORS, Answers._multiply),
+    **dict.fromkeys(_ZEROS, Answers._make_zeros),
+    Kind.REFUSE: Answers._refuse_memory,
+}
+"""By function, or by kind of function: what is answered otherwise than on a copy of the values.
+
+An answer is NotImplemented where a call needs the copy after all.
+"""
+
+
+def _listed(tree: Any) -> list[Any]:
+    """The tensors of the first argument of a function: one, or a list of them."""
+    return list(tree) if isinstance(tree, list | tuple) else [tree]
+
+
+def _itself(tree: Any) -> StandIn | None:
+    """What a function returns that works in place: its tensor, or nothing where it got a list."""
+    return tree if isinstance(tree, StandIn) else None
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -52,43 +52,24 @@ from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.tiling import Tiling
+from offload.model.torch_functions import UNCOUNTED, Kind, counting, device_of, kind_of, moved_to, takes_lists
 from offload.model.torch_helpers import (
     CHECKPOINT,
-    METADATA,
-    MOVES,
     call_eagerly,
     calls_that_save,
     graphs_of,
     instances_in,
-    is_no_move,
     module_on_the_move,
-    moved_to,
     tensors_in,
-    torch_functions,
 )
 from offload.model.unit import Unit
 from offload.ranks.tensor_parallel import is_dtensor, local_of
+from offload.torch_private import DisableTorchFunctionSubclass
 
-_GRAD: Any = Tensor.grad
-_REQUIRES_GRAD: Any = Tensor.requires_grad
 _DATA: Any = Tensor.data
 _VERSION: Any = Tensor._version
 
-_NEEDS_NO_VALUES = METADATA | {
-    *torch_functions("_post_accumulate_grad_hooks _grad", "requires_grad_ register_hook retain_grad"),
-    *torch_functions(methods="register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor"),
-    *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__, torch.is_inference, torch.is_signed),
-    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.rand_like, torch.randn_like, torch.full_like),
-    torch.result_type,
-}
-
-_EXPORTS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, torch_private.to_dlpack})
-"""Functions that give the memory of a tensor to another library."""
-
-_CHANGES_MEMORY = frozenset({Tensor.share_memory_, Tensor.set_, Tensor.resize_, Tensor.resize_as_})
-
-_RUNS_BACKWARD = frozenset({torch.autograd.grad, Tensor.backward})
-"""Functions that wait for threads of autograd, which enter."""
+_META, _SET, _LIKE, _BACKWARD = Kind.META, Kind.SET, Kind.LIKE, Kind.BACKWARD  # looked up there, a member takes longer
 
 _PARAMETER_NEW = nn.Parameter.__new__.__code__
 
@@ -123,13 +104,14 @@ class _Held:
 
     @classmethod
     def _used(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func not in _NEEDS_NO_VALUES:
+        kind = kind_of(func)
+        if kind is not _META and kind is not _SET and kind is not _LIKE:
             guards = cls._guards_ref.guards()
             if guards is not None:
-                return guards.call(func, args, kwargs)
+                return guards.call(kind, func, args, kwargs)
             if cls._guards_ref.is_elsewhere:
                 _refuse(getattr(func, "__name__", str(func)))
-        with torch_private.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @property
@@ -389,12 +371,12 @@ class Guards:
             self._classes[key] = meta(name, (base, kind), names)
         return self._classes[key]
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls `func(*args, **kwargs)`, where some of the arguments are guarded."""
-        if func in _RUNS_BACKWARD:
-            return self._dispatch(func, args, kwargs)
+    def call(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls `func(*args, **kwargs)`, a function of a kind, where some of the arguments are guarded."""
+        if kind is _BACKWARD:  # it waits for threads of autograd, which enter
+            return self._dispatch(kind, func, args, kwargs)
         with self.entries.lock:
-            result = self._dispatch(func, args, kwargs)
+            result = self._dispatch(kind, func, args, kwargs)
         self.entries.pause()
         return result
 
@@ -419,46 +401,84 @@ class Guards:
             for tensor in self._aliases:
                 tensor.__class__ = Tensor
 
-    def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func == _DATA.__get__:
-            return self.data_of(args[0])
-        if func == _DATA.__set__:
-            return self.point_to(args[0], args[1])
-        if func == _VERSION.__get__:
-            return self._version_of(args[0])
-        if func is torch.autograd.grad:  # it may run modules again, so their guards stay
-            return self._gradients(*args, **kwargs)
-        if func in MOVES and self._is_ours(args[0]):
-            if self._is_there(func, args, kwargs):
-                return args[0]
-            if is_dtensor(args[0]) and module_on_the_move() is not None:
-                # For other tensors `module.to()` would set `p.data` next; DTensors it would swap for new ones.
-                number = self._parameters.number_of(args[0])
-                if number is not None:
-                    raise moved_elsewhere(self._names[number], args[0], self._run(func, args, kwargs))
-        if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
-            return self._detached(args[0])
-        if self._streamed is not None:
-            if func in _EXPORTS and self._has_streamed(args):
-                copies = [
-                    self.plainly(one, lambda t: t.detach().clone()) if self._is_ours(one) else one for one in args
-                ]
-                made = func(*copies, **kwargs)
-                if isinstance(made, np.ndarray):
-                    made.flags.writeable = False  # a write would go into the copy, and be lost
-                return made
-            if func in _CHANGES_MEMORY and self._has_streamed(args):
-                raise ReleasedParameterError(
-                    f"{func.__name__} on a streamed parameter would take it from where it is streamed to: use "
-                    "p.detach().clone(), or the model after optimizer.close()"
-                )
-            if self._tiling is not None and func is F.linear:
-                given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-                if self._tiling.runs(given.get("weight")):
-                    return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
-            if getattr(func, "__name__", "").startswith("_foreach_"):
-                return self._piece_by_piece(func, args, kwargs)
+    def _dispatch(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        answer = _ANSWERS.get(func) or _ANSWERS.get(kind)
+        if answer is not None and (result := answer(self, func, args, kwargs)) is not NotImplemented:
+            return result
+        if self._streamed is not None and takes_lists(func):
+            return self._piece_by_piece(func, args, kwargs)
         return self._run(func, args, kwargs)
+
+    # Answers that are more than to run a function with current values. Each has the form of `_run`, and returns
+    # NotImplemented where the function is run as any other.
+
+    def _data(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.data_of(args[0])
+
+    def _set_data(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.point_to(args[0], args[1])
+
+    def _version(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._version_of(args[0])
+
+    def _grad(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._gradients(*args, **kwargs)  # it may run modules again, so their guards stay
+
+    def _detach(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_made = self._is_ours(args[0]) and _is_for_a_parameter()
+        return self._detached(args[0]) if is_made else NotImplemented
+
+    def _linear(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._tiling is None:
+            return NotImplemented
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+        if not self._tiling.runs(given.get("weight")):
+            return NotImplemented
+        return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
+
+    def _uncounted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._run(counting(func), args, kwargs)
+
+    def _move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Answers a call that moves or casts. If it moves the whole held model, that is moved first."""
+        one = args[0]
+        if not self._is_ours(one):
+            return NotImplemented
+        device = moved_to(func, args, kwargs)
+        if device == device_of(one):
+            return one
+        is_sharded = is_dtensor(one)
+        module = module_on_the_move() if device is not None or is_sharded else None
+        if module is None:
+            return NotImplemented
+        moves = self._moves()
+        if device is not None and moves is not None and moves(module, device):
+            return one
+        number = self._parameters.number_of(one) if is_sharded else None
+        if number is None:
+            return NotImplemented
+        # For other tensors `module.to()` would set `p.data` next; DTensors it would swap for new ones.
+        raise moved_elsewhere(self._names[number], one, self._run(func, args, kwargs))
+
+    def _export(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Gives another library copies of streamed parameters, whose memory comes and goes."""
+        if not self._has_streamed(args):
+            return NotImplemented
+        made = func(*(self._copy_of(one) for one in args), **kwargs)
+        if isinstance(made, np.ndarray):
+            made.flags.writeable = False  # a write would go into the copy, and be lost
+        return made
+
+    def _copy_of(self, value: Any) -> Any:
+        return self.plainly(value, lambda one: one.detach().clone()) if self._is_ours(value) else value
+
+    def _give_memory(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._has_streamed(args):
+            return NotImplemented
+        raise ReleasedParameterError(
+            f"{func.__name__} on a streamed parameter would take it from where it is streamed to: use "
+            "p.detach().clone(), or the model after optimizer.close()"
+        )
 
     def _gradients(self, outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[Tensor | None, ...]:
         """Runs `torch.autograd.grad`, which cannot take guarded parameters.
@@ -491,17 +511,6 @@ class Guards:
                 )
             grads.append(grad)
         return tuple(grads)
-
-    def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a parameter is already on the device that a call moves it to.
-
-        If the call moves the whole held model, that is moved first.
-        """
-        if is_no_move(func, args, kwargs):
-            return True
-        device, moves = moved_to(func, args, kwargs), self._moves()
-        module = None if device is None else module_on_the_move()
-        return device is not None and module is not None and moves is not None and moves(module, device)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         used = list(self._guarded_in((args, kwargs)))
@@ -607,7 +616,8 @@ class Guards:
         return is_held and (isinstance(value, _Guarded) or not value._is_plain)
 
     def _has_streamed(self, tree: Any) -> bool:
-        return any(one._guards_ref is self._streamed_ref for one in self._guarded_in(tree))
+        ref = self._streamed_ref
+        return self._streamed is not None and any(one._guards_ref is ref for one in self._guarded_in(tree))
 
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
         """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""
@@ -628,7 +638,7 @@ class Guards:
                 tensor.__class__ = self.class_for(kind, streams=True)
             if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
-            with torch_private.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 nodes = [one.grad_fn for one in graphs_of(tensor)]
             for node in nodes:
                 assert node is not None
@@ -666,7 +676,7 @@ class Guards:
         if value is tensor:
             return
         name = self._names[number]
-        with torch_private.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
                 raise moved_elsewhere(name, tensor, value)
             if is_dtensor(tensor):
@@ -690,7 +700,7 @@ class Guards:
         number = self._parameters.number_of(tensor)
         if number is not None:
             return self._parameters.version_of(number)
-        with torch_private.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return int(tensor._version)
 
     def _detached(self, tensor: Any) -> Tensor:
@@ -701,14 +711,29 @@ class Guards:
         return made
 
 
+_ANSWERS: dict[Any, Callable[[Guards, Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    _DATA.__get__: Guards._data,
+    _DATA.__set__: Guards._set_data,
+    _VERSION.__get__: Guards._version,
+    torch.autograd.grad: Guards._grad,
+    Tensor.detach: Guards._detach,
+    F.linear: Guards._linear,
+    **dict.fromkeys(UNCOUNTED, Guards._uncounted),
+    Kind.MOVE: Guards._move,
+    Kind.EXPORT: Guards._export,
+    Kind.REFUSE: Guards._give_memory,
+}
+"""By function, or by kind of function: what is answered otherwise than by `_run`."""
+
+
 def _is_for_a_parameter() -> bool:
     """Whether the call comes from nn.Parameter(p).
 
     The frames in between are those of `__torch_function__`, `guard`, `call_eagerly`, what a compiler adds to it,
-    `_used`, `call` and `_dispatch`.
+    `_used`, `call`, `_dispatch` and `_detach`.
     """
     frame = sys._getframe(1)
-    for _ in range(10):
+    for _ in range(11):
         if frame.f_code is _PARAMETER_NEW:
             return True
         if frame.f_back is None:
@@ -719,7 +744,7 @@ def _is_for_a_parameter() -> bool:
 
 def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
     """The error for a call that moves or casts a held model."""
-    with torch_private.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         was = f"{tuple(param.shape)}, {param.dtype} on {param.device}"
         now = f"{tuple(value.shape)}, {value.dtype} on {value.device}"
     trains = (
@@ -741,6 +766,6 @@ def _as_edges(tree: Any) -> Any:
     if type(tree) is dict:
         return {key: _as_edges(value) for key, value in tree.items()}
     if isinstance(tree, _Held):
-        with torch_private.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(tree)  # type: ignore[arg-type]
     return tuple(_as_edges(one) for one in tree) if type(tree) in (list, tuple) else tree

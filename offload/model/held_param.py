@@ -37,7 +37,8 @@ DATA: Any = Tensor.data  # as torch has it, without the guards
 class HeldParam:
     """What is known of one held parameter. Its gradient is in gradient.py.
 
-    Methods that look at the tensor are called with torch's functions of subclasses off.
+    Methods that look at the tensor are called with torch's functions of subclasses off. `grad` and `requires_grad` turn
+    them off themselves.
 
     Args:
         number: its place in `Layout.specs`.
@@ -102,6 +103,25 @@ class HeldParam:
     def is_here(self) -> bool:
         """Whether it has memory with its values."""
         return not self.streams or self.unit.is_here
+
+    # What autograd knows of it, also while it is guarded.
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What `tensor.grad` is: a stand-in, what the user assigned, or None."""
+        with torch_private.DisableTorchFunctionSubclass():
+            return self.tensor.grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        with torch_private.DisableTorchFunctionSubclass():
+            self.tensor.grad = grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd makes gradients for it, and the user has not frozen it since the model was taken."""
+        with torch_private.DisableTorchFunctionSubclass():
+            return self.tensor.requires_grad
 
     # Elements.
 

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.errors import ClosedError, ConfigError
-from offload.model.torch_helpers import METADATA, MOVES, bits_of, call_eagerly, is_no_move, torch_functions
+from offload.model.torch_functions import Kind, answer_without_values, changed, kind_of
+from offload.model.torch_helpers import bits_of, call_eagerly, instances_in
 from offload.ranks.tensor_parallel import local_of
 
 KINDS = ("step", "exp_avg", "exp_avg_sq")
 """In torch's order."""
 ASKS_FOR_STEPS = "torch.distributed.checkpoint.state_dict"
 """Module whose functions step an optimizer without states with zeros, so that it has some."""
-_DATA: Any = Tensor.data
-_NEEDS_NO_VALUES = METADATA | torch_functions("_version")
-_IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, _DATA.__get__})
+_VERSION: Any = Tensor._version
 
 Read: TypeAlias = "weakref.WeakMethod[Callable[[Tensor], Mapping[str, Any]]]"
 Count: TypeAlias = "weakref.WeakMethod[Callable[[Any], int]]"
@@ -181,12 +180,11 @@ class StateTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _NEEDS_NO_VALUES:
+        if kind_of(func) is Kind.META or func == _VERSION.__get__:
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _IS_ITSELF or (func in MOVES and type(args[0]) is cls and is_no_move(func, args, kwargs)):
-            return args[0]
-        return call_eagerly(_compute, func, args, kwargs)
+        answer = answer_without_values(func, args, kwargs, StateTensor)
+        return call_eagerly(_compute, func, args, kwargs) if answer is NotImplemented else answer
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -205,6 +203,10 @@ class CopyView(Tensor):
         return call_eagerly(_compute, func, args, kwargs or {})
 
 
+_COPIED = (StateTensor, CopyView)
+"""Classes of tensors in whose place a function gets copies, or views of copies."""
+
+
 def _alive(method: weakref.WeakMethod[Any]) -> Any:
     alive = method()
     if alive is None:
@@ -216,9 +218,9 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls `func` with copies in place of states.
 
     Raises:
-        ConfigError: if it changes one of them.
+        ConfigError: if it changes one of them. If its name tells so, nothing is read from the tiers.
     """
-    if getattr(func, "__name__", "") == "__set__":
+    if any(isinstance(one, _COPIED) for one in instances_in(changed(func, args, kwargs), Tensor)):
         _refuse()
     # By id: a state, which lives as long as this call, its copy, the copy's version and its storage.
     copies: dict[int, tuple[Tensor, Tensor, int, int]] = {}
@@ -230,7 +232,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             copies[id(state)] = (state, copy, copy._version, _storage_of(copy))
         return copies[id(state)][1]
 
-    args, kwargs = torch_private.tree_map_only((StateTensor, CopyView), plain, (args, kwargs))
+    args, kwargs = torch_private.tree_map_only(_COPIED, plain, (args, kwargs))
     result = func(*args, **kwargs)
     if any(copy._version != version or _storage_of(copy) != storage for _, copy, version, storage in copies.values()):
         _refuse()

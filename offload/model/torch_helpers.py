@@ -1,7 +1,7 @@
 """What the files of this folder need to know about torch.
 
-That is which functions read no values, which code only asks for a `__torch_function__`, how to hide from modes, and
-hooks that a copy of the model does not take along.
+That is which code only asks for a `__torch_function__`, how to hide from modes, and hooks that a copy of the model does
+not take along. What torch's functions do with a tensor is in torch_functions.py.
 
 [Note: out of sight]
 A dispatch mode (FLOP counters, fake tensors), a torch function mode (a default device), a transform of torch.func, a
@@ -16,7 +16,7 @@ import inspect
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from types import CodeType, FrameType
@@ -35,70 +35,6 @@ from offload.model.plain_copy import LeftBehind, refuse_script
 Kind = TypeVar("Kind")
 
 CHECKPOINT = inspect.unwrap(torch_checkpoint.checkpoint).__code__
-
-# Which functions read no values.
-
-_ATTRIBUTES = """
-    shape dtype device layout grad requires_grad is_leaf grad_fn ndim names itemsize nbytes output_nr retains_grad _base
-    _backward_hooks _cdata is_cuda is_cpu is_meta is_mps is_xpu is_xla is_sparse is_sparse_csr is_quantized is_nested
-    is_mkldnn is_vulkan is_ipu is_maia is_mtia
-"""
-_METHODS = """
-    size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_complex is_floating_point
-    get_device __len__ __hash__ is_same_size is_signed dim_order is_inference has_names _is_view is_conj is_neg
-    _is_zerotensor
-"""
-
-
-def torch_functions(attributes: str = "", methods: str = "") -> set[Any]:
-    """Functions of torch as `__torch_function__` gets them, without those that this version of torch lacks.
-
-    Args:
-        attributes: names of tensor attributes that are read, separated by spaces.
-        methods: names of methods, separated by spaces.
-    """
-    reads = {getattr(Tensor, name).__get__ for name in attributes.split() if hasattr(Tensor, name)}
-    return reads | {getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name)}
-
-
-METADATA = frozenset(
-    {
-        *torch_functions(_ATTRIBUTES, _METHODS),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_same_size),
-        torch_private.has_compatible_type,
-    }
-)
-"""Functions that read no values of a tensor."""
-
-MOVES = frozenset(torch_functions(methods="to cpu cuda float half bfloat16 double type_as"))
-"""Functions that return the tensor itself where there is nothing to do."""
-
-
-def moved_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """The device to which `func`, one of MOVES, moves args[0]; None if it copies or changes it otherwise.
-
-    Torch copies from "cpu" to "cpu:0", which is the same device.
-    """
-    with torch_private.DisableTorchFunctionSubclass():
-        tensor = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-        try:
-            moved = func(tensor, *args[1:], **kwargs)
-        except (RuntimeError, TypeError, ValueError):
-            return None
-        if moved.dtype is not tensor.dtype or moved.layout is not tensor.layout or kwargs.get("copy", False):
-            return None
-        return _device_of(moved)
-
-
-def is_no_move(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `func`, one of MOVES, leaves the dtype and the device of args[0] as they are."""
-    with torch_private.DisableTorchFunctionSubclass():
-        device = _device_of(args[0])
-    return moved_to(func, args, kwargs) == device
-
-
-def _device_of(tensor: Tensor) -> torch.device:
-    return torch.device("cpu") if tensor.device.type == "cpu" else tensor.device
 
 
 def module_on_the_move() -> nn.Module | None:

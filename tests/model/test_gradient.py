@@ -100,7 +100,7 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
         isinstance(g, Tensor),
         g in {g},
     ),
-    "one like it": lambda g: [torch.zeros_like(g), torch.ones_like(g)],
+    "one like it": lambda g: [torch.zeros_like(g), torch.ones_like(input=g), g.new_zeros(3), g.new_ones((2, 2))],
     "itself": lambda g: (g.detach() is not None, g.cpu() is g, g.to(g.dtype) is g, g.requires_grad_(False) is g),
 }
 
@@ -240,6 +240,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a factor of a factor": lambda g: g.mul_(2).view(-1)[0].zero_(),
     "then a factor": lambda g: (g.view(-1)[0].fill_(1.0), g.mul_(2)),
     "a masked fill": lambda g: g.masked_fill_(g > 0, 0.5),
+    "element by element": lambda g: g.apply_(lambda one: one + 1),
+    "with another": lambda g: g.map_(torch.ones_like(g), lambda one, other: one + other),
 }
 
 
@@ -349,6 +351,18 @@ def test_a_write_after_the_step_is_refused_and_changes_nothing(made: Made, write
         getattr(grad, write)(other)
     if made.stays:
         assert torch.equal(grad.clone(), made.plain_grad)
+
+
+@pytest.mark.parametrize(
+    "give", [lambda g: g.set_(torch.ones(12, 12).bfloat16()), lambda g: g.resize_(2, 2)], ids=["set_", "resize_"]
+)
+def test_what_would_give_it_other_memory_is_refused_and_changes_nothing(
+    made: Made, give: Callable[[Tensor], Any]
+) -> None:
+    with pytest.raises(GradientMovedError, match=r"p\.grad = x"):
+        give(made.grad)
+    made.same()
+    assert made.grad.share_memory_() is made.grad
 
 
 def test_a_consumed_one_moves_and_prints_without_harm(made: Made) -> None:

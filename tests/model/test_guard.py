@@ -83,6 +83,13 @@ def test_a_use_gets_what_it_gets_of_a_plain_parameter(held: Held, use: Callable[
     held.step()
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_tensor_that_is_made_of_its_values_gets_the_current_ones(held: Held) -> None:
+    assert torch.equal(held.param.new_tensor(held.param), held.plain_param)
+    held.leave()
+    assert torch.equal(held.param.new_tensor(held.param), held.plain_param)
+
+
 @pytest.mark.parametrize(
     "make",
     [copy.deepcopy, nn.Parameter, saved, lambda p: type(p)(torch.ones(2)), lambda p: nn.Parameter(p.detach())],
@@ -173,6 +180,14 @@ def test_a_write_counts(held: Held, write: Callable[[nn.Parameter], Any]) -> Non
     with torch.no_grad():
         write(held.param)
         write(held.plain_param)
+    held.same()
+
+
+def test_a_write_counts_that_torch_does_not_count(held: Held) -> None:
+    for param in (held.param, held.plain_param):
+        param.requires_grad_(False)  # torch refuses it otherwise
+        param.apply_(lambda one: one + 1)
+        param.requires_grad_()
     held.same()
 
 

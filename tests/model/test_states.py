@@ -102,6 +102,7 @@ WRITES: dict[str, Callable[[Any, nn.Parameter], object]] = {
     "sets elements of a view": lambda state, p: state[p]["exp_avg_sq"].view(-1)[2:].zero_(),
     "writes through .data": lambda state, p: state[p]["exp_avg"].data.mul_(0.5),
     "writes through what is on the CPU": lambda state, p: state[p]["exp_avg"].float().cpu().contiguous().zero_(),
+    "writes element by element": lambda state, p: state[p]["exp_avg"].apply_(lambda one: one + 1),
     "scales several": lambda state, p: torch._foreach_mul_([state[p]["exp_avg"], torch.ones(2)], 0.5),
     "writes an output": lambda state, p: torch.add(torch.ones(3, 12), 1.0, out=state[p]["exp_avg"]),
     "replaces the memory": lambda state, p: state[p]["exp_avg"].set_(torch.zeros(3, 12)),
@@ -128,6 +129,20 @@ def test_writes_to_states_are_refused_and_change_nothing(write: str, tmp_path: P
             WRITES[write](optimizer.state, model.head.weight)
         after = optimizer.state_of(model.head.weight)
         assert all(torch.equal(torch.as_tensor(after[kind]), torch.as_tensor(before[kind])) for kind in before)
+
+
+def test_what_names_itself_a_write_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    model = Net()
+    with hold(model, tmp_path, "on the disk") as optimizer:
+        take_step(optimizer, squares(model))
+        optimizer.synchronize()
+        before = optimizer.stats()["nvme_read_bytes"]
+        state = optimizer.state[model.head.weight]["exp_avg"]
+        assert torch.equal(torch.zeros_like(state), torch.zeros(3, 12))
+        for write in (state.zero_, lambda: torch.add(state.new_ones(3, 12), 1, out=state)):
+            with pytest.raises(ConfigError, match=r"optimizer\.state"):
+                write()
+        assert optimizer.stats()["nvme_read_bytes"] == before
 
 
 def test_the_mapping_cannot_be_replaced(tmp_path: Path) -> None:

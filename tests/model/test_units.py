@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
-from offload.model.torch_helpers import module_on_the_move, moved_to
+from offload.model.torch_functions import moved_to
+from offload.model.torch_helpers import module_on_the_move
 from offload.model.units import compute_dtypes, device_for, fp32_modules, move_buffers, specs_of, units_of
 
 
