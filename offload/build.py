@@ -36,6 +36,7 @@ from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
 from offload.optim.adam import NewParameters, Step
+from offload.optim.scale import StepScale
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
@@ -186,6 +187,7 @@ class Parts:
         gradients: the gradient buffer.
         new_params: brings the results of a step into the model.
         step: Adam's step.
+        scale: by what it multiplies the gradients.
         slots: the swap files; None: there are none.
         engine: what reads and writes them; None: there are none.
         activations: where activations wait for their backward; None: where they are made.
@@ -199,6 +201,7 @@ class Parts:
     gradients: GradientBuffer
     new_params: NewParameters
     step: Step
+    scale: StepScale
     slots: Stripes | None
     engine: IOEngine | None
     activations: ActivationStore | None
@@ -262,7 +265,10 @@ def build(
     masters = MasterWeights(run, choice.states, parameters, stores, streamed)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
-    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
+    scale = StepScale()
+    return Parts(
+        run, stores, streamed, parameters, masters, gradients, new_params, step, scale, slots, engine, activations
+    )
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:

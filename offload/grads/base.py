@@ -18,72 +18,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from offload.choices import GradChoice
-from offload.errors import AccumulationError, ConfigError
+from offload.errors import AccumulationError
 from offload.grads.shards import ShardsInMemory, open_shards
 from offload.layout import Chunk
 from offload.run import Run
 from offload.storage.chunk_cache import Store
-
-
-@dataclass(frozen=True)
-class GradientScale:
-    """The factors by which the step multiplies every gradient.
-
-    Attributes:
-        unscaled: the inverse of the loss scale, None until a GradScaler has set it.
-        clip: the factor of clipping, None if the gradients were not clipped.
-    """
-
-    unscaled: float | None = None
-    clip: float | None = None
-
-    @property
-    def factor(self) -> float:
-        return (1.0 if self.unscaled is None else self.unscaled) * (1.0 if self.clip is None else self.clip)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the factors were computed from the gradients that are here: then no more may be added to them."""
-        return self.unscaled is not None or self.factor != 1.0
-
-    def unscaled_by(self, inverse: float) -> GradientScale:
-        """These factors, with the loss scale of a GradScaler divided out.
-
-        Args:
-            inverse: 1 / loss scale; 1 where the loop has divided it out itself.
-
-        Raises:
-            ConfigError: if `inverse` is no positive finite number, or the loss scale was divided out or the gradients
-                were clipped before.
-        """
-        if not 0 < inverse < math.inf:
-            raise ConfigError(
-                f"the loss scale of the GradScaler is the inverse of {inverse}: it was halved at every step until "
-                "nothing was left, or doubled for ever; look for the NaN or the zeros in the loss, and make a new "
-                "GradScaler"
-            )
-        if inverse != 1.0 and self.clip is not None:
-            raise ConfigError(
-                "clip_grad_norm_() came before the loss scale was divided out, and clipped the gradients of the scaled "
-                "loss: call scaler.unscale_(optimizer) before it; nothing was changed, call zero_grad()"
-            )
-        if inverse != 1.0 and self.unscaled not in (None, 1.0):
-            raise ConfigError(
-                "the loss scale would be divided out twice: call scaler.unscale_() once a step, with the optimizer "
-                "that scaler.step() is called with; nothing was changed, call zero_grad()"
-            )
-        return replace(self, unscaled=inverse * (1.0 if self.unscaled is None else self.unscaled))
-
-
-UNIT_SCALE = GradientScale()
-"""Neither unscaled nor clipped."""
 
 
 class GradientBuffer(ABC):
@@ -101,13 +46,9 @@ class GradientBuffer(ABC):
     Attributes:
         most: the most micro-batches that a step may have; None: any number.
         expected: how many micro-batches this step is expected to have.
-        scale: the factors that all gradients have in common.
-        factors: for some parameters, one more factor by which the step multiplies their gradient.
     """
 
     def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
-        self.scale = UNIT_SCALE
-        self.factors: dict[int, float] = {}
         self.most: int | None = None if choice.takes_any else choice.passes
         self.expected = self.most or 1
         self._is_summed = choice.passes > 1
@@ -258,25 +199,6 @@ class GradientBuffer(ABC):
         once = [value if self._counts[param] else 0.0 for param, value in zip(params, values, strict=True)]
         rows = self._everyone.all_gather(torch.tensor(once, dtype=torch.float64, device="cpu"))
         return torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64, device="cpu")
-
-    # What the step multiplies them by.
-
-    def factor_of(self, param: int) -> float:
-        """The number by which the step multiplies the gradient of `param`."""
-        return self.scale.factor * self.factors.get(param, 1.0)
-
-    def set_factor(self, param: int, factor: float) -> None:
-        """Makes `factor_of(param)` be `factor`."""
-        relative = factor / self.scale.factor if self.scale.factor else factor
-        if relative == 1.0:
-            self.factors.pop(param, None)
-        else:
-            self.factors[param] = relative
-
-    def reset_factors(self) -> None:
-        """Drops all factors: the step takes the gradients as they are."""
-        self.scale = UNIT_SCALE
-        self.factors.clear()
 
     # For the step.
 

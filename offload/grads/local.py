@@ -213,7 +213,6 @@ class LocalGradients(GradientBuffer):
         self._leaving.clear()
         self.clear_all()
         self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
-        self.reset_factors()
 
     def close(self) -> None:
         if self._worker is not None:

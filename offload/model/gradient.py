@@ -31,7 +31,7 @@ from torch import Tensor
 from offload import torch_private
 from offload.entries import entry
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
-from offload.grads.base import UNIT_SCALE, GradientBuffer
+from offload.grads.base import GradientBuffer
 from offload.layout import Layout
 from offload.model.dense import flattened_like
 from offload.model.fetch import HeldUnits
@@ -49,6 +49,7 @@ from offload.model.torch_helpers import (
     tensors_in,
     torch_functions,
 )
+from offload.optim.scale import StepScale
 from offload.ranks.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
 from offload.run import Owner
 
@@ -188,6 +189,7 @@ class Answers:
         layout: Layout,
         parameters: FlatParameters,
         gradients: GradientBuffer,
+        scale: StepScale,
         pending: PendingUpdates,
         units: HeldUnits,
         owner: Owner,
@@ -199,6 +201,7 @@ class Answers:
         self._ranks = layout.ranks
         self._parameters = parameters
         self._gradients = gradients
+        self._scale = scale
         self._pending = pending
         self._owner = owner
         self._pid = os.getpid()
@@ -341,7 +344,7 @@ class Answers:
         Args:
             used: the parameters whose gradients a step has used.
         """
-        self._used = {number: self._gradients.factor_of(number) for number in used}
+        self._used = {number: self._scale.of(number) for number in used}
         self._copies.clear()
         self._zeroed.clear()
         self._norms.clear()
@@ -445,7 +448,7 @@ class Answers:
             self.take_changes()
         self._gradients.finalize([number])
         values = self._gradients.values(number)
-        factor = self._gradients.factor_of(number) if self.is_live(number) else self._used[number]
+        factor = self._scale.of(number) if self.is_live(number) else self._used[number]
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -499,7 +502,7 @@ class Answers:
             else:
                 stored = new
         self._gradients.write(number, stored)
-        self._gradients.set_factor(number, 1.0)
+        self._scale.use_as_is(number)
         self._forget_norm(number)
 
     def _require_values(self, number: int) -> None:
@@ -565,7 +568,7 @@ class Answers:
         else:
             every = list(self._used)
         for number, norm in zip(every, self._gradients.norms(every, order), strict=True):
-            factor = self._gradients.factor_of(number) if self.is_live(number) else self._used.get(number, 1.0)
+            factor = self._scale.of(number) if self.is_live(number) else self._used.get(number, 1.0)
             self._norms.learn(order, number, norm * abs(factor))
 
     def _with_live(self, numbers: Sequence[int]) -> list[int]:
@@ -606,7 +609,7 @@ class Answers:
                 return False  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(self._value_of, factors), strict=True):
             by = (1.0 / by if by else math.copysign(math.inf, by)) if divides else by
-            self._gradients.set_factor(one.number, self._gradients.factor_of(one.number) * by)
+            self._scale.multiply(one.number, by)
             self._forget_norm(one.number)
         return True
 
@@ -627,7 +630,7 @@ class Answers:
             self._gradients.clear(number)
         self._copies.pop(number, None)
         self._used.pop(number, None)
-        self._gradients.set_factor(number, 1.0)
+        self._scale.use_as_is(number)
         self._zeroed.add(number)
         self._forget_norm(number)
 
@@ -690,11 +693,10 @@ class Answers:
         """
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._gradients.scale != UNIT_SCALE or self._gradients.factors:
+        if self._scale.is_set:
             if not self.active:
-                self._gradients.scale = UNIT_SCALE  # the user dropped the gradients that it was for
-                self._gradients.factors.clear()
-            elif self._gradients.scale.is_fixed or self._gradients.factors:
+                self._scale.reset()  # the user dropped the gradients that it was for
+            elif self._scale.is_fixed:
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"

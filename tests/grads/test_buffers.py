@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import AccumulationError
-from offload.grads.base import GradientBuffer, GradientScale
+from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import gradient_slot_arrays
@@ -136,15 +136,6 @@ def test_a_cleared_gradient_is_replaced_by_the_next() -> None:
     buffer.accumulate(1, second)
     buffer.finalize([1])
     assert torch.equal(buffer.values(1), second.float())
-
-
-def test_factors_multiply_and_are_reset() -> None:
-    buffer, _ = buffer_of("local")
-    buffer.scale = GradientScale(unscaled=0.5, clip=0.25)
-    buffer.set_factor(1, 3.0)
-    assert (buffer.factor_of(0), buffer.factor_of(1)) == (0.125, 3.0)
-    buffer.reset_factors()
-    assert (buffer.factor_of(0), buffer.factor_of(1)) == (1.0, 1.0)
 
 
 class _Slow(LateCopier):
