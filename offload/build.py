@@ -22,6 +22,7 @@ from offload.entries import Entries
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
+from offload.grads.shards import open_shards
 from offload.health import Health
 from offload.io.engine import IOEngine
 from offload.io.files import Files
@@ -247,7 +248,8 @@ def build(
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots)
     grads = pool_store(ChunkKind.GRADS, placement.grads)
-    gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, grads)
+    shards = open_shards(run, choice.grads.passes, grads)
+    gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
     trained_streams, first_frozen = choice.params.tier > DEVICE, len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))

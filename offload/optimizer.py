@@ -690,7 +690,7 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: it is set to what is no number of at least 1 and not "auto", to more than OffloadZero was made
                 for, or between a backward and its step.
         """
-        most = self._parts.gradients.most
+        most = self._parts.gradients.passes.most
         return "auto" if most is None else most
 
     @accumulation.setter
@@ -710,12 +710,12 @@ class OffloadZero(torch.optim.Optimizer):
                     f"step: give OffloadZero accumulation={passes!r}{other}"
                 )
             return
-        if most != self._parts.gradients.most:
+        if most != self._parts.gradients.passes.most:
             if self._held.answers.active:
                 raise ConfigError(
                     f"accumulation={passes!r} between a backward and its step: set it before the backward"
                 )
-            self._parts.gradients.declare(most)
+            self._parts.gradients.passes.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
         """Clears the gradients.

@@ -22,7 +22,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ class _Norms:
 
 
 class Answers:
-    """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
+    """Passes gradients on to the gradient buffer as autograd makes them, and answers for them in `p.grad`."""
 
     def __init__(
         self,
@@ -221,7 +221,33 @@ class Answers:
         named = enumerate(zip(self._params, self._names, strict=True))
         return [StandIn.of(param, number, name, self) for number, (param, name) in named]
 
-    # What hooks call.
+    # What hooks call. Autograd holds these functions where the garbage collector cannot look: they must not keep an
+    # optimizer alive that nobody refers to, with its memory and files.
+
+    def before_accumulation(self, number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        """What the node calls that is about to accumulate into a leaf of parameter `number`."""
+        answers = weakref.ref(self)
+
+        def begins(grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None and (alive := answers()) is not None:
+                alive.accumulation_begins(number)
+
+        return begins
+
+    def after_accumulation(self, number: int, start: int = 0) -> Callable[[Tensor], None]:
+        """What autograd calls with a leaf of a parameter when it has accumulated its gradient.
+
+        Args:
+            number: the parameter's number.
+            start: the element of the parameter at which the leaf begins.
+        """
+        answers = weakref.ref(self)
+
+        def ended(leaf: Tensor) -> None:
+            if (alive := answers()) is not None:
+                alive.accumulation_ended(number, leaf, start)
+
+        return ended
 
     @entry
     def accumulation_begins(self, number: int) -> None:
@@ -234,7 +260,7 @@ class Answers:
             param = self._params[number]
             if number in self._tiled and param.grad is not None and not self._is_own(param.grad, number):
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
-            self._arriving()
+            self._require_no_factors()
             self._pending.require_applied(number)
             self._pending.before_gradients()
             self._forget_norm(number)
@@ -249,9 +275,9 @@ class Answers:
             self._zeroed.discard(number)
 
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
-        """Called when autograd has accumulated a gradient of a leaf; see `hand_over`."""
+        """Called when autograd has accumulated a gradient of a leaf; see `pass_on`."""
         if not self._is_frozen(number):
-            self.hand_over(number, leaf, start)
+            self.pass_on(number, leaf, start)
         elif leaf is not self._params[number]:
             leaf.grad = None
 
@@ -260,8 +286,8 @@ class Answers:
             return not self._params[number].requires_grad
 
     @entry
-    def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
-        """Takes the gradient of a leaf to the gradient buffer.
+    def pass_on(self, number: int, leaf: Tensor, start: int = 0) -> None:
+        """Takes the gradient of a leaf away, puts a stand-in there, and passes the gradient on to the gradient buffer.
 
         Args:
             number: the parameter's number.
@@ -328,7 +354,7 @@ class Answers:
             if grad is not None and not self._is_own(grad, number):
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
-                self._arriving()
+                self._require_no_factors()
                 if isinstance(grad, StandIn):  # another parameter's
                     grad = self.values_of(grad.number)
                 with torch_private.DisableTorchFunctionSubclass():
@@ -336,7 +362,7 @@ class Answers:
                 self._gradients.clear(number)
                 self._used.pop(number, None)
                 self._zeroed.discard(number)
-                self.hand_over(number, param)
+                self.pass_on(number, param)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
         """Makes the next gradients begin anew.
@@ -684,8 +710,8 @@ class Answers:
     def _is_own(self, grad: Any, number: int) -> bool:
         return grad is self._stand_ins[number]
 
-    def _arriving(self) -> None:
-        """Called when a gradient arrives.
+    def _require_no_factors(self) -> None:
+        """Requires that a gradient may come. Factors of gradients that the user has dropped are dropped, too.
 
         Raises:
             ClosedError: in a forked child, which has no memory for gradients.
