@@ -22,6 +22,7 @@ from offload.entries import Entries
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
+from offload.grads.shards import open_shards
 from offload.health import Health
 from offload.io.engine import IOEngine
 from offload.io.files import Files
@@ -37,6 +38,7 @@ from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
 from offload.optim.adam import Step
 from offload.optim.new_params import NewParameters, new_parameters
+from offload.optim.scale import StepScale
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
@@ -188,6 +190,7 @@ class Parts:
         gradients: the gradient buffer.
         new_params: brings the results of a step into the model.
         step: Adam's step.
+        scale: by what it multiplies the gradients.
         slots: the swap files; None: there are none.
         engine: what reads and writes them; None: there are none.
         activations: where activations wait for their backward; None: where they are made.
@@ -201,6 +204,7 @@ class Parts:
     gradients: GradientBuffer
     new_params: NewParameters
     step: Step
+    scale: StepScale
     slots: Stripes | None
     engine: IOEngine | None
     activations: ActivationStore | None
@@ -246,7 +250,8 @@ def build(
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots)
     grads = pool_store(ChunkKind.GRADS, placement.grads)
-    gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, grads)
+    shards = open_shards(run, choice.grads.passes, grads)
+    gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
     trained_streams, first_frozen = choice.params.tier > DEVICE, len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
@@ -267,7 +272,10 @@ def build(
     masters = MasterWeights(run, choice.states, parameters, store, params)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
-    return Parts(run, stores, params, parameters, masters, gradients, new_params, step, slots, engine, activations)
+    scale = StepScale()
+    return Parts(
+        run, stores, params, parameters, masters, gradients, new_params, step, scale, slots, engine, activations
+    )
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:

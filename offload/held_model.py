@@ -118,7 +118,7 @@ class HeldModel:
         transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
-        self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, self.units, owner)
+        self.answers = Answers(run.layout, parameters, parts.gradients, parts.scale, self.pending, self.units, owner)
         names = units_of(model, choice.model.units)
         names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
         unit_of = {param: parameters.units[name] for param, name in names.items()}

@@ -24,7 +24,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -89,8 +88,6 @@ from offload.run import DISK, Owner
 from offload.sizes import format_bytes
 from offload.torch_private import DisableTorchFunctionSubclass
 
-CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
 HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
 _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
@@ -477,8 +474,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._consume(active)
 
     def _begin_step(self, active: Sequence[int], factor: float) -> None:
-        specs, factors = self._layout.specs, self._parts.gradients.factors
-        keys: dict[int, StepKey] = {n: (specs[n].group, self._steps[n] + 1, factors.get(n, 1.0)) for n in active}
+        specs, scale = self._layout.specs, self._parts.scale
+        keys: dict[int, StepKey] = {n: (specs[n].group, self._steps[n] + 1, scale.relative(n)) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
@@ -531,21 +528,19 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         if not float(max_norm) >= 0:
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
-        gradients, active = self._parts.gradients, self._finalize_gradients()
-        if gradients.scale.unscaled is None:
+        gradients, scale, active = self._parts.gradients, self._parts.scale, self._finalize_gradients()
+        if scale.unscaled is None:
             if active and self._choice.model.compute_dtype is torch.float16:
                 raise ConfigError(
                     "clip_grad_norm_() of fp16 gradients that are not unscaled yet: call scaler.unscale_(optimizer) of "
                     "a torch.amp.GradScaler before, on every rank, after a backward of scaler.scale(loss)"
                 )
             self._all_finite(active)
-        norm = gradients.norm(active) * gradients.scale.factor
-        if gradients.factors:
+        norm = gradients.norm(active) * scale.common
+        if not scale.is_common:
             each = zip(active, gradients.norms(active), strict=True)
-            norm = math.sqrt(math.fsum((gradients.factor_of(number) * one) ** 2 for number, one in each))
-        factor = min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
-        clip = 1.0 if gradients.scale.clip is None else gradients.scale.clip
-        gradients.scale = replace(gradients.scale, clip=clip * factor)
+            norm = math.sqrt(math.fsum((scale.of(number) * one) ** 2 for number, one in each))
+        scale.clip_to(float(max_norm), norm)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @property
@@ -575,11 +570,11 @@ class OffloadZero(torch.optim.Optimizer):
                 gradients were clipped before.
         """
         self._require_usable()
-        gradients, active = self._parts.gradients, self._finalize_gradients()
-        scale = gradients.scale.unscaled_by(inverse.item())
-        if not math.isfinite(gradients.norm(active)):
+        active, by = self._finalize_gradients(), inverse.item()
+        self._parts.scale.common_if_unscaled(by)  # raises before anything is changed
+        if not math.isfinite(self._parts.gradients.norm(active)):
             found_inf.fill_(1.0)
-        gradients.scale = scale
+        self._parts.scale.unscale(by)
 
     @contextmanager
     def _forgetting_the_scaler(self) -> Iterator[None]:
@@ -591,9 +586,9 @@ class OffloadZero(torch.optim.Optimizer):
         try:
             yield
         except BaseException:
-            handed, gradients = [vars(self).pop(name, None) for name in HANDED_OVER], self._parts.gradients
-            if handed[0] is not None and gradients.scale.unscaled == 1.0:
-                gradients.scale = replace(gradients.scale, unscaled=None)  # only asked, for this step
+            handed = [vars(self).pop(name, None) for name in HANDED_OVER]
+            if handed[0] is not None:
+                self._parts.scale.take_back_unit()
             raise
 
     def _is_to_step(self, active: Sequence[int]) -> bool:
@@ -612,7 +607,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _all_finite(self, active: Sequence[int]) -> bool:
         gradients = self._parts.gradients
         bad = gradients.not_finite(active)
-        bad = bad or [number for number in active if not math.isfinite(gradients.factor_of(number))]
+        bad = bad or [number for number in active if not math.isfinite(self._parts.scale.of(number))]
         if bad and not self._skips_nonfinite:
             name = self._layout.specs[bad[0]].name
             others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
@@ -649,7 +644,8 @@ class OffloadZero(torch.optim.Optimizer):
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
         if self._everyone.size > 1:
-            self._agree_on_factors()
+            names = [spec.name for spec in self._layout.specs]
+            self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
             numbers = None if fault is not None else [factor, *map(hyper_parameters_of, self.param_groups)]
             variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
@@ -663,37 +659,11 @@ class OffloadZero(torch.optim.Optimizer):
             raise fault
         return None if skips else factor
 
-    def _agree_on_factors(self) -> None:
-        """Makes the factors by which users multiplied single gradients the same on all ranks.
-
-        A rank that has no gradient of a parameter gets the factor that the others have.
-
-        Raises:
-            ConfigError: on all ranks, if a gradient was multiplied by different numbers.
-            RankError: another rank failed, or cannot be reached.
-        """
-        factors = self._parts.gradients.factors
-        own = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
-        own[list(self._held.answers.active)] = 1.0
-        for number, factor in factors.items():
-            own[number] = factor
-        rows = self._everyone.all_gather(own)
-        least = rows.where(~rows.isnan(), math.inf).amin(0)
-        most = rows.where(~rows.isnan(), -math.inf).amax(0)
-        for number in (least < most).nonzero().flatten().tolist():
-            raise ConfigError(
-                f"the gradient of {self._layout.specs[number].name} was multiplied by {least[number]:g} and by "
-                f"{most[number]:g} on the ranks: multiply it by the same number on each; nothing was changed, call "
-                "zero_grad()"
-            )
-        for number in ((least == most) & (most != 1.0)).nonzero().flatten().tolist():
-            factors[number] = most[number].item()
-
     def _factor(self, active: Sequence[int]) -> float:
-        scale, handed = self._parts.gradients.scale, vars(self).get("grad_scale")
+        scale, handed = self._parts.scale, vars(self).get("grad_scale")
         if handed is not None:
             # In fp32, as `unscale_` gives it.
-            return scale.unscaled_by(handed.double().reciprocal().float().item()).factor
+            return scale.common_if_unscaled(handed.double().reciprocal().float().item())
         if active and scale.unscaled is None and self._is_of_scaler:
             raise ConfigError(
                 "the gradients of this step are not those that scaler.unscale_(optimizer) has met: call it after the "
@@ -705,7 +675,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "scaler.step(optimizer) and scaler.update(), or choose compute_dtype=torch.bfloat16; where no scale is "
                 "meant, GradScaler(device, init_scale=1.0, growth_interval=2**31 - 1) says so; nothing was changed"
             )
-        return scale.factor
+        return scale.common
 
     @property
     def accumulation(self) -> int | str:
@@ -720,7 +690,7 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: it is set to what is no number of at least 1 and not "auto", to more than OffloadZero was made
                 for, or between a backward and its step.
         """
-        most = self._parts.gradients.most
+        most = self._parts.gradients.passes.most
         return "auto" if most is None else most
 
     @accumulation.setter
@@ -740,12 +710,12 @@ class OffloadZero(torch.optim.Optimizer):
                     f"step: give OffloadZero accumulation={passes!r}{other}"
                 )
             return
-        if most != self._parts.gradients.most:
+        if most != self._parts.gradients.passes.most:
             if self._held.answers.active:
                 raise ConfigError(
                     f"accumulation={passes!r} between a backward and its step: set it before the backward"
                 )
-            self._parts.gradients.declare(most)
+            self._parts.gradients.passes.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
         """Clears the gradients.
@@ -754,7 +724,7 @@ class OffloadZero(torch.optim.Optimizer):
             used: the numbers of the parameters whose gradients a step has used.
         """
         self._held.answers.begin_anew(used)
-        self._parts.gradients.reset_factors()
+        self._parts.scale.reset()
         self._parts.gradients.clear_all()
 
     # Look.
@@ -805,7 +775,7 @@ class OffloadZero(torch.optim.Optimizer):
             return None
         first, last = self._layout.param_shard_range(number)
         view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
-        view[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
+        view[first:last] = self._parts.gradients.values(number).float() * self._parts.scale.of(number)
         return self._whole(number, all_gather_shards(self._comm, self._layout, number, view))
 
     def _has_gradient(self, number: int) -> bool:

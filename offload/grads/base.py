@@ -1,15 +1,19 @@
 """The gradient buffer: what a gradient meets between autograd's hook and the step.
 
 [Note: the way of a gradient]
-1. A hook (model/gradient.py) hands over each gradient as soon as autograd has accumulated it: `accumulate`.
-2. With one rank it is copied to the tier of the gradients at once (local.py). With several it is first averaged over
-   the ranks, and each rank keeps the average of its own shards (reduce_scatter.py).
+Each of these files calls the next one, and none is called back:
+
+1. model/gradient.py takes each gradient as soon as autograd has accumulated it, and passes it on: `accumulate`. Its
+   micro-batch is counted (passes.py).
+2. With one rank it is brought to RAM at once (local.py). With several it is first averaged over the ranks, and each
+   rank keeps the average of its own shards (reduce_scatter.py).
 3. There it waits for the step (shards.py): in RAM, or with `grad_tier="nvme"` in a store of its own, which writes it to
    the swap file. With more than one micro-batch a step, gradients are summed in fp32, in the order they come in.
-4. On the way the squares are summed, in blocks fixed by an element's position in its parameter. The norm and the check
-   for NaN and Inf come from these sums: they cost no pass over the gradients, and their bits do not depend on units,
-   chunks, threads or the number of ranks.
-5. `finalize` waits for all of it; then the step reads each chunk once, with `shard`.
+4. On the way the squares are summed (sums.py), in blocks fixed by an element's position in its parameter. The norm and
+   the check for NaN and Inf come from these sums: they cost no pass over the gradients, and their bits do not depend on
+   units, chunks, threads or the number of ranks.
+
+`finalize` waits for all of it; then the step reads each chunk once, with `shard`.
 """
 
 from __future__ import annotations
@@ -18,72 +22,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from offload.choices import GradChoice
-from offload.errors import AccumulationError, ConfigError
-from offload.grads.shards import ShardsInMemory, open_shards
+from offload.grads.passes import Passes
+from offload.grads.shards import GradShards, ShardsInMemory
 from offload.layout import Chunk
 from offload.run import Run
-from offload.storage.chunk_cache import Store
-
-
-@dataclass(frozen=True)
-class GradientScale:
-    """The factors by which the step multiplies every gradient.
-
-    Attributes:
-        unscaled: the inverse of the loss scale, None until a GradScaler has set it.
-        clip: the factor of clipping, None if the gradients were not clipped.
-    """
-
-    unscaled: float | None = None
-    clip: float | None = None
-
-    @property
-    def factor(self) -> float:
-        return (1.0 if self.unscaled is None else self.unscaled) * (1.0 if self.clip is None else self.clip)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the factors were computed from the gradients that are here: then no more may be added to them."""
-        return self.unscaled is not None or self.factor != 1.0
-
-    def unscaled_by(self, inverse: float) -> GradientScale:
-        """These factors, with the loss scale of a GradScaler divided out.
-
-        Args:
-            inverse: 1 / loss scale; 1 where the loop has divided it out itself.
-
-        Raises:
-            ConfigError: if `inverse` is no positive finite number, or the loss scale was divided out or the gradients
-                were clipped before.
-        """
-        if not 0 < inverse < math.inf:
-            raise ConfigError(
-                f"the loss scale of the GradScaler is the inverse of {inverse}: it was halved at every step until "
-                "nothing was left, or doubled for ever; look for the NaN or the zeros in the loss, and make a new "
-                "GradScaler"
-            )
-        if inverse != 1.0 and self.clip is not None:
-            raise ConfigError(
-                "clip_grad_norm_() came before the loss scale was divided out, and clipped the gradients of the scaled "
-                "loss: call scaler.unscale_(optimizer) before it; nothing was changed, call zero_grad()"
-            )
-        if inverse != 1.0 and self.unscaled not in (None, 1.0):
-            raise ConfigError(
-                "the loss scale would be divided out twice: call scaler.unscale_() once a step, with the optimizer "
-                "that scaler.step() is called with; nothing was changed, call zero_grad()"
-            )
-        return replace(self, unscaled=inverse * (1.0 if self.unscaled is None else self.unscaled))
-
-
-UNIT_SCALE = GradientScale()
-"""Neither unscaled nor clipped."""
 
 
 class GradientBuffer(ABC):
@@ -95,24 +43,17 @@ class GradientBuffer(ABC):
     the same order. These raise RankError.
 
     Args:
-        store: where the gradients wait with `grad_tier="nvme"`; None: they wait in RAM (or on the device, with the
-            states).
+        run: what the parts of a run share.
+        choice: what was decided for the gradients.
+        shards: where they wait for the step; None: in memory.
 
     Attributes:
-        most: the most micro-batches that a step may have; None: any number.
-        expected: how many micro-batches this step is expected to have.
-        scale: the factors that all gradients have in common.
-        factors: for some parameters, one more factor by which the step multiplies their gradient.
+        passes: how many micro-batches of each gradient have come, and may come.
     """
 
-    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
-        self.scale = UNIT_SCALE
-        self.factors: dict[int, float] = {}
-        self.most: int | None = None if choice.takes_any else choice.passes
-        self.expected = self.most or 1
-        self._is_summed = choice.passes > 1
+    def __init__(self, run: Run, choice: GradChoice, shards: GradShards | None = None) -> None:
+        self.passes = Passes(run.layout, choice)
         self._layout = run.layout
-        self._kernels = run.kernels
         self._copier = run.memory.copier
         self._timeline = run.timeline
         # Gradients do not come alike on all ranks: their collectives are in an order of their own.
@@ -120,8 +61,11 @@ class GradientBuffer(ABC):
         self._everyone = run.comm.everyone.side_group
         # What every slice has is counted by the first one.
         is_first = run.comm.tensor_parallel.rank == 0
-        self._counts = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
-        self._shards = open_shards(run, choice.passes, store)
+        self._is_counted = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
+        self._shards = shards or ShardsInMemory(run, choice.passes)
+        # Tensor-parallel ranks ask one another for norms, and have to do so alike, though only one of them may have
+        # written to a gradient. Nobody writes to gradients that are averaged over ranks.
+        self._asks_always = self._everyone.size > 1 and run.layout.ranks == 1
         # On their way to a device of its own; see NewParameters in optim/adam.py.
         is_bounce = not self._copier.direct and choice.params_stay
         self._is_written_over = [
@@ -145,21 +89,30 @@ class GradientBuffer(ABC):
             AccumulationError: if the parameter has all of its declared micro-batches already.
         """
 
-    @abstractmethod
     def has(self, param: int) -> bool:
         """Whether a gradient of `param` was accumulated since it was last cleared."""
+        return self.passes.has(param)
 
-    @abstractmethod
     def clear(self, param: int) -> None:
         """Forgets the gradient of `param`: the next one replaces it.
 
         Raises:
             AccumulationError: if other ranks have that gradient already.
         """
+        self.passes.clear(param)
 
-    @abstractmethod
     def clear_all(self) -> None:
         """Forgets all gradients: the next ones replace them."""
+        self._begin_anew()
+
+    def _begin_anew(self, had: int | None = None) -> None:
+        """Begins the gradients of the next step.
+
+        Args:
+            had: as for `Passes.clear_all`.
+        """
+        self.passes.clear_all(had)
+        self._shards.sums.norms = {}
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:  # noqa: B027
         """Tells that backward is about to fetch a unit.
@@ -182,25 +135,24 @@ class GradientBuffer(ABC):
 
     # When all of them have come.
 
-    def declare(self, most: int | None) -> None:
-        """Sets the most micro-batches of every step from now on; None: any number.
-
-        Called while no gradient is there, with the same number on all ranks.
-        """
-        self.most, self.expected = most, most or 1
-
-    def _learn(self, count: int) -> None:
-        """Expects as many micro-batches in the next step as this one had, where their number is not declared."""
-        if self.most is None and count:
-            self.expected = count
-
-    @abstractmethod
     def finalize(self, params: Collection[int]) -> list[int]:
         """Waits until the gradients of `params`, each of which has one, are where the step reads them.
 
         Returns:
             The parameters that have a gradient on any rank.
+
+        Raises:
+            AccumulationError: on all ranks, if some of them drop gradients that were averaged; then all have dropped
+                them.
         """
+        with self._timeline.span("gradient_s"):
+            active = self._collect(params)
+            self._shards.sum_squares(active)
+        return active
+
+    @abstractmethod
+    def _collect(self, params: Collection[int]) -> list[int]:
+        """Waits until the gradients of `params` have come to the shards. See `finalize`."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -210,17 +162,27 @@ class GradientBuffer(ABC):
         """This rank's elements of a gradient, `layout.param_shard_range(param)`: 1-D, in the order of its memory."""
         return self._shards.values(param)
 
-    @abstractmethod
     def write(self, param: int, values: Tensor) -> None:
         """Replaces the elements that `values(param)` returns. Called after `finalize`, where there is one rank."""
+        assert self._layout.ranks == 1  # else no rank has all of a gradient
+        self._shards.write(param, values)
 
     def norm(self, params: Collection[int]) -> float:
         """The 2-norm over `params`, in fp64, over all ranks. It is inf or nan if one of them is not finite.
 
         Called after `finalize`. The sum over the blocks is rounded once, exactly, so it does not depend on their order.
+        It is computed once, until a gradient changes.
         """
-        sums = self._shards.sums_on_cpu()
-        blocks = (block for param in params if self._counts[param] for block in sums[param])
+        if self._asks_always:
+            return self._norm(params)
+        norms, key = self._shards.sums.norms, tuple(params)
+        if key not in norms:
+            norms[key] = self._norm(params)
+        return norms[key]
+
+    def _norm(self, params: Collection[int]) -> float:
+        sums = self._shards.sums.on_cpu()
+        blocks = (block for param in params if self._is_counted[param] for block in sums[param])
         return math.sqrt(self._everyone.exact_sum(chain.from_iterable(block.tolist() for block in blocks)))
 
     def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
@@ -233,7 +195,7 @@ class GradientBuffer(ABC):
         if not params:
             return []
         if order == 2.0:
-            sums = self._shards.sums_on_cpu()
+            sums = self._shards.sums.on_cpu()
             norms = [math.fsum(chain.from_iterable(block.tolist() for block in sums[param])) for param in params]
             return self._sum_over_ranks(params, norms).sqrt().tolist()
         gradients = (self.values(param).float() for param in params)
@@ -249,34 +211,15 @@ class GradientBuffer(ABC):
         """The parameters among `params` whose gradient has NaN or Inf on any rank. Called after `finalize`."""
         if math.isfinite(self.norm(params)):
             return []
-        sums = self._shards.sums_on_cpu()
+        sums = self._shards.sums.on_cpu()
         bad = [not all(bool(block.isfinite().all()) for block in sums[param]) for param in params]
         flags = self._everyone.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
 
     def _sum_over_ranks(self, params: Sequence[int], values: Sequence[float]) -> Tensor:
-        once = [value if self._counts[param] else 0.0 for param, value in zip(params, values, strict=True)]
+        once = [value if self._is_counted[param] else 0.0 for param, value in zip(params, values, strict=True)]
         rows = self._everyone.all_gather(torch.tensor(once, dtype=torch.float64, device="cpu"))
         return torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64, device="cpu")
-
-    # What the step multiplies them by.
-
-    def factor_of(self, param: int) -> float:
-        """The number by which the step multiplies the gradient of `param`."""
-        return self.scale.factor * self.factors.get(param, 1.0)
-
-    def set_factor(self, param: int, factor: float) -> None:
-        """Makes `factor_of(param)` be `factor`."""
-        relative = factor / self.scale.factor if self.scale.factor else factor
-        if relative == 1.0:
-            self.factors.pop(param, None)
-        else:
-            self.factors[param] = relative
-
-    def reset_factors(self) -> None:
-        """Drops all factors: the step takes the gradients as they are."""
-        self.scale = UNIT_SCALE
-        self.factors.clear()
 
     # For the step.
 
@@ -300,7 +243,7 @@ class GradientBuffer(ABC):
     @property
     def is_in_memory(self) -> bool:
         """Whether all gradients are where the states are, so that the step does not wait for them."""
-        return isinstance(self._shards, ShardsInMemory)
+        return self._shards.is_in_memory
 
     def chunk_memory(self, index: int) -> Tensor:
         """The memory of a chunk's gradients, shape (chunk.numel,). Called only if `is_in_memory`."""
@@ -319,18 +262,3 @@ class GradientBuffer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Waits for transfers that write into memory about to be freed."""
-
-
-def too_often(name: str, accumulation: int) -> AccumulationError:
-    """The error for more gradients of a parameter than `accumulation` declares."""
-    return AccumulationError(
-        f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(), and accumulation={accumulation}: "
-        "declare how many backward passes come before each step, OffloadZero(..., accumulation=N), or "
-        'accumulation="auto" where that is not known, or call step() or zero_grad() after each (with reentrant '
-        "checkpointing, a module used twice counts twice: set "
-        "use_reentrant=False)"
-    )
-
-
-def _ordinal(number: int) -> str:
-    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from itertools import chain
 from queue import SimpleQueue
+from typing import ParamSpec
 
 from torch import Tensor
 
@@ -20,16 +20,16 @@ from offload import torch_private
 from offload.choices import GradChoice
 from offload.devices.copies import Copy
 from offload.grads import shards
-from offload.grads.base import GradientBuffer, too_often
+from offload.grads.base import GradientBuffer
+from offload.grads.shards import GradShards, Place
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
-from offload.layout import Chunk, Layout, Piece
-from offload.native import SUM_SQUARES, sum_blocks
-from offload.profiling import GRADIENTS, SUMS, TO_HOST
+from offload.layout import Layout
+from offload.profiling import GRADIENTS, TO_HOST
 from offload.regions import Region
 from offload.run import Run
-from offload.sizes import SUM_BLOCK
-from offload.storage.chunk_cache import Store
+
+P = ParamSpec("P")
 
 BOUNCES = 2
 UNITS_LEAVING = 2
@@ -61,135 +61,85 @@ def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Regio
 class LocalGradients(GradientBuffer):
     """All gradients of a model, on one rank."""
 
-    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
-        super().__init__(run, choice, store)
-        self._is_stored = store is not None
+    def __init__(self, run: Run, choice: GradChoice, shards: GradShards | None = None) -> None:
+        super().__init__(run, choice, shards)
+        self._params_of = [[piece.param for piece in chunk.pieces] for chunk in run.layout.chunks]
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
-        self._count = self._zeros()
-        # Counts all gradients that ever came; a sum of squares belongs to the gradient whose number `_squared` notes.
-        self._generation = self._zeros()
-        self._squared = self._zeros()
-        # The backward in which the last gradient of each tile came.
-        self._backward = self._zeros()
+        self._backward: dict[tuple[int, int], int] = {}  # in which the last gradient of each (parameter, tile) came
         self._under_way: list[tuple[int, Future[None]]] = []
         self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         self._leaving: dict[str, list[Copy]] = {}  # by unit, the first that left first
-        # Of these sums of squares. A new dict for each new sum: what is computed of older ones meanwhile goes with it.
-        self._norms: dict[tuple[int, ...], float] = {}
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
             for memory in run.memory.take(BOUNCE):
                 self._bounces.put(memory)
 
-    def _zeros(self) -> list[list[int]]:
-        return [[0] * len(tiles) for tiles in self._tiles]
-
     def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
-        for tile, (first, stop) in enumerate(self._tiles[param]):
+        tiles = self._tiles[param]
+        if len(tiles) == 1:
+            self._accumulate(param, 0, grad)
+            return
+        for tile, (first, stop) in enumerate(tiles):
             if start <= first and stop <= start + grad.numel():
-                self._accumulate(param, tile, grad[first - start : stop - start])
+                values = grad[first - start : stop - start]
+                if self._has_come_in_this_backward(param, tile):
+                    self._add_use(param, tile, values)
+                else:
+                    self._accumulate(param, tile, values)
 
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
-        count, backward = self._count[param], torch_private.graph_task_id()
-        if len(count) > 1 and count[tile] and backward == self._backward[param][tile]:
-            self._add(param, tile, grad)
-            return
-        self._backward[param][tile] = backward
-        if self.most is not None and count[tile] == self.most:
-            raise too_often(self._layout.specs[param].name, self.most)
-        is_first = count[tile] == 0
-        count[tile] += 1
-        is_last = count[tile] == self.expected
-        self._generation[param][tile] += 1
-        generation = self._generation[param][tile]
+        number = self.passes.count(param, tile)
+        is_last = number == self.passes.expected
         size = grad.numel() * grad.element_size()
         if not self._copier.direct:
             self._timeline.count("device_to_host_bytes", size)
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
-            region = None if self._is_stored else self._region(param, tile)
-            if region is not None and not self._is_summed:
-                self._queue(param, self._copy(param, grad, region))
+            memory = self._shards.tile_memory(param, tile)
+            if memory is not None:
+                self._queue(param, self._copy(param, grad, memory))
             else:
-                for chunk, piece in self._layout.pieces_of(param):
-                    self._update(chunk, piece, tile, grad, is_first=is_first)
-            if region is not None and is_last:
-                self._queue(param, lambda: self._sum(param, tile, 0, region, generation))
+                self._add(param, tile, grad, is_first=number == 1, is_last=is_last)
+            if is_last:
+                self._queue(param, self._shards.tile_has_come, param, tile)
 
-    def _add(self, param: int, tile: int, grad: Tensor) -> None:
+    def _add(self, param: int, tile: int, grad: Tensor, *, is_first: bool, is_last: bool) -> None:
+        """Adds a tile's gradient to its chunks, piece by piece: a bounce has room for one."""
+        start, stop = self._tiles[param][tile]
+        for chunk, piece in self._layout.pieces_of(param):
+            if start <= piece.param_offset < stop:  # no piece has elements of two tiles
+                # A chunk with a tile holds nothing else. Only chunks in slots are ever finished.
+                is_shared = not self.is_in_memory and len(chunk.pieces) > 1
+                is_unfinished = is_shared and not self.passes.are_equal(self._params_of[chunk.index])
+                first = piece.param_offset - start
+                self._through_bounce(
+                    param,
+                    grad[first : first + piece.numel],
+                    Place(chunk, piece.chunk_offset, is_first, is_last, is_unfinished),
+                )
+
+    def _has_come_in_this_backward(self, param: int, tile: int) -> bool:
+        """Whether a tile has a gradient from the backward that runs."""
+        key, now = (param, tile), torch_private.graph_task_id()
+        before, self._backward[key] = self._backward.get(key), now
+        return before == now and self.passes.of(param, tile) > 0
+
+    def _add_use(self, param: int, tile: int, grad: Tensor) -> None:
         """Adds to a gradient that came in the same backward, in the dtype in which it waits.
 
         A tiled weight and its tiles are leaves of their own. So their gradients come one by one if the weight was also
         used as a whole, and have to be added as autograd adds those of all uses of a parameter.
         """
         self.drain()
-        if self._is_stored:
-            values = self.values(param)
-            start, stop = self._tiles[param][tile]
-            values[start:stop] += grad.to(values.device)
-            self.write(param, values)
-        else:
-            region = self._region(param, tile)
-            region += grad.to(region.device)
-            self._sum(param, tile, 0, region, self._generation[param][tile])
-
-    def _region(self, param: int, tile: int) -> Tensor:
-        flat, offset = self._layout.locations[param]
         start, stop = self._tiles[param][tile]
-        region = self._shards.region(flat, offset + start, stop - start)
-        assert region is not None
-        return region
+        values = self._shards.values(param)[start:stop]
+        values += grad.to(values.device)
+        self._shards.write(param, values, start)
 
-    def _update(self, chunk: Chunk, piece: Piece, tile: int, grad: Tensor, *, is_first: bool) -> None:
-        """Adds one piece of a tile's gradient to its chunk."""
-        param = piece.param
-        start, stop = self._tiles[param][tile]
-        if not start <= piece.param_offset < stop:  # no piece has elements of two tiles
-            return
-        # A chunk with a tile holds nothing else.
-        counts = {self._count[other.param][0] for other in chunk.pieces} if len(chunk.pieces) > 1 else {0}
-        is_last = self._count[param][tile] == self.expected
-        generation = self._generation[param][tile]
-        offset = piece.param_offset - start
-
-        def add(values: Tensor) -> None:
-            update = self._shards.updated(
-                chunk, piece.chunk_offset, values, is_first=is_first, is_unfinished=len(counts) > 1
-            )
-            with self._event(SUMS, "cast" if is_first else "accumulate", param), update as summed:
-                if self._is_stored and is_last:
-                    self._sum(param, tile, offset, summed, generation)
-
-        self._through_bounce(param, grad[offset : offset + piece.numel], add)
-
-    def has(self, param: int) -> bool:
-        return all(self._count[param])
-
-    def clear(self, param: int) -> None:
-        self._count[param] = [0] * len(self._tiles[param])
-
-    def clear_all(self) -> None:
-        self._learn(max(chain.from_iterable(self._count), default=0))
-        self._count = self._zeros()
-
-    def finalize(self, params: Collection[int]) -> list[int]:
-        with self._timeline.span("gradient_s"):
-            self.drain()
-            for param in params:
-                for tile, generation in enumerate(self._generation[param]):
-                    if self._squared[param][tile] != generation:  # not as many micro-batches as expected
-                        start, stop = self._tiles[param][tile]
-                        self._sum(param, tile, 0, self.values(param)[start:stop], generation)
+    def _collect(self, params: Collection[int]) -> list[int]:
+        self.drain()
         return list(params)
-
-    def norm(self, params: Collection[int]) -> float:
-        if self._everyone.size > 1:  # tensor-parallel ranks ask each other, and have to do so alike
-            return super().norm(params)
-        norms, key = self._norms, tuple(params)
-        if key not in norms:
-            norms[key] = super().norm(params)
-        return norms[key]
 
     def drain(self) -> None:
         while self._under_way:
@@ -202,62 +152,36 @@ class LocalGradients(GradientBuffer):
             del self._under_way[0]
         self._leaving.clear()
 
-    def write(self, param: int, values: Tensor) -> None:
-        self._shards.write(param, values)
-        for tile, (start, stop) in enumerate(self._tiles[param]):
-            self._sum(param, tile, 0, values[start:stop], self._generation[param][tile])
-
     def reset(self) -> None:
         wait_for_all([work for _, work in self._under_way])
         self._under_way.clear()
         self._leaving.clear()
         self.clear_all()
-        self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
-        self.reset_factors()
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
-    def _sum(self, param: int, tile: int, first: int, values: Tensor, generation: int) -> None:
-        """Sums the squares of the elements of a tile from `first` on.
-
-        Args:
-            param: the parameter's index.
-            tile: the tile's index.
-            first: the element of the tile at which `values` begins.
-            values: the gradient's elements, 1-D.
-            generation: which gradient of the tile they are, counted from the start.
-        """
-        block = first // SUM_BLOCK
-        blocks = self._shards.sums[param][tile][block : block + sum_blocks(first, values.numel())]
-        with self._event(SUMS, "sum of squares", param):
-            self._kernels.call(SUM_SQUARES, values, blocks, first=first)
-        self._norms = {}
-        # Of an older generation, it says nothing about the gradient that has come since.
-        self._squared[param][tile] = generation
-
     # Copies from the device.
 
-    def _through_bounce(self, param: int, values: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Calls `use` with `values` in RAM: at once on the CPU, else in the worker after the copy."""
+    def _through_bounce(self, param: int, values: Tensor, place: Place) -> None:
+        """Adds values to the shards: at once on the CPU, else in the worker when they are in RAM."""
         if self._copier.direct:
-            use(values)
+            self._shards.add(values, place)
             return
         # The memory is bounded, so the device has to wait while both bounces are in use.
         with self._waiting("wait for bounce", param):
             bounce = self._bounces.get()
         copied = bounce[: values.numel() * values.element_size()].view(values.dtype)
-        wait = self._copy(param, values, copied)
+        self._queue(param, self._add_copied, self._copy(param, values, copied), bounce, copied, place)
 
-        def finish() -> None:
-            try:
-                wait()
-                use(copied)
-            finally:
-                self._bounces.put(bounce)
-
-        self._queue(param, finish)
+    def _add_copied(self, wait: Callable[[], None], bounce: Tensor, copied: Tensor, place: Place) -> None:
+        """Adds values that are being copied to a bounce, which is free then."""
+        try:
+            wait()
+            self._shards.add(copied, place)
+        finally:
+            self._bounces.put(bounce)
 
     def _copy(self, param: int, src: Tensor, dst: Tensor) -> Callable[[], None]:
         """Starts a copy into RAM, and returns the function that waits for it."""
@@ -278,14 +202,14 @@ class LocalGradients(GradientBuffer):
 
         return wait
 
-    def _queue(self, param: int, work: Callable[[], None]) -> None:
-        """Runs `work` now, or in the worker after the work that was queued before."""
+    def _queue(self, param: int, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Calls `work` now on the CPU; else in the worker, after what was queued before."""
         if self._worker is None:
-            work()
+            work(*args, **kwargs)
         else:
             while self._under_way and self._under_way[0][1].done() and not self._under_way[0][1].exception():
                 del self._under_way[0]
-            self._under_way.append((param, self._worker.submit(work)))
+            self._under_way.append((param, self._worker.submit(work, *args, **kwargs)))
 
     # For the timeline.
 

@@ -39,16 +39,16 @@ from torch import Tensor
 from offload.choices import GradChoice
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import AccumulationError, OffloadError
-from offload.grads.base import GradientBuffer, too_often
+from offload.grads.base import GradientBuffer
 from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE, ReductionPlan
+from offload.grads.shards import GradShards
+from offload.grads.sums import write_or_add
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
-from offload.native import ACCUMULATE, CAST
-from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
+from offload.profiling import GRADIENTS, TO_HOST, Event
 from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
 from offload.run import Run
-from offload.storage.chunk_cache import Store
 
 UNITS_WAITING = 1
 """Units whose gradients wait on the device for a buffer, beside the one whose backward runs."""
@@ -123,15 +123,16 @@ _abandoned: list[Copy | _Waiting] = []
 class ReducedGradients(GradientBuffer):
     """Averages, over all ranks, of the gradients of this rank's shards."""
 
-    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
-        super().__init__(run, choice, store)
+    def __init__(self, run: Run, choice: GradChoice, shards: GradShards | None = None) -> None:
+        super().__init__(run, choice, shards)
         self._plan = ReductionPlan(run.layout, choice, direct=self._copier.direct)
         self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
         pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
         self._buckets = Buckets(self._plan.buckets, _order(run.layout, self._plan.buckets))
         self._buckets_of = Counter(param for bucket in self._plan.buckets for param in bucket.params)
-        self._count = [0] * len(run.layout.specs)
+        # For sums before they are sent, where autograd makes gradients.
+        self._local_kernels = run.kernels if self._copier.direct else None
         # Of the round under way: gradients that are not sent yet, and in how many buckets each is still to be sent.
         self._unsent: dict[int, Tensor] = {}
         self._uses: dict[int, int] = {}
@@ -147,7 +148,6 @@ class ReducedGradients(GradientBuffer):
         self._came = False  # in the backward under way
         # What `finalize` returned, once it has been called.
         self._active: list[int] | None = None
-        self._norms: dict[tuple[int, ...], float] = {}
 
     def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
         assert start == 0  # there are no tiles over several ranks
@@ -157,31 +157,32 @@ class ReducedGradients(GradientBuffer):
                 "ranks, by clip_grad_norm_() or grad(): call these after the last backward of a step"
             )
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param):
-            if self._count[param] == self.most:
-                raise too_often(self._layout.specs[param].name, self.most)
-            if self._plan.sums_locally:
-                grad = self._add(param, grad)
-            elif param in self._uses or self._buckets.has_sent(param):
+            if not self._plan.sums_locally and (param in self._uses or self._buckets.has_sent(param)):
                 if self._round + 1 == self._rounds:
                     raise self._too_late(param)
                 self._begin_next_round()
-            self._count[param] += 1
+            number = self.passes.count(param)
             self._came = True
-            if not self._plan.sums_locally or self._count[param] == self.most:
+            if self._plan.sums_locally:
+                total = self._sum_of(param)
+                write_or_add(self._local_kernels, grad, total, is_first=number == 1)
+                if number == self.passes.most:
+                    self._ready(param, total)
+            else:
                 self._ready(param, grad)
             while self._reducing and self._is_done(self._reducing[0]):
                 self._finish_reduction()
 
     def _too_late(self, param: int) -> AccumulationError:
-        name = self._layout.specs[param].name
-        assert self.most is not None
-        if self._count[param]:
-            return too_often(name, self.most)
+        name, most = self._layout.specs[param].name, self.passes.most
+        assert most is not None
+        if self.passes.of(param):
+            return self.passes.too_often(param)
         unit = self._layout.flats[self._layout.locations[param][0]].unit
         return AccumulationError(
             f"a gradient of {name} came when those of its unit, {unit}, had been averaged over the ranks, in another "
             f"backward: declare how many backward passes come before each step, OffloadZero(..., accumulation="
-            f"{self.most + 1}), or let one backward make all gradients of that unit"
+            f"{most + 1}), or let one backward make all gradients of that unit"
         )
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:
@@ -201,16 +202,13 @@ class ReducedGradients(GradientBuffer):
                 self._left.update(units)
                 self._send_ready()
 
-    def has(self, param: int) -> bool:
-        return self._count[param] > 0
-
     def clear(self, param: int) -> None:
         """Refuses to forget a gradient that was made.
 
         Raises:
             AccumulationError: if there is a gradient of `param`, which other ranks have by now.
         """
-        if self._count[param]:
+        if self.passes.of(param):
             raise AccumulationError(
                 f"the gradient of {self._layout.specs[param].name} was dropped or replaced by hand after backward, "
                 "when it was on its way to the other ranks: drop all of them, on every rank, with optimizer.zero_grad()"
@@ -222,24 +220,16 @@ class ReducedGradients(GradientBuffer):
         Raises:
             AccumulationError: if other ranks do not drop theirs; see `finalize`.
         """
-        if self._active is None and any(self._count):
+        if self._active is None and self.passes.has_any():
             self._end_rounds()
             self._agree(drops=True)
-        self._begin_anew()
+        self._begin_anew(self._round)
 
-    def finalize(self, params: Collection[int]) -> list[int]:
-        """Sends what is missing in this step's rounds, and asks all ranks which parameters have a gradient.
-
-        Raises:
-            AccumulationError: on all ranks, if some of them drop gradients that were averaged; then all have dropped
-                them.
-        """
+    def _collect(self, params: Collection[int]) -> list[int]:
+        """Sends what is missing in this step's rounds, and asks all ranks which parameters have a gradient."""
         if self._active is None:
-            with self._timeline.span("gradient_s"):
-                self._end_rounds()
-                self._active = self._agree(params)
-                with self._timeline.event(SUMS, "sums of squares"):
-                    self._shards.sum_squares(self._active, is_on_way=self._round == self._expected_rounds)
+            self._end_rounds()
+            self._active = self._agree(params)
         return self._active
 
     def drain(self) -> None:
@@ -247,20 +237,11 @@ class ReducedGradients(GradientBuffer):
             self._finish_reduction()
         self._waiting.clear()  # what was copied from them has ended
 
-    def norm(self, params: Collection[int]) -> float:
-        key = tuple(params)
-        if key not in self._norms:
-            self._norms[key] = super().norm(params)
-        return self._norms[key]
-
-    def write(self, param: int, values: Tensor) -> None:
-        raise AssertionError("no rank has all of a gradient")
-
     def reset(self) -> None:
         """Sends what other ranks wait for, then drops everything."""
         if self._active is None:
             self._end_rounds()
-        self._begin_anew()
+        self._begin_anew(self._round)
 
     def close(self) -> None:
         """Waits for copies. When no other rank writes here any more, the communicator says."""
@@ -290,12 +271,12 @@ class ReducedGradients(GradientBuffer):
         Raises:
             AccumulationError: if some ranks drop their gradients and others do not.
         """
-        mine = torch.zeros(1 + len(self._count), dtype=torch.uint8, device="cpu")
+        mine = torch.zeros(1 + len(self._layout.specs), dtype=torch.uint8, device="cpu")
         mine[0] = drops
         mine[[1 + param for param in params]] = 1
         rows = self._comm.all_gather(mine)
         if bool((rows[:, 0] != drops).any()):
-            self._begin_anew()
+            self._begin_anew(self._round)
             who = [[rank for rank, row in enumerate(rows) if bool(row[0]) is dropped] for dropped in (True, False)]
             raise AccumulationError(
                 f"the gradients of ranks {who[0]} were dropped by zero_grad() when they had been averaged with those "
@@ -304,45 +285,28 @@ class ReducedGradients(GradientBuffer):
             )
         return rows[:, 1:].any(0).nonzero().flatten().tolist()
 
-    def _begin_anew(self) -> None:
-        self._learn(self._round)
-        self._count = [0] * len(self._count)
+    def _begin_anew(self, had: int | None = None) -> None:
+        super()._begin_anew(had)
         self._round = 0
         self._active = None
         self._came = False
-        self._norms.clear()
 
     # Rounds.
 
     @property
     def _rounds(self) -> int | None:
         """The most rounds that a step may have; None: any number."""
-        return 1 if self._plan.sums_locally else self.most
+        return 1 if self._plan.sums_locally else self.passes.most
 
     @property
     def _expected_rounds(self) -> int:
         """The rounds that this step is expected to have. In the last one, squares are summed as the averages come."""
-        return 1 if self._plan.sums_locally else self.expected
+        return 1 if self._plan.sums_locally else self.passes.expected
 
     def _sum_of(self, param: int) -> Tensor:
         """The fp32 memory in which the micro-batches of a parameter are summed before they are sent."""
         flat, offset = self._layout.locations[param]
         return self._whole[flat][offset : offset + self._layout.specs[param].numel]
-
-    def _add(self, param: int, grad: Tensor) -> Tensor:
-        """Adds a micro-batch's gradient to the sum of its parameter, and returns that."""
-        total = self._sum_of(param)
-        if not self._copier.direct:
-            with torch.no_grad():
-                if self._count[param]:
-                    total.add_(grad)  # each rounds once, as the kernels do
-                else:
-                    total.copy_(grad)
-        elif self._count[param]:
-            self._kernels.call(ACCUMULATE, total, grad)
-        else:
-            self._kernels.call(CAST, grad, total)
-        return total
 
     def _ready(self, param: int, grad: Tensor) -> None:
         self._unsent[param] = grad
@@ -361,8 +325,8 @@ class ReducedGradients(GradientBuffer):
 
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
-            for param, count in enumerate(self._count):
-                if count and count != self.most:
+            for param in range(len(self._layout.specs)):
+                if self.passes.of(param) not in (0, self.passes.most):
                     self._ready(param, self._sum_of(param))
         if self._rounds is None:
             self._end_round()
@@ -431,15 +395,15 @@ class ReducedGradients(GradientBuffer):
             buffer, lender.buffer, is_free = lender.buffer, None, lender.copy
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
         full = buffer.full[: numel * wire.itemsize].view(wire)
-        region = self._region(bucket, self._round) if self._copier.direct else None
+        memory = self._memory_for(bucket, self._round) if self._copier.direct else None
         dtype = self._plan.average_dtypes[bucket.flat]
-        average = buffer.average[: dtype.itemsize * bucket.numel].view(dtype) if region is None else region
+        average = buffer.average[: dtype.itemsize * bucket.numel].view(dtype) if memory is None else memory
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         with self._copier.beside():
             is_free.wait_on_device()
             self._fill(full, bucket)
             work = self._comm.reduce_scatter(full, average, scratch=scratch)
-        self._reducing.append(_Reduction(work, buffer, bucket, average, region is not None, self._round, self._turn))
+        self._reducing.append(_Reduction(work, buffer, bucket, average, memory is not None, self._round, self._turn))
 
     def _fill(self, full: Tensor, bucket: Bucket) -> None:
         """Copies the gradients of a bucket to their places in a buffer, with zeros for those that are missing."""
@@ -461,12 +425,12 @@ class ReducedGradients(GradientBuffer):
             if not self._uses[param]:
                 del self._unsent[param]
 
-    def _region(self, bucket: Bucket, number: int) -> Tensor | None:
-        """The memory in which an average may be written at once, or None.
+    def _memory_for(self, bucket: Bucket, number: int) -> Tensor | None:
+        """The memory in which an average of this round may be written at once, or None.
 
         In the first round that is where gradients wait, if they wait in memory. Later averages have to be added.
         """
-        return self._shards.region(bucket.flat, bucket.start, bucket.numel) if number == 0 else None
+        return self._shards.bucket_memory(bucket) if number == 0 else None
 
     def _is_done(self, reduction: _Reduction) -> bool:
         return reduction.work.done() and (reduction.copy is None or reduction.copy.done())
@@ -486,7 +450,7 @@ class ReducedGradients(GradientBuffer):
         """Queues the copy of an average from the device to where it waits, or to a buffer from which it is added."""
         average = reduction.average
         size = average.numel() * average.element_size()
-        target = self._region(reduction.bucket, reduction.round)
+        target = self._memory_for(reduction.bucket, reduction.round)
         is_in_place = target is not None
         if target is None:
             assert reduction.buffer is not None  # only a copy in place lends it

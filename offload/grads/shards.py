@@ -3,32 +3,28 @@
 [Note: gradients in slots]
 With `grad_tier="nvme"` the gradients of each chunk are one item of a store. What comes is added to the chunks it lies
 in; a chunk stays in RAM until its last elements of the micro-batch have come, is written, and is read again by the
-next micro-batch or the step.
-
-The squares are summed while the values are in RAM, in the same blocks as those of gradients in RAM, so the sums have
-the same bits. With one rank chunks end where blocks end. With several, averages come from the end of a flat to its
-beginning (reduce_scatter.py), the same elements in every round: where a bucket begins inside a block, its part of that
-block is carried until the rest of the block comes with the next bucket.
+next micro-batch or the step. The squares are summed while the values are in RAM: [Note: sums of squares] in sums.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.choices import GradChoice
-from offload.layout import Chunk, Layout
-from offload.native import ACCUMULATE, CAST, SUM_SQUARES, sum_blocks
+from offload.grads import sums
+from offload.grads.sums import SquareSums, write_or_add
+from offload.layout import Chunk, Layout, Piece
+from offload.profiling import SUMS
 from offload.ranks.buckets import Bucket
 from offload.regions import Region
 from offload.run import Run
-from offload.sizes import SUM_BLOCK, round_up
 from offload.storage.chunk_cache import Store, Use
 from offload.storage.swap_format import SlotArrays
 
@@ -44,124 +40,186 @@ def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
     return [SlotArrays(chunk.numel, (dtypes[chunk.flat].itemsize,)) for chunk in layout.chunks]
 
 
-SUMS, GRADIENTS, CARRIED = "sums of squares", "gradients", "gradients of a block that is not whole"
+GRADIENTS = "gradients"
 
 
 def regions(layout: Layout, choice: GradChoice) -> list[Region]:
     """What `open_shards` reserves."""
-    dtypes, memory = dtypes_of(layout, choice.passes), choice.tier.memory
-    sums = Region(memory, SUMS, 8 * sum(chain.from_iterable(_sum_sizes(layout))), kind="grad")
+    dtypes = dtypes_of(layout, choice.passes)
+    reserved = sums.regions(layout, choice, dtypes)
     if choice.tier.is_durable:
-        return [sums, Region(memory, CARRIED, _carried_bytes(layout, dtypes), kind="grad")]
+        return reserved
     sizes = [layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats]
-    return [sums, *(Region(memory, GRADIENTS, size, kind="grad") for size in sizes)]
+    return [*reserved, *(Region(choice.tier.memory, GRADIENTS, size, kind="grad") for size in sizes)]
 
 
-def _sum_sizes(layout: Layout) -> list[list[int]]:
-    """The number of sums of squares that this rank has of each parameter, for each of its tiles."""
-    sizes = []
-    for param in range(len(layout.specs)):
-        first, last = layout.param_shard_range(param)
-        tiles = ((start, max(start, first), min(stop, last)) for start, stop in layout.tiles_of(param))
-        sizes.append([sum_blocks(low - start, max(high - low, 0)) for start, low, high in tiles])
-    return sizes
+class Place(NamedTuple):
+    """Where elements of a gradient go, and in which of the step's micro-batches.
 
+    Attributes:
+        chunk: the chunk.
+        start: its element at which they begin.
+        is_first: whether they are of the first micro-batch, and replace what is there.
+        is_last: whether they are of the last one that is expected.
+        is_unfinished: whether more elements of this chunk are about to come.
+    """
 
-def _carried_bytes(layout: Layout, dtypes: list[torch.dtype]) -> int:
-    return SUM_BLOCK * max((dtype.itemsize for dtype in dtypes), default=0) if layout.ranks > 1 else 0
+    chunk: Chunk
+    start: int
+    is_first: bool
+    is_last: bool
+    is_unfinished: bool
 
 
 class GradShards(ABC):
-    """The gradients of this rank's shards.
+    """The gradients of this rank's shards, and the sums of their squares.
+
+    Gradients come in one of two ways. Those that come whole are copied to the memory that `tile_memory` or
+    `bucket_memory` gives. All others come through `add` or `add_bucket`.
+
+    One thread at a time calls it; beside it another one may call `tile_memory`.
 
     Args:
         passes: the most micro-batches that a step may have.
 
     Attributes:
+        is_in_memory: whether all gradients are where the states are. Then squares are summed when all of a gradient is
+            there; if not, then as the elements of its last micro-batch come.
         dtypes: of the gradients, for each flat parameter.
-        sums: for each parameter and tile, the sums of squares of its blocks, fp64. A parameter without tiles is one.
+        sums: the sums of squares.
     """
+
+    is_in_memory: bool
 
     def __init__(self, run: Run, passes: int) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
+        self._timeline = run.timeline
         self.dtypes = dtypes_of(run.layout, passes)
-        self._sizes = _sum_sizes(run.layout)
-        (sums,) = run.memory.take(SUMS)
-        self._all_sums = sums.view(torch.float64)
-        self.sums = self._split(self._all_sums)
+        self.sums = SquareSums(run)
+        self._chunks_of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
+        for chunk in reversed(run.layout.chunks):
+            self._chunks_of_flat[chunk.flat].append(chunk)
 
-    def _split(self, sums: Tensor) -> list[list[Tensor]]:
-        sizes = list(chain.from_iterable(self._sizes))
-        blocks = iter(sums.split(sizes) if sizes else ())
-        return [[next(blocks) for _ in tiles] for tiles in self._sizes]
-
-    def sums_on_cpu(self) -> list[list[Tensor]]:
-        """The `sums` in RAM. All are copied at once, if they are on another device."""
-        return self.sums if self._all_sums.is_cpu else self._split(self._all_sums.cpu())
+    # As gradients come.
 
     @abstractmethod
-    def region(self, flat: int, start: int, numel: int) -> Tensor | None:
-        """The memory of elements `start` to `start + numel` of this rank's shard of a flat parameter.
+    def tile_memory(self, param: int, tile: int) -> Tensor | None:
+        """The memory to which a tile's gradient is copied, shape (numel of the tile,).
 
-        It is None if the gradients are in slots.
-        """
-
-    @abstractmethod
-    def updated(
-        self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
-    ) -> AbstractContextManager[Tensor]:
-        """Writes or adds `values` to the gradients of a chunk, and lends the result.
+        It is None if the gradient has to come through `add`, because it is in slots, or there are micro-batches to be
+        summed.
 
         Args:
-            chunk: the chunk.
-            start: the chunk's element at which `values` begins.
-            values: 1-D.
-            is_first: whether they are of the first micro-batch, and replace what is there.
-            is_unfinished: whether more elements of this chunk are about to come.
+            param: the parameter's index, with one rank.
+            tile: the tile's index.
         """
 
-    def _put(self, values: Tensor, into: Tensor, *, is_first: bool) -> None:
-        if is_first:
-            self._kernels.call(CAST, values, into)
-        else:
-            self._kernels.call(ACCUMULATE, into, values)
-
     @abstractmethod
+    def bucket_memory(self, bucket: Bucket) -> Tensor | None:
+        """The memory to which the first average of a bucket in a step is written, shape (bucket.numel,).
+
+        It is None if the average has to come through `add_bucket`, because gradients are in slots.
+        """
+
+    def add(self, values: Tensor, place: Place) -> None:
+        """Writes elements of a chunk's gradients, or adds to them.
+
+        Args:
+            values: 1-D, where the kernels can read them.
+            place: which elements they are.
+        """
+        chunk, start, is_first, is_last, is_unfinished = place
+        stop = start + len(values)
+        is_fresh = is_first and len(values) == chunk.numel
+        pieces = list(_pieces_in(chunk, start, stop))
+        name = self._layout.specs[pieces[0].param].name if len(pieces) == 1 else None
+        with self._lent(chunk, is_fresh=is_fresh, is_unfinished=is_unfinished) as grads:
+            for piece in pieces:
+                self.sums.changes(piece.param, self.sums.tile_at(piece.param, piece.param_offset))
+            into = grads[start:stop]
+            with self._event("cast" if is_first else "accumulate", chunk.index, name):
+                write_or_add(self._kernels, values, into, is_first=is_first)
+            if is_last and not self.is_in_memory:
+                with self._event("sum of squares", chunk.index, name):
+                    for piece in reversed(pieces):
+                        summed = into[piece.chunk_offset - start :][: piece.numel]
+                        self.sums.sum_part(piece.param, piece.param_offset, summed)
+
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        """Writes or adds the average of a bucket.
+        """Writes the average of a bucket, or adds it.
 
         Args:
             bucket: the bucket.
-            average: shape (bucket.numel,).
+            average: shape (bucket.numel,), where the kernels can read it.
             is_first: whether this is the first round of the step.
-            is_last: whether it is the last one.
+            is_last: whether it is the last one that is expected.
+        """
+        begin = self._layout.shard_range(bucket.flat)[0] + bucket.start
+        for chunk in self._chunks_of_flat[bucket.flat]:
+            start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + bucket.numel)
+            if start < stop:
+                at, values = start - chunk.start, average[start - begin : stop - begin]
+                self.add(values, Place(chunk, at, is_first, is_last, is_unfinished=at > 0))
+
+    @abstractmethod
+    def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> AbstractContextManager[Tensor]:
+        """Lends a chunk's gradients, shape (chunk.numel,), to be changed.
+
+        Args:
+            chunk: the chunk.
+            is_fresh: whether all elements are overwritten.
+            is_unfinished: as in `Place`.
         """
 
     @abstractmethod
-    def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
-        """Makes the `sums` of `params`, after the last round over several ranks.
+    def tile_has_come(self, param: int, tile: int) -> None:
+        """Sums the squares of a tile when all of its elements have come for the last time that is expected."""
 
-        Args:
-            params: the parameters.
-            is_on_way: whether the last calls of `add_bucket` had `is_last`, so that the sums may be there already.
-        """
-
-    def _sum_squares(self, params: Iterable[int]) -> None:
+    def sum_squares(self, params: Iterable[int]) -> None:
+        """Makes the sums of these parameters current, when all elements have come."""
+        self.sums.require_whole()
         for param in params:
-            (sums,) = self.sums[param]
-            if sums.numel():
-                self._kernels.call(
-                    SUM_SQUARES, self.values(param), sums, first=self._layout.param_shard_range(param)[0]
-                )
+            for tile in self.sums.stale(param):
+                self._sum_tile(param, tile, self._tile_values(param, tile))
+
+    def _sum_tile(self, param: int, tile: int, values: Tensor) -> None:
+        chunk = next(iter(self._layout.chunks_of[param]), None)
+        with self._event("sum of squares", chunk, self._layout.specs[param].name):
+            self.sums.sum_tile(param, tile, values)
+
+    def _event(self, what: str, chunk: int | None, parameter: str | None) -> AbstractContextManager[None]:
+        return self._timeline.event(SUMS, what, chunk=chunk, parameter=parameter)
+
+    @abstractmethod
+    def _tile_values(self, param: int, tile: int) -> Tensor:
+        """This rank's elements of a tile, 1-D."""
+
+    # When they are there.
 
     @abstractmethod
     def values(self, param: int) -> Tensor:
         """See `GradientBuffer.values`."""
 
+    def write(self, param: int, values: Tensor, start: int = 0) -> None:
+        """Replaces whole tiles of a gradient, with one rank, and sums the squares of what is there then.
+
+        Args:
+            param: the parameter's index.
+            values: 1-D, in the dtype in which they wait; or what `values` gave for these elements, and was changed.
+            start: the element of the parameter at which they begin.
+        """
+        stop = start + len(values)
+        tiles = [(tile, span) for tile, span in enumerate(self.sums.spans[param]) if start <= span.first < stop]
+        for tile, _ in tiles:
+            self.sums.changes(param, tile)
+        self._write(param, values, start)
+        for tile, span in tiles:
+            self._sum_tile(param, tile, values[span.first - start :][: span.numel])
+
     @abstractmethod
-    def write(self, param: int, values: Tensor) -> None:
-        """Replaces the elements that `values(param)` returns. The sums of squares stay what they were."""
+    def _write(self, param: int, values: Tensor, start: int) -> None:
+        """Replaces elements of a gradient."""
 
     @abstractmethod
     def chunk_memory(self, index: int) -> Tensor:
@@ -179,140 +237,91 @@ class GradShards(ABC):
 class ShardsInMemory(GradShards):
     """Gradients that wait in memory: in RAM, or where the states are."""
 
+    is_in_memory = True
+
     def __init__(self, run: Run, passes: int) -> None:
         super().__init__(run, passes)
+        layout = run.layout
         shards = run.memory.take(GRADIENTS)
         self._flats = [shard.view(dtype) for shard, dtype in zip(shards, self.dtypes, strict=True)]
-        starts = [chunk.start - run.layout.shard_range(chunk.flat)[0] for chunk in run.layout.chunks]
-        self._chunks = [
-            self.region(chunk.flat, start, chunk.numel) for chunk, start in zip(run.layout.chunks, starts, strict=True)
-        ]
+        starts = [layout.shard_range(flat.index)[0] for flat in layout.flats]
+        self._chunks = [self._flats[c.flat][c.start - starts[c.flat] :][: c.numel] for c in layout.chunks]
+        self._params = []
+        for param in range(len(layout.specs)):
+            (flat, offset), (first, last) = layout.locations[param], layout.param_shard_range(param)
+            self._params.append(self._flats[flat][max(offset + first - starts[flat], 0) :][: last - first])
+        self._tiles = [self._tiles_of(param) for param in range(len(layout.specs))]
+        self._come_whole = passes == 1
 
-    def region(self, flat: int, start: int, numel: int) -> Tensor:
-        return self._flats[flat][start : start + numel]
+    def _tiles_of(self, param: int) -> list[Tensor]:
+        spans, values = self.sums.spans[param], self._params[param]
+        return [values[span.first - spans[0].first :][: span.numel] for span in spans]
 
-    @contextmanager
-    def updated(
-        self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
-    ) -> Iterator[Tensor]:
-        into = self.chunk_memory(chunk.index)[start : start + len(values)]
-        self._put(values, into, is_first=is_first)
-        yield into
+    def tile_memory(self, param: int, tile: int) -> Tensor | None:
+        if not self._come_whole:
+            return None
+        self.sums.changes(param, tile)
+        return self._tiles[param][tile]
 
-    def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        self._kernels.call(ACCUMULATE, self.region(bucket.flat, bucket.start, bucket.numel), average)
+    def bucket_memory(self, bucket: Bucket) -> Tensor:
+        for param in bucket.params:
+            self.sums.changes(param)  # which has no tiles
+        return self._flats[bucket.flat][bucket.start : bucket.start + bucket.numel]
 
-    def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
-        self._sum_squares(params)
+    def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> AbstractContextManager[Tensor]:
+        return nullcontext(self._chunks[chunk.index])
+
+    def tile_has_come(self, param: int, tile: int) -> None:
+        self._sum_tile(param, tile, self._tiles[param][tile])
+
+    def _tile_values(self, param: int, tile: int) -> Tensor:
+        return self._tiles[param][tile]
 
     def values(self, param: int) -> Tensor:
-        flat, offset = self._layout.locations[param]
-        first, last = self._layout.param_shard_range(param)
-        start = offset + first - self._layout.shard_range(flat)[0] if first < last else 0
-        return self.region(flat, start, last - first)
+        return self._params[param]
 
-    def write(self, param: int, values: Tensor) -> None:
-        self.values(param).copy_(values)
+    def _write(self, param: int, values: Tensor, start: int) -> None:
+        target = self._params[param][start : start + len(values)]
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
 
     def chunk_memory(self, index: int) -> Tensor:
         return self._chunks[index]
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.chunk_memory(index))
+        return nullcontext(self._chunks[index])
 
     def expect(self, chunks: Iterable[int]) -> None:
         return None
 
 
-class _Carried(NamedTuple):
-    """The later elements of a block, `start` to `stop` of a parameter, which wait for the earlier ones."""
-
-    param: int
-    start: int
-    stop: int
-
-
 class ShardsInSlots(GradShards):
     """Gradients that wait in the slots of a store; see [Note: gradients in slots]."""
+
+    is_in_memory = False
 
     def __init__(self, run: Run, passes: int, store: Store) -> None:
         super().__init__(run, passes)
         self._store = store
-        (self._memory,) = run.memory.take(CARRIED)
-        self._carried: _Carried | None = None
-        self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
-        for chunk in reversed(run.layout.chunks):
-            self._chunks[chunk.flat].append(chunk)
 
-    def region(self, flat: int, start: int, numel: int) -> None:
+    def tile_memory(self, param: int, tile: int) -> None:
         return None
 
+    def bucket_memory(self, bucket: Bucket) -> None:
+        return None
+
+    def tile_has_come(self, param: int, tile: int) -> None:
+        return None  # they were summed as they came
+
+    def _tile_values(self, param: int, tile: int) -> Tensor:
+        spans = self.sums.spans[param]
+        return self.values(param)[spans[tile].first - spans[0].first :][: spans[tile].numel]
+
     @contextmanager
-    def updated(
-        self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
-    ) -> Iterator[Tensor]:
-        use = Use.FILL if is_unfinished else Use.UPDATE
-        if is_first and len(values) == chunk.numel:
-            use = Use.OVERWRITE
+    def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> Iterator[Tensor]:
+        use = Use.OVERWRITE if is_fresh else Use.FILL if is_unfinished else Use.UPDATE
         with self._store.lease(chunk.index, use, step=0) as lease:
-            into = lease.arrays[0].view(self.dtypes[chunk.flat])[start : start + len(values)]
-            self._put(values, into, is_first=is_first)
-            yield into
-
-    def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        begin = self._layout.shard_range(bucket.flat)[0] + bucket.start
-        for chunk in self._chunks[bucket.flat]:
-            start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + bucket.numel)
-            if start < stop:
-                at, values = start - chunk.start, average[start - begin : stop - begin]
-                with self.updated(chunk, at, values, is_first=is_first, is_unfinished=at > 0) as summed:
-                    if is_last:
-                        self._sum_range(chunk, at, summed)
-
-    def _sum_range(self, chunk: Chunk, begin: int, values: Tensor) -> None:
-        """Sums the squares of the elements of a chunk from `begin` on."""
-        for piece in reversed(chunk.pieces):
-            start, stop = max(piece.chunk_offset, begin), min(piece.chunk_offset + piece.numel, begin + len(values))
-            if start < stop:
-                first = piece.param_offset + start - piece.chunk_offset
-                self._sum_piece(piece.param, first, values[start - begin : stop - begin])
-
-    def _sum_piece(self, param: int, first: int, values: Tensor) -> None:
-        """Sums the squares of the elements of a parameter from `first` on. Those after them have come before."""
-        begin = self._layout.param_shard_range(param)[0]
-        stop = first + len(values)
-        if self._carried is not None:
-            stop = max(first, begin, (stop - 1) // SUM_BLOCK * SUM_BLOCK)
-            self._carry(param, stop, values[stop - first :], self._carried.stop)
-            if stop == begin or stop % SUM_BLOCK == 0:
-                self._sum(param, stop, self._carried_values(values.dtype))
-                self._carried = None
-        whole = first if first == begin else min(round_up(first, SUM_BLOCK), stop)
-        if whole < stop:
-            self._sum(param, whole, values[whole - first : stop - first])
-        if first < whole:
-            self._carry(param, first, values[: whole - first], whole)
-
-    def _carry(self, param: int, start: int, values: Tensor, stop: int) -> None:
-        """Keeps `values`, elements from `start` on, before those that are carried already, which end at `stop`."""
-        at = start % SUM_BLOCK
-        self._memory.view(values.dtype)[at : at + len(values)] = values
-        self._carried = _Carried(param, start, stop)
-
-    def _carried_values(self, dtype: torch.dtype) -> Tensor:
-        assert self._carried is not None
-        _, start, stop = self._carried
-        return self._memory.view(dtype)[start % SUM_BLOCK :][: stop - start]
-
-    def _sum(self, param: int, first: int, values: Tensor) -> None:
-        block = first // SUM_BLOCK - self._layout.param_shard_range(param)[0] // SUM_BLOCK
-        (sums,) = self.sums[param]
-        self._kernels.call(SUM_SQUARES, values, sums[block : block + sum_blocks(first, len(values))], first=first)
-
-    def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
-        assert self._carried is None
-        if not is_on_way:
-            self._sum_squares(params)
+            yield lease.arrays[0].view(self.dtypes[chunk.flat])
 
     def values(self, param: int) -> Tensor:
         first, last = self._layout.param_shard_range(param)
@@ -323,12 +332,12 @@ class ShardsInSlots(GradShards):
                 result[piece.param_offset - first :][: piece.numel] = stored
         return result
 
-    def write(self, param: int, values: Tensor) -> None:
-        first = self._layout.param_shard_range(param)[0]
+    def _write(self, param: int, values: Tensor, start: int) -> None:
         for chunk, piece in self._layout.pieces_of(param):
-            with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
-                stored = lease.arrays[0].view(values.dtype)[piece.chunk_offset :][: piece.numel]
-                stored.copy_(values[piece.param_offset - first :][: piece.numel])
+            if start <= piece.param_offset < start + len(values):  # no piece has elements of two tiles
+                with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
+                    stored = lease.arrays[0].view(values.dtype)[piece.chunk_offset :][: piece.numel]
+                    stored.copy_(values[piece.param_offset - start :][: piece.numel])
 
     def chunk_memory(self, index: int) -> Tensor:
         raise AssertionError("these gradients are in slots")
@@ -340,6 +349,18 @@ class ShardsInSlots(GradShards):
 
     def expect(self, chunks: Iterable[int]) -> None:
         self._store.expect(chunks)
+
+
+def _pieces_in(chunk: Chunk, start: int, stop: int) -> Iterator[Piece]:
+    """The pieces of a chunk, or parts of them, which lie in its elements `start` to `stop`, in their order."""
+    at = max(bisect(chunk.pieces, start, key=lambda piece: piece.chunk_offset) - 1, 0)
+    while at < len(chunk.pieces) and (piece := chunk.pieces[at]).chunk_offset < stop:
+        low, high = max(piece.chunk_offset, start), min(piece.chunk_offset + piece.numel, stop)
+        if high - low == piece.numel:
+            yield piece
+        elif low < high:
+            yield Piece(piece.param, piece.param_offset + low - piece.chunk_offset, low, high - low)
+        at += 1
 
 
 def open_shards(run: Run, passes: int, store: Store | None) -> GradShards:

@@ -31,7 +31,7 @@ from torch import Tensor
 from offload import torch_private
 from offload.entries import entry
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
-from offload.grads.base import UNIT_SCALE, GradientBuffer
+from offload.grads.base import GradientBuffer
 from offload.layout import Layout
 from offload.model.dense import flattened_like
 from offload.model.fetch import HeldUnits
@@ -39,6 +39,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.pending import PendingUpdates
 from offload.model.torch_functions import Kind, answer_without_values, counting, kind_of
 from offload.model.torch_helpers import bits_of, call_eagerly, in_backward, instances_in, tensors_in
+from offload.optim.scale import StepScale
 from offload.ranks.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
 from offload.run import Owner
 
@@ -174,13 +175,14 @@ class _Norms:
 
 
 class Answers:
-    """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
+    """Passes gradients on to the gradient buffer as autograd makes them, and answers for them in `p.grad`."""
 
     def __init__(
         self,
         layout: Layout,
         parameters: FlatParameters,
         gradients: GradientBuffer,
+        scale: StepScale,
         pending: PendingUpdates,
         units: HeldUnits,
         owner: Owner,
@@ -192,6 +194,7 @@ class Answers:
         self._ranks = layout.ranks
         self._parameters = parameters
         self._gradients = gradients
+        self._scale = scale
         self._pending = pending
         self._owner = owner
         self._pid = os.getpid()
@@ -211,7 +214,33 @@ class Answers:
         named = enumerate(zip(self._params, self._names, strict=True))
         return [StandIn.of(param, number, name, self) for number, (param, name) in named]
 
-    # What hooks call.
+    # What hooks call. Autograd holds these functions where the garbage collector cannot look: they must not keep an
+    # optimizer alive that nobody refers to, with its memory and files.
+
+    def before_accumulation(self, number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        """What the node calls that is about to accumulate into a leaf of parameter `number`."""
+        answers = weakref.ref(self)
+
+        def begins(grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None and (alive := answers()) is not None:
+                alive.accumulation_begins(number)
+
+        return begins
+
+    def after_accumulation(self, number: int, start: int = 0) -> Callable[[Tensor], None]:
+        """What autograd calls with a leaf of a parameter when it has accumulated its gradient.
+
+        Args:
+            number: the parameter's number.
+            start: the element of the parameter at which the leaf begins.
+        """
+        answers = weakref.ref(self)
+
+        def ended(leaf: Tensor) -> None:
+            if (alive := answers()) is not None:
+                alive.accumulation_ended(number, leaf, start)
+
+        return ended
 
     @entry
     def accumulation_begins(self, number: int) -> None:
@@ -224,7 +253,7 @@ class Answers:
             param = self._params[number]
             if number in self._tiled and param.grad is not None and not self._is_own(param.grad, number):
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
-            self._arriving()
+            self._require_no_factors()
             self._pending.require_applied(number)
             self._pending.before_gradients()
             self._forget_norm(number)
@@ -239,9 +268,9 @@ class Answers:
             self._zeroed.discard(number)
 
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
-        """Called when autograd has accumulated a gradient of a leaf; see `hand_over`."""
+        """Called when autograd has accumulated a gradient of a leaf; see `pass_on`."""
         if not self._is_frozen(number):
-            self.hand_over(number, leaf, start)
+            self.pass_on(number, leaf, start)
         elif leaf is not self._params[number]:
             leaf.grad = None
 
@@ -249,8 +278,8 @@ class Answers:
         return not self._parameters.held[number].requires_grad
 
     @entry
-    def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
-        """Takes the gradient of a leaf to the gradient buffer.
+    def pass_on(self, number: int, leaf: Tensor, start: int = 0) -> None:
+        """Takes the gradient of a leaf away, puts a stand-in there, and passes the gradient on to the gradient buffer.
 
         Args:
             number: the parameter's number.
@@ -315,14 +344,14 @@ class Answers:
             if grad is not None and not self._is_own(grad, number):
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
-                self._arriving()
+                self._require_no_factors()
                 if isinstance(grad, StandIn):  # another parameter's
                     grad = self.values_of(grad.number)
                 held.grad = grad
                 self._gradients.clear(number)
                 self._used.pop(number, None)
                 self._zeroed.discard(number)
-                self.hand_over(number, held.tensor)
+                self.pass_on(number, held.tensor)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
         """Makes the next gradients begin anew.
@@ -330,7 +359,7 @@ class Answers:
         Args:
             used: the parameters whose gradients a step has used.
         """
-        self._used = {number: self._gradients.factor_of(number) for number in used}
+        self._used = {number: self._scale.of(number) for number in used}
         self._copies.clear()
         self._zeroed.clear()
         self._norms.clear()
@@ -424,7 +453,7 @@ class Answers:
             self.take_changes()
         self._gradients.finalize([number])
         values = self._gradients.values(number)
-        factor = self._gradients.factor_of(number) if self.is_live(number) else self._used[number]
+        factor = self._scale.of(number) if self.is_live(number) else self._used[number]
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -469,7 +498,7 @@ class Answers:
             else:
                 stored = new
         self._gradients.write(number, stored)
-        self._gradients.set_factor(number, 1.0)
+        self._scale.use_as_is(number)
         self._forget_norm(number)
 
     def _require_values(self, number: int) -> None:
@@ -535,7 +564,7 @@ class Answers:
         else:
             every = list(self._used)
         for number, norm in zip(every, self._gradients.norms(every, order), strict=True):
-            factor = self._gradients.factor_of(number) if self.is_live(number) else self._used.get(number, 1.0)
+            factor = self._scale.of(number) if self.is_live(number) else self._used.get(number, 1.0)
             self._norms.learn(order, number, norm * abs(factor))
 
     def _with_live(self, numbers: Sequence[int]) -> list[int]:
@@ -571,7 +600,7 @@ class Answers:
                 return NotImplemented  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(self._value_of, factors), strict=True):
             by = (1.0 / by if by else math.copysign(math.inf, by)) if _FACTORS[func] else by
-            self._gradients.set_factor(one.number, self._gradients.factor_of(one.number) * by)
+            self._scale.multiply(one.number, by)
             self._forget_norm(one.number)
         return _itself(args[0])
 
@@ -592,7 +621,7 @@ class Answers:
             self._gradients.clear(number)
         self._copies.pop(number, None)
         self._used.pop(number, None)
-        self._gradients.set_factor(number, 1.0)
+        self._scale.use_as_is(number)
         self._zeroed.add(number)
         self._forget_norm(number)
 
@@ -655,8 +684,8 @@ class Answers:
     def _is_own(self, grad: Any, number: int) -> bool:
         return grad is self._stand_ins[number]
 
-    def _arriving(self) -> None:
-        """Called when a gradient arrives.
+    def _require_no_factors(self) -> None:
+        """Requires that a gradient may come. Factors of gradients that the user has dropped are dropped, too.
 
         Raises:
             ClosedError: in a forked child, which has no memory for gradients.
@@ -664,11 +693,10 @@ class Answers:
         """
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._gradients.scale != UNIT_SCALE or self._gradients.factors:
+        if self._scale.is_set:
             if not self.active:
-                self._gradients.scale = UNIT_SCALE  # the user dropped the gradients that it was for
-                self._gradients.factors.clear()
-            elif self._gradients.scale.is_fixed or self._gradients.factors:
+                self._scale.reset()  # the user dropped the gradients that it was for
+            elif self._scale.is_fixed:
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -260,23 +259,15 @@ class Hooks:
         self._handles.append(numbered_alike(module, casts))
 
     def _hook_gradient(self, number: int, leaf: nn.Parameter, start: int = 0) -> None:
-        """Makes a leaf hand over its gradient when autograd has accumulated it.
+        """Makes the gradient of a leaf go to the gradient buffer when autograd has accumulated it.
 
         Args:
             number: the parameter's number.
             leaf: the parameter, or a tile of it.
             start: the element of the parameter at which the leaf begins.
         """
-        # Autograd holds these functions where the garbage collector cannot look. They must not keep an optimizer alive
-        # that nobody refers to, with its memory and files.
-        answers = weakref.ref(self._answers)
-
-        def accumulation_ended(leaf: Tensor) -> None:
-            if (alive := answers()) is not None:
-                alive.accumulation_ended(number, leaf, start)
-
         self._leaves.append((number, leaf))
-        self._handles.append(leaf.register_post_accumulate_grad_hook(accumulation_ended))
+        self._handles.append(leaf.register_post_accumulate_grad_hook(self._answers.after_accumulation(number, start)))
 
     def hook_nodes(self) -> None:
         """Hooks the nodes that accumulate gradients. A parameter that moves to another device gets a new node.
@@ -284,12 +275,6 @@ class Hooks:
         It hooks nodes, not tensors. `torch.autograd.grad` calls hooks of a tensor as well, which would take the
         stand-in away without a gradient to come. A node lives as long as somebody refers to it.
         """
-        answers = weakref.ref(self._answers)
-
-        def accumulation_begins(number: int, grads: tuple[Tensor | None, ...]) -> None:
-            if grads[0] is not None and (alive := answers()) is not None:
-                alive.accumulation_begins(number)
-
         for _, handle in self._nodes:
             handle.remove()
         self._nodes.clear()
@@ -298,4 +283,4 @@ class Hooks:
                 is_frozen = not leaf.requires_grad  # since the model was taken
                 node = torch.autograd.graph.get_gradient_edge(leaf.requires_grad_()).node
                 leaf.requires_grad_(not is_frozen)
-                self._nodes.append((node, node.register_prehook(partial(accumulation_begins, number))))
+                self._nodes.append((node, node.register_prehook(self._answers.before_accumulation(number))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from offload.errors import AccumulationError
-from offload.grads.base import GradientBuffer, GradientScale
+from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
-from offload.grads.shards import gradient_slot_arrays
+from offload.grads.shards import gradient_slot_arrays, open_shards
 from offload.layout import Layout
+from offload.ranks.communicator import Communicator, SingleProcess
 from offload.sizes import SUM_BLOCK
 from tests.support.late_copier import LateCopier
 from tests.support.runs import Twins, layout_of, run_of, store_in_ram
@@ -29,14 +31,17 @@ def gradients_of(layout: Layout, seed: int) -> list[Tensor]:
     return [torch.randn(spec.numel, generator=generator).to(spec.dtype) for spec in layout.specs]
 
 
-def buffer_of(kind: str, accumulation: int = 1, **options: object) -> tuple[GradientBuffer, Layout]:
+def buffer_of(
+    kind: str, accumulation: int = 1, comm: Communicator | None = None, **options: object
+) -> tuple[GradientBuffer, Layout]:
     """Args: kind: "local" or "reduced", then "in slots" if they are."""
     is_local, is_stored = kind.startswith("local"), kind.endswith("in slots")
     layout = layout_of(NUMELS, ranks=1 if is_local else 2)
     given = {"tier": "nvme", "path": ".", "grad_tier": "nvme"} if is_stored else {"tier": "cpu"}
-    run = run_of(layout, None if is_local else Twins(), accumulation=accumulation, **given, **options)
+    run = run_of(layout, comm or (None if is_local else Twins()), accumulation=accumulation, **given, **options)
     store = store_in_ram(run, gradient_slot_arrays(layout, accumulation)) if is_stored else None
-    return (LocalGradients if is_local else ReducedGradients)(run, run.choice.grads, store), layout
+    shards = open_shards(run, accumulation, store)
+    return (LocalGradients if is_local else ReducedGradients)(run, run.choice.grads, shards), layout
 
 
 KINDS = ("local", "local in slots", "reduced", "reduced in slots")
@@ -138,15 +143,6 @@ def test_a_cleared_gradient_is_replaced_by_the_next() -> None:
     assert torch.equal(buffer.values(1), second.float())
 
 
-def test_factors_multiply_and_are_reset() -> None:
-    buffer, _ = buffer_of("local")
-    buffer.scale = GradientScale(unscaled=0.5, clip=0.25)
-    buffer.set_factor(1, 3.0)
-    assert (buffer.factor_of(0), buffer.factor_of(1)) == (0.125, 3.0)
-    buffer.reset_factors()
-    assert (buffer.factor_of(0), buffer.factor_of(1)) == (1.0, 1.0)
-
-
 class _Slow(LateCopier):
     """Whose copies take a while."""
 
@@ -168,11 +164,28 @@ def test_no_copy_of_a_gradient_is_under_way_after(end: str) -> None:
     buffer.close()
 
 
-def test_a_norm_is_computed_once_and_again_when_a_gradient_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    norm = GradientBuffer.norm
-    monkeypatch.setattr(GradientBuffer, "norm", lambda self, params: computed.append(1) or norm(self, params))
-    buffer, layout = buffer_of("local")
+class Asked(SingleProcess):
+    """Counts how often a norm is computed. Args: size: as many tensor-parallel ranks."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.slices, self.times = SingleProcess(), 0
+        self.slices.size = size
+        self.slices.exact_sum = self._exact_sum  # type: ignore[method-assign]
+
+    @property
+    def everyone(self) -> Communicator:
+        return self.slices
+
+    def _exact_sum(self, values: Iterable[float]) -> float:
+        self.times += 1
+        return math.fsum(values)
+
+
+@pytest.mark.parametrize("kind", ["local", "local in slots"])
+def test_a_norm_is_computed_once_and_again_when_a_gradient_changes(kind: str) -> None:
+    comm = Asked()
+    buffer, layout = buffer_of(kind, comm=comm)
     grads, params = gradients_of(layout, 1), list(range(len(NUMELS)))
     for param in params:
         buffer.accumulate(param, grads[param])
@@ -193,4 +206,14 @@ def test_a_norm_is_computed_once_and_again_when_a_gradient_changes(monkeypatch: 
         buffer.accumulate(param, grads[param])
     buffer.finalize(params)
     assert buffer.norm(params) == pytest.approx(expected(), rel=1e-12)
-    assert len(computed) == 2 * (1 + len(params)) + 1
+    assert comm.times == 2 * (1 + len(params)) + 1
+
+
+def test_tensor_parallel_ranks_ask_one_another_each_time() -> None:
+    """One that has written to a gradient has to ask again: the other one, which has not, has to answer."""
+    comm = Asked(2)
+    buffer, layout = buffer_of("local", comm=comm)
+    buffer.accumulate(0, gradients_of(layout, 1)[0])
+    buffer.finalize([0])
+    assert buffer.norm([0]) == buffer.norm([0])
+    assert comm.times == 2

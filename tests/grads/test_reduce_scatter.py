@@ -217,3 +217,19 @@ def test_no_copy_writes_to_the_gradients_memory_after_close() -> None:
         return sum(not copy.done() for copy in copier._late)
 
     assert Threads(2).run(reduce) == [0, 0]
+
+
+def test_a_rank_without_elements_of_a_gradient_asks_for_its_norm_in_each_step_as_the_others_do() -> None:
+    def reduce(comm: Communicator) -> list[float]:
+        buffer = reduced(run_of(layout_of((10,), ranks=2, rank=comm.rank), comm))
+        norms = []
+        for value in (1.0, 2.0):
+            buffer.accumulate(0, torch.full((10,), value).bfloat16())
+            buffer.finalize([0])
+            norms += [buffer.norm([0]), buffer.norm([0])]
+            buffer.clear_all()
+        return norms
+
+    expected = [np.linalg.norm(np.full(10, value)) for value in (1.0, 1.0, 2.0, 2.0)]
+    for norms in Threads(2).run(reduce):
+        assert norms == pytest.approx(expected, rel=1e-12)

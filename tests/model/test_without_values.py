@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from offload.entries import Entries
 from offload.errors import ConfigError, GradientMovedError, ReleasedParameterError
-from offload.grads.base import UNIT_SCALE
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
@@ -22,6 +21,7 @@ from offload.model.held_param import HeldParam
 from offload.model.running import Here
 from offload.model.states import StateTensor
 from offload.model.torch_functions import Kind, kind_of
+from offload.optim.scale import StepScale
 from tests.model.test_torch_functions import CALLS, answer, flat, functions_of, name_of, tried, values
 
 
@@ -190,7 +190,7 @@ class Buffer:
 
     def __init__(self) -> None:
         self.gradient = values().reshape(-1)
-        self.scale, self.factors, self.reads = UNIT_SCALE, dict[int, float](), 0
+        self.reads = 0
 
     def has(self, param: int) -> bool:
         return True
@@ -206,16 +206,10 @@ class Buffer:
         self.gradient = new.clone()
 
     def clear(self, param: int) -> None:
-        self.factors.clear()
+        pass
 
     def accumulate(self, param: int, new: Tensor, start: int = 0) -> None:
         self.gradient = new.clone()
-
-    def factor_of(self, param: int) -> float:
-        return self.factors.get(param, 1.0)
-
-    def set_factor(self, param: int, factor: float) -> None:
-        self.factors[param] = factor
 
     def norms(self, params: Sequence[int], order: float) -> list[float]:
         return [float(torch.linalg.vector_norm(self.gradient, order))]
@@ -227,7 +221,7 @@ class Answered:
         parameters: Any = OneParameter(self.param)
         self.buffer: Any = Buffer()
         rest: Any = SimpleNamespace(entries=Entries(), backward_runs=None)
-        self.answers = Answers(parameters.layout, parameters, self.buffer, rest, rest, rest)
+        self.answers = Answers(parameters.layout, parameters, self.buffer, StepScale(), rest, rest, rest)
         self.param.grad = self.answers._stand_ins[0]
 
     @property

@@ -22,7 +22,6 @@ from torch import nn
 
 from offload import torch_private
 from offload.errors import GradientMovedError
-from offload.grads.base import GradientBuffer
 from offload.model import hooks, torch_helpers
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
@@ -31,6 +30,7 @@ from offload.model.guard import Guards
 from offload.model.held_param import HeldParam
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
+from offload.optim.scale import StepScale
 from tests.oracle import idioms
 from tests.oracle.harness import IDIOMS, Idiom, check
 
@@ -47,13 +47,15 @@ def _refuses(*_: Any) -> None:
     raise GradientMovedError("the gradient is not here")
 
 
-def _begins_anew(before: Callable[[Answers, int], None]) -> Callable[[Answers, int], None]:
+def _without_earlier_gradients() -> contextlib.AbstractContextManager[Any]:
+    begins = Answers.accumulation_begins
+
     def mutated(self: Answers, number: int) -> None:
         with torch_private.DisableTorchFunctionSubclass():
             self._parameters.params[number].grad = None
-        before(self, number)
+        begins(self, number)
 
-    return mutated
+    return patch.object(Answers, "accumulation_begins", mutated)
 
 
 def _hooks_last(hook_forward: Any) -> Any:
@@ -72,9 +74,9 @@ def _shared_storage(self: HeldParam, values: torch.Tensor) -> torch.Tensor:
 Mutation = tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]
 
 MUTATIONS: dict[str, Mutation] = {
-    "factors are dropped": (RESIDENT, lambda: patch.object(GradientBuffer, "set_factor", _nothing)),
+    "factors are dropped": (RESIDENT, lambda: patch.object(StepScale, "multiply", _nothing)),
     "zeros are dropped": (RESIDENT, lambda: patch.object(Answers, "zero", _nothing)),
-    "gradients are not added": (RESIDENT, lambda: patch.object(Answers, "before", _begins_anew(Answers.before))),
+    "gradients are not added": (RESIDENT, lambda: _without_earlier_gradients()),
     "gradients do not answer": (RESIDENT, lambda: patch.object(StandIn, "__torch_function__", _refuses)),
     "writes are not taken over": (RESIDENT, lambda: patch.object(FlatParameters, "find_outside_writes", lambda *_: [])),
     "hooks come last": (RESIDENT, lambda: patch.object(hooks, "hook_forward", _hooks_last(hooks.hook_forward))),

@@ -1,0 +1,217 @@
+"""What is computed of gradients while they come: sums over micro-batches, and sums of squares.
+
+[Note: sums of squares]
+The squares of each gradient are summed in blocks of SUM_BLOCK elements, counted from the beginning of its parameter, or
+of its tile. A block that two ranks share has a sum on each. So the bits of a sum do not depend on where gradients wait,
+nor on chunks, buckets and threads.
+
+Gradients in memory are summed when all of their elements are there. Those in slots are summed as they come, while they
+are in RAM. With one rank chunks end where blocks end. With several, averages come from the end of a flat parameter to
+its beginning (reduce_scatter.py), the same elements in every round: where a bucket begins inside a block, its part of
+that block is *carried* until the rest of the block comes with the next bucket.
+
+A sum is *current* if it is of what is there. Whoever changes a gradient says so, and whoever needs sums makes those
+that are not current: after fewer, or more, micro-batches than were expected.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.choices import GradChoice
+from offload.layout import Layout
+from offload.native import ACCUMULATE, CAST, SUM_SQUARES, Kernels, sum_blocks
+from offload.regions import Region
+from offload.run import Run
+from offload.sizes import SUM_BLOCK, round_up
+
+SQUARES, CARRIED = "sums of squares", "gradients of a block that is not whole"
+
+
+def write_or_add(kernels: Kernels | None, values: Tensor, into: Tensor, *, is_first: bool) -> None:
+    """Writes the first micro-batch of a gradient, or adds another one. Each element is rounded once.
+
+    Args:
+        kernels: what computes; None: torch, for memory that no kernels reach.
+        values: shape (n,).
+        into: shape (n,), in the dtype in which the gradient waits; fp32 if there is something to add to.
+        is_first: whether `values` replace what is there.
+    """
+    if kernels is None:
+        with torch.no_grad():
+            into.copy_(values) if is_first else into.add_(values)
+    elif is_first:
+        kernels.call(CAST, values, into)
+    else:
+        kernels.call(ACCUMULATE, into, values)
+
+
+class Span(NamedTuple):
+    """A tile of a parameter, or the parameter if it has no tiles, and this rank's elements of it.
+
+    Attributes:
+        begin: the element of the parameter at which the tile begins.
+        first: this rank's first element.
+        stop: the one after its last.
+    """
+
+    begin: int
+    first: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements this rank has."""
+        return self.stop - self.first
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it has elements of."""
+        return sum_blocks(self.first - self.begin, self.numel)
+
+
+def spans_of(layout: Layout, param: int) -> list[Span]:
+    """The tiles of a parameter, in their order. Over several ranks it has one."""
+    low, high = layout.param_shard_range(param)
+    found = []
+    for begin, end in layout.tiles_of(param):
+        first = max(begin, low)
+        found.append(Span(begin, first, max(first, min(end, high))))
+    return found
+
+
+def regions(layout: Layout, choice: GradChoice, dtypes: list[torch.dtype]) -> list[Region]:
+    """What `SquareSums` reserves.
+
+    Args:
+        layout: of the trained parameters.
+        choice: what was decided for the gradients.
+        dtypes: of the gradients while they wait, for each flat parameter.
+    """
+    blocks = sum(span.blocks for param in range(len(layout.specs)) for span in spans_of(layout, param))
+    reserved = [Region(choice.tier.memory, SQUARES, 8 * blocks, kind="grad")]
+    if choice.tier.is_durable:
+        carried = SUM_BLOCK * max((dtype.itemsize for dtype in dtypes), default=0) if layout.ranks > 1 else 0
+        reserved.append(Region(choice.tier.memory, CARRIED, carried, kind="grad"))
+    return reserved
+
+
+class _Carried(NamedTuple):
+    """The later elements of a block, `start` to `stop` of a tile, which wait for the earlier ones."""
+
+    start: int
+    stop: int
+
+
+class SquareSums:
+    """The sums of squares of this rank's elements of all gradients; see [Note: sums of squares].
+
+    Attributes:
+        spans: for each parameter, its tiles.
+        norms: norms that were computed of these sums, by the numbers of their parameters. It is a new dict whenever a
+            sum changes: what somebody computes of older ones meanwhile goes with the older dict.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.spans = [spans_of(run.layout, param) for param in range(len(run.layout.specs))]
+        self.norms: dict[tuple[int, ...], float] = {}
+        self._specs = run.layout.specs
+        self._kernels = run.kernels
+        (sums,) = run.memory.take(SQUARES)
+        self._all = sums.view(torch.float64)
+        self._sums = self._split(self._all)
+        self._is_current = [[False] * len(spans) for spans in self.spans]
+        (self._memory,) = run.memory.take(CARRIED) or (torch.empty(0, dtype=torch.uint8, device="cpu"),)
+        self._carried: _Carried | None = None
+
+    def _split(self, sums: Tensor) -> list[list[Tensor]]:
+        sizes = [span.blocks for span in chain.from_iterable(self.spans)]
+        blocks = iter(sums.split(sizes) if sizes else ())
+        return [[next(blocks) for _ in spans] for spans in self.spans]
+
+    def on_cpu(self) -> list[list[Tensor]]:
+        """For each parameter and tile, the sums of its blocks, fp64, in RAM.
+
+        All are copied at once, if they are on another device.
+        """
+        return self._sums if self._all.is_cpu else self._split(self._all.cpu())
+
+    def changes(self, param: int, tile: int = 0) -> None:
+        """Says, before it is so, that elements of a gradient change: its sums are not current."""
+        self._is_current[param][tile] = False
+
+    def stale(self, param: int) -> list[int]:
+        """The tiles of a parameter whose sums are not current."""
+        current = self._is_current[param]
+        return [] if all(current) else [tile for tile, is_current in enumerate(current) if not is_current]
+
+    def tile_at(self, param: int, element: int) -> int:
+        """The tile that an element of a parameter is in."""
+        return element // self._specs[param].tile if self._specs[param].tile else 0
+
+    def sum_tile(self, param: int, tile: int, values: Tensor) -> None:
+        """Makes the sums of a tile.
+
+        Args:
+            param: the parameter's index.
+            tile: the tile's index.
+            values: all elements of it that this rank has, 1-D, on the device of the kernels.
+        """
+        span = self.spans[param][tile]
+        if span.first < span.stop:
+            self._sum(self._sums[param][tile], span.first - span.begin, values)
+        self._is_current[param][tile] = True
+
+    def sum_part(self, param: int, first: int, values: Tensor) -> None:
+        """Makes sums of elements as they come: in any order of whole blocks, or from the last ones to the first ones.
+
+        Args:
+            param: the parameter's index.
+            first: the element of the parameter at which `values` begins.
+            values: elements of one tile, 1-D, in RAM. Those after them have come before, unless a block begins there.
+        """
+        tile = self.tile_at(param, first)
+        span = self.spans[param][tile]
+        begin, first = span.first - span.begin, first - span.begin
+        stop = first + len(values)
+        if self._carried is not None:
+            stop = max(first, (stop - 1) // SUM_BLOCK * SUM_BLOCK)
+            self._carry(stop, values[stop - first :], self._carried.stop)
+            if stop == begin or stop % SUM_BLOCK == 0:
+                self._sum_blocks(param, tile, stop, self._carried_values(values.dtype))
+                self._carried = None
+        whole = first if first == begin else min(round_up(first, SUM_BLOCK), stop)
+        if whole < stop:
+            self._sum_blocks(param, tile, whole, values[whole - first : stop - first])
+        if first < whole:
+            self._carry(first, values[: whole - first], whole)
+        self._is_current[param][tile] = True  # once all parts of this micro-batch have come
+
+    def require_whole(self) -> None:
+        """Asserts that no part of a block waits for the rest: all elements have come."""
+        assert self._carried is None
+
+    def _carry(self, start: int, values: Tensor, stop: int) -> None:
+        """Keeps `values`, elements from `start` on, before those that are carried already, which end at `stop`."""
+        at = start % SUM_BLOCK
+        self._memory.view(values.dtype)[at : at + len(values)] = values
+        self._carried = _Carried(start, stop)
+
+    def _carried_values(self, dtype: torch.dtype) -> Tensor:
+        assert self._carried is not None
+        start, stop = self._carried
+        return self._memory.view(dtype)[start % SUM_BLOCK :][: stop - start]
+
+    def _sum_blocks(self, param: int, tile: int, first: int, values: Tensor) -> None:
+        """Sums whole blocks, or what this rank has of them, from element `first` of a tile on."""
+        span = self.spans[param][tile]
+        block = first // SUM_BLOCK - (span.first - span.begin) // SUM_BLOCK
+        self._sum(self._sums[param][tile][block : block + sum_blocks(first, len(values))], first, values)
+
+    def _sum(self, sums: Tensor, first: int, values: Tensor) -> None:
+        self._kernels.call(SUM_SQUARES, values, sums, first=first)
+        self.norms = {}
