@@ -363,7 +363,7 @@ class UnitTransfers:
     def _free(self, unit: Unit) -> None:
         # The state first: what another thread throws in must not leave a unit available without memory.
         unit.release()
-        del self._with_memory[unit]
+        self._with_memory.pop(unit, None)  # it may have been cut off before it was noted
         self._released.append(self._parameters.free(unit))
 
     # Updates.

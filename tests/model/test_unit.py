@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload import OffloadZero, Tuning
 from offload.errors import StateError, TierIOError
 from offload.layout import Layout, ParamSpec, build
-from offload.model.unit import Presence, Units
+from offload.model.unit import Presence, Unit, Units
 from tests.support.toy import Net, batch, squares, take_step
 
 CALLS = ["fetch", "expect_update", "arrive", "release"]
@@ -125,3 +125,26 @@ def test_a_disk_that_fails_while_an_updated_unit_is_fetched_leaves_no_unit_with_
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(param, expected), name
         assert torch.equal(model(batch(0)), plain(batch(0).bfloat16()))
+
+
+def test_a_fetch_that_is_cut_off_as_soon_as_it_began_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what another thread throws in, which may come between any two instructions."""
+    torch.manual_seed(1)
+    model = Net().bfloat16()
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=Tuning(chunk="4KiB", threads=1)) as optimizer:
+        transfers, unit = optimizer._held.units.transfers, optimizer._held.units.named("blocks.1")
+        fetch = Unit.fetch
+
+        def cut_off(self: Unit) -> None:
+            fetch(self)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Unit, "fetch", cut_off)
+            with pytest.raises(KeyboardInterrupt):
+                transfers.fetch(unit)
+        assert unit.presence is Presence.RELEASED
+        assert unit not in transfers.with_memory
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name]), name
