@@ -49,7 +49,7 @@ from offload import torch_private
 from offload.entries import entry
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
-from offload.model.fetch import HeldUnits, StreamedUnits
+from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.tiling import Tiling
 from offload.model.torch_functions import UNCOUNTED, Kind, counting, device_of, kind_of, moved_to, takes_lists
@@ -319,8 +319,7 @@ class Guards:
         self.entries = units.entries
         self.here = units.running.here
         self._moves = weakref.WeakMethod(moves)
-        self._streamed = units if isinstance(units, StreamedUnits) else None
-        self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
+        self._tiling = Tiling(layout, parameters, units)
         self._resident_ref, self._streamed_ref = (_GuardsRef(self, is_elsewhere=streams) for streams in (False, True))
         self._classes: dict[tuple[type[_Held], type[Tensor], bool], type[Tensor]] = {}
         self._aliases: Mapping[Tensor, int] = {}
@@ -405,7 +404,7 @@ class Guards:
         answer = _ANSWERS.get(func) or _ANSWERS.get(kind)
         if answer is not None and (result := answer(self, func, args, kwargs)) is not NotImplemented:
             return result
-        if self._streamed is not None and takes_lists(func):
+        if self._parameters.streams_any and takes_lists(func):
             return self._piece_by_piece(func, args, kwargs)
         return self._run(func, args, kwargs)
 
@@ -429,7 +428,7 @@ class Guards:
         return self._detached(args[0]) if is_made else NotImplemented
 
     def _linear(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._tiling is None:
+        if not self._parameters.tiles:
             return NotImplemented
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
         if not self._tiling.runs(given.get("weight")):
@@ -488,7 +487,7 @@ class Guards:
         allows, fills = options.pop("allow_unused", None), options.pop("materialize_grads", False)
         if fills and allows is False:
             raise ValueError("materialize_grads=True with allow_unused=False")  # as torch has it
-        leaves = [[one, *(() if self._tiling is None else self._tiling.leaves_of(one))] for one in inputs]
+        leaves = [[one, *self._tiling.leaves_of(one)] for one in inputs]
         edges = _as_edges([leaf for several in leaves for leaf in several])
         is_split = len(edges) > len(leaves)
         found = iter(
@@ -518,10 +517,10 @@ class Guards:
         units = self._units_of(used)
         with self._units.used(units), _Plain(self, used):
             result = func(*args, **kwargs)
-        if self._streamed is not None:
+        if units:
             self._guard_result(result, units)
             if is_saved:
-                self._streamed.keep(units)
+                self._units.keep(units)
         return result
 
     def _is_saved(self, used: Sequence[Any]) -> bool:
@@ -534,14 +533,13 @@ class Guards:
             ReleasedParameterError: if a checkpoint has saved one that had no current value then.
         """
         has_node = torch.is_grad_enabled()
-        if torch_private.saved_tensors_hooks(False) is None if has_node else self._streamed is None:
+        if torch_private.saved_tensors_hooks(False) is None if has_node else not self._parameters.streams_any:
             return False  # there is no checkpoint; a function saves after its last operation
         is_saved = False
         for call, args in calls_that_save(used):
             if call.f_code is not CHECKPOINT:
                 others = [one for one in args if isinstance(one, Tensor) and not self._is_ours(one)]
-                is_training = self._streamed is not None and self._streamed.is_training
-                is_saved = is_saved or is_training or any(one.requires_grad for one in others)
+                is_saved = is_saved or self._units.is_training or any(one.requires_grad for one in others)
             elif has_node:
                 for one in used:
                     if any(one is arg for arg in args):
@@ -617,7 +615,7 @@ class Guards:
 
     def _has_streamed(self, tree: Any) -> bool:
         ref = self._streamed_ref
-        return self._streamed is not None and any(one._guards_ref is ref for one in self._guarded_in(tree))
+        return any(one._guards_ref is ref for one in self._guarded_in(tree))
 
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
         """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""
@@ -629,20 +627,19 @@ class Guards:
 
     def _guard_result(self, result: Any, units: Sequence[Unit]) -> None:
         """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again."""
-        assert self._streamed is not None
         for tensor in tensors_in(result):
             if self._parameters.number_of(tensor) is not None:
                 continue
             kind = type(tensor)
             if kind in (Tensor, torch_private.dtensor_class()) and self._parameters.flat_at(tensor) is not None:
                 tensor.__class__ = self.class_for(kind, streams=True)
-            if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
+            if not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with DisableTorchFunctionSubclass():
                 nodes = [one.grad_fn for one in graphs_of(tensor)]
             for node in nodes:
                 assert node is not None
-                self._streamed.fetch_before(node, units)
+                self._units.fetch_before(node, units)
 
     # Uses that need more than current values.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import Layout
-from offload.model.fetch import StreamedUnits
+from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Unit
@@ -41,7 +41,7 @@ def has_hooks(weight: nn.Parameter) -> bool:
 class Tiling:
     """Runs linear layers whose weights are tiled; see the top of this file."""
 
-    def __init__(self, layout: Layout, parameters: FlatParameters, units: StreamedUnits) -> None:
+    def __init__(self, layout: Layout, parameters: FlatParameters, units: HeldUnits) -> None:
         self._units = units
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._tiles: dict[nn.Parameter, list[tuple[Unit, nn.Parameter]]] = {}  # in the order of the rows

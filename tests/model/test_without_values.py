@@ -77,13 +77,13 @@ class OneParameter:
         self.held = (HeldParam(0, spec, param, unit, 0, 0, streams=streams),)
         self.home = self.device = torch.device("cpu")
         self.is_parked = False
-        self._streams = streams
+        self.streams_any = streams
 
     def number_of(self, tensor: Any) -> int | None:
         return 0 if tensor is self.params[0] else None
 
     def streams(self, number: int) -> bool:
-        return self._streams
+        return self.streams_any
 
     def flat_at(self, tensor: Tensor) -> int | None:
         return None
