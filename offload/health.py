@@ -149,7 +149,7 @@ class Health:
         self._require_here()
         if self._failures or self._hurt:
             if self.state is State.HURT:
-                self._take_over()
+                self._adopt_failure()
             self._raise_from(State.FAILED)
 
     def require_mendable(self) -> None:
@@ -188,7 +188,7 @@ class Health:
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: the optimizer works only in the process that made it")
 
-    def _take_over(self) -> None:
+    def _adopt_failure(self) -> None:
         """Makes the failure of a part the run's."""
         for part in self._parts:
             try:

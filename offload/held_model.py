@@ -305,7 +305,7 @@ class HeldModel:
                 self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
                 if not info.is_frozen:
                     parts.masters.make_flat(flat)
-            parts.parameters.attach(flat, with_values=has_values, owned=owned)
+            parts.parameters.flatten(flat, with_values=has_values, owned=owned)
             streams = parts.parameters.streams(info.params[0])
             if not streams and not moves:
                 for number in dense:
@@ -320,7 +320,7 @@ class HeldModel:
             if streams and has_values:
                 transfers.store_and_free(flat)
             elif streams:
-                parts.parameters.free_attached(flat)
+                parts.parameters.free_flat(flat)
         if not values.committed:
             parts.stores.states.expect(chunk.index for chunk in layout.chunks)
             for store in parts.stores.all:

@@ -1198,7 +1198,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._take_progress(self._commits.restore())
             return
         self._take_progress(found.first)
-        self._commits.take_over(found, self._steps, self.param_groups)
+        self._commits.reshard(found, self._steps, self.param_groups)
 
     @exclusive_entry("export")
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:

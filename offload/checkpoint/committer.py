@@ -340,7 +340,7 @@ class Commits:
                 self._health.fail(error, is_final=True)
             raise
 
-    def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+    def reshard(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
 
         Every slot is read once. If this run commits, it makes the commit anew in its own layout, which decides, and
@@ -508,7 +508,7 @@ class Commits:
             for one in ranges:
                 numels[one.target] += one.numel
         with together(self._comm):
-            self._masters.take_over(taken, numels, step)
+            self._masters.take_resharded(taken, numels, step)
         self._all_gather_parameters(step)
 
     def _as_snapshot(self) -> Snapshot:

@@ -154,7 +154,7 @@ DONE = _Done()
 
 
 class HostCopier(Copier):
-    """Copies for models on the CPU, at once. Kernels write parameters in place."""
+    """Copies where kernels can write to the model's memory, at once. Kernels write parameters in place."""
 
     direct = True
 

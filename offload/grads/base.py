@@ -59,14 +59,14 @@ class GradientBuffer(ABC):
         # Gradients do not come alike on all ranks: their collectives are in an order of their own.
         self._comm = run.comm.side_group
         self._everyone = run.comm.everyone.side_group
-        # What every slice has is counted by the first one.
+        # A parameter that tensor-parallel ranks do not split is counted by the first of them alone.
         is_first = run.comm.tensor_parallel.rank == 0
         self._is_counted = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
         self._shards = shards or ShardsInMemory(run, choice.passes)
         # Tensor-parallel ranks ask one another for norms, and have to do so alike, though only one of them may have
         # written to a gradient. Nobody writes to gradients that are averaged over ranks.
         self._asks_always = self._everyone.size > 1 and run.layout.ranks == 1
-        # On their way to a device of its own; see NewParameters in optim/adam.py.
+        # On their way to a device of its own; see `ToDevice` in optim/new_params.py.
         is_bounce = not self._copier.direct and choice.params_stay
         self._is_written_over = [
             is_bounce and self._shards.dtypes[run.layout.locations[param][0]] is spec.dtype
@@ -242,7 +242,7 @@ class GradientBuffer(ABC):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all gradients are where the states are, so that the step does not wait for them."""
+        """Whether all gradients are in memory that the step's kernels use, so that it does not wait for them."""
         return self._shards.is_in_memory
 
     def chunk_memory(self, index: int) -> Tensor:

@@ -1,9 +1,9 @@
 """The gradient buffer of a rank that is alone. See [Note: the way of a gradient] in base.py.
 
-On the CPU everything happens inside the hook. On a device with memory of its own the copies run on streams, and one
-worker thread does what follows each copy, in the order in which the gradients came. What is to be summed or stored goes
-through two bounce buffers in RAM; while both are in use, the hook waits. The device goes on while gradients leave it,
-and waits for those of UNITS_LEAVING units ago, whose memory it then uses again.
+On the CPU all of this file happens inside the hook. On a device with memory of its own the copies run on streams, and
+one worker thread does what follows each copy, in the order in which the gradients came. What is to be summed or stored
+goes through two bounce buffers in RAM; while both are in use, the hook waits. The device goes on while gradients leave
+it, and waits for those of UNITS_LEAVING units ago, whose memory it then uses again.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class LocalGradients(GradientBuffer):
         start, stop = self._tiles[param][tile]
         for chunk, piece in self._layout.pieces_of(param):
             if start <= piece.param_offset < stop:  # no piece has elements of two tiles
-                # A chunk with a tile holds nothing else. Only chunks in slots are ever finished.
+                # A chunk with a tile holds nothing else. Only in slots is a chunk written when all of it has come.
                 is_shared = not self.is_in_memory and len(chunk.pieces) > 1
                 is_unfinished = is_shared and not self.passes.are_equal(self._params_of[chunk.index])
                 first = piece.param_offset - start

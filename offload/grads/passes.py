@@ -70,7 +70,7 @@ class Passes:
     def are_equal(self, params: Sequence[int]) -> bool:
         """Whether equally many micro-batches of these parameters, none of which has tiles, have come.
 
-        A backward makes gradients more or less in order, so that one at an end tells that some are missing.
+        Gradients come roughly in order. So the two ends are compared first: if they differ, the rest need not be read.
         """
         counts, starts = self._counts, self._starts
         number = counts[starts[params[0]]]

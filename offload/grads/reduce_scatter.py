@@ -53,8 +53,8 @@ from offload.run import Run
 UNITS_WAITING = 1
 """Units whose gradients wait on the device for a buffer, beside the one whose backward runs."""
 UNITS_AHEAD = 4
-"""The host waits until the buckets are averaged that were sent so many units ago. Fewer than those that it waits for in
-transfer.py, without a limit of time: a device that waits for a rank which is gone is past none of them."""
+"""The host waits, for a limited time, until the buckets are averaged that were sent so many units ago. Fewer than the
+units of AHEAD_UNITS in transfer.py, which it waits for without a limit: a rank that is gone is noticed here."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class _Waiting:
 
 
 _abandoned: list[Copy | _Waiting] = []
-"""After a collective that another rank keeps from ending: who frees such a copy waits for it. Its memory stays, too."""
+"""Kept for ever, with their memory: to drop a copy is to wait for it, and a rank that is gone keeps it from ending."""
 
 
 class ReducedGradients(GradientBuffer):

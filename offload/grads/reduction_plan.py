@@ -26,7 +26,7 @@ class ReductionPlan:
     Args:
         layout: of the trained parameters.
         choice: what was decided for the gradients, with a stage.
-        direct: whether the model's device is the CPU.
+        direct: whether kernels can write where the model's gradients are.
 
     Attributes:
         sums_locally: whether micro-batches are summed before they are sent, not after.
@@ -34,7 +34,7 @@ class ReductionPlan:
         wire: for each flat parameter, the dtype in which gradients travel.
         average_dtypes: for each flat parameter, the dtype in which averages wait.
         buckets: in the order of the flat parameters.
-        buffers: how many buckets are under way at most.
+        buffers: how many buckets have memory at once.
         full_bytes: of the buffer for what a rank sends, and of the one for what it receives.
         average_bytes: of the buffer for averages that cannot be written to where they wait; 0 if all can.
         copied_bytes: of the buffer in RAM for these, once they are copied from the device.

@@ -83,8 +83,8 @@ class GradShards(ABC):
         passes: the most micro-batches that a step may have.
 
     Attributes:
-        is_in_memory: whether all gradients are where the states are. Then squares are summed when all of a gradient is
-            there; if not, then as the elements of its last micro-batch come.
+        is_in_memory: whether all gradients are in memory that the step's kernels use. Then squares are summed when all
+            of a gradient is there; if not, then as the elements of its last micro-batch come.
         dtypes: of the gradients, for each flat parameter.
         sums: the sums of squares.
     """
@@ -235,7 +235,7 @@ class GradShards(ABC):
 
 
 class ShardsInMemory(GradShards):
-    """Gradients that wait in memory: in RAM, or where the states are."""
+    """Gradients that wait in memory: in RAM, or on the device with the states."""
 
     is_in_memory = True
 

@@ -167,7 +167,7 @@ class SquareSums:
         self._is_current[param][tile] = True
 
     def sum_part(self, param: int, first: int, values: Tensor) -> None:
-        """Makes sums of elements as they come: in any order of whole blocks, or from the last ones to the first ones.
+        """Makes sums of elements as they come. Whole blocks may come in any order; parts of a block, the last part first.
 
         Args:
             param: the parameter's index.

@@ -58,7 +58,7 @@ class FlatParameters:
         params: the model's parameters.
         locals: the tensors whose memory the flat parameters are, see [Note: sharded parameters] in held_param.py.
         index: the number of each parameter.
-        flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`.
+        flats: one tensor for each flat parameter of the layout, on the model's device, filled by `flatten`.
         units: the units, by name.
         tiles: the tiles, leaves of autograd, by the index of the layout's slice.
         home: the device to train on.
@@ -127,7 +127,7 @@ class FlatParameters:
         return dense
 
     @torch.no_grad()
-    def attach(self, flat: int, *, with_values: bool = True, owned: Container[Tensor] = ()) -> None:
+    def flatten(self, flat: int, *, with_values: bool = True, owned: Container[Tensor] = ()) -> None:
         """Moves the parameters of a flat parameter, whose masters have been made, into one tensor of its dtype.
 
         Args:
@@ -141,7 +141,7 @@ class FlatParameters:
         self._count(flat, self.layout.padded_numel(flat) * info.dtype.itemsize)
         memory = torch.empty(self.layout.padded_numel(flat), dtype=info.dtype, device=device)
         if is_tiled:
-            self._attach_tiles(flat)
+            self._flatten_tiles(flat)
         end = 0
         views = []
         for number, offset in zip(info.params, info.offsets, strict=True):
@@ -174,7 +174,7 @@ class FlatParameters:
         """The inverse of `flattened`: a view of `values`, shape (numel,), with the shape of a parameter."""
         return self.held[number].shaped(values)
 
-    def _attach_tiles(self, flat: int) -> None:
+    def _flatten_tiles(self, flat: int) -> None:
         columns = self.params[self.layout.flats[flat].params[0]].shape[1]
         for one in self.layout.slices:
             if one.is_tile and one.flat == flat:
@@ -295,7 +295,7 @@ class FlatParameters:
         """Gives spare memory back to the system."""
         self._unit_memory.free_spare()
 
-    def restore_versions(self, unit: Unit) -> None:
+    def return_versions(self, unit: Unit) -> None:
         """Gives the parameters of a unit, whose memory has its values again, the versions that they had."""
         set_versions((self.held[number] for number in unit.streamed), None)
 
@@ -308,8 +308,8 @@ class FlatParameters:
         set_versions((self.held[number] for number in unit.streamed), NO_VERSION)
         return self._unit_memory.take(unit, self._memory_of_unit(unit))
 
-    def free_attached(self, flat: int) -> None:
-        """Takes the memory away that a flat parameter got from `attach`."""
+    def free_flat(self, flat: int) -> None:
+        """Takes the memory away that a flat parameter got from `flatten`."""
         set_versions((self.held[number] for number in self.layout.flats[flat].params), NO_VERSION)
         memory = self.flats[flat]
         self._count(flat, -memory.nbytes)

@@ -107,7 +107,7 @@ class MasterWeights:
         self._params.to_commit(steps)
 
     @torch.no_grad()
-    def take_over(
+    def take_resharded(
         self,
         sources: Iterable[tuple[Sequence[CopyRange], Mapping[str, Tensor]]],
         numels: Mapping[int, int],

@@ -20,7 +20,8 @@ function needs of it.
 
 States behave as gradients do, but refuse what changes them.
 
-The functions of most kinds are named below. READ and WRITE are told from torch's names, in `_by_name`. Whatever its
+The functions of most kinds are named below, and a few that write. Other READs and WRITEs are told from torch's names,
+in `_by_name`, or from an operator's schema. A stand-in answers `share_memory_()` and `requires_grad_()` with itself. Whatever its
 kind is, a function writes to what it got as `out=`. Some write where no name tells it (running statistics,
 `inplace=True`). So versions of tensors, which torch counts up, have the last word on whether a call has written.
 """
@@ -42,8 +43,8 @@ from offload import torch_private
 class Kind(Enum):
     """What a function of torch does with its tensors; see [Note: kinds of functions].
 
-    SET, LIKE, DETACH, EXPORT and BACKWARD are kinds of their own, because either guards or stand-ins serve them as none
-    of the others.
+    SET, LIKE, DETACH, EXPORT and BACKWARD are kinds of their own, because guards or stand-ins treat each of them
+    differently from every other kind.
     """
 
     META = auto()

@@ -6,7 +6,7 @@ unit is AVAILABLE as soon as that wait is queued, and the host goes on. A chunk'
 ended. The host asks for that without waiting; it waits only where somebody needs the chunk, or a buffer of the store.
 It is at most AHEAD_UNITS units ahead of the device.
 
-unit.py has the states of a unit, and fetch.py decides which unit is fetched and released when.
+unit.py has the states of a unit; policy.py says which unit is fetched and released, fetch.py when.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class UnitTransfers:
 
     @uninterrupted
     def _become_available(self, unit: Unit) -> None:
-        self._parameters.restore_versions(unit)
+        self._parameters.return_versions(unit)
         unit.arrive()
 
     def _wait_on_device(self, unit: Unit) -> None:
@@ -418,9 +418,9 @@ class UnitTransfers:
     # From the device to the store.
 
     def store_and_free(self, flat: int) -> None:
-        """Moves a flat parameter that was just attached into the store."""
+        """Moves a flat parameter that was just made into the store."""
         self.store_flat(flat)
-        self._parameters.free_attached(flat)
+        self._parameters.free_flat(flat)
 
     def store_flat(self, flat: int) -> None:
         """Copies the values of a flat parameter, which is available, to the store, and to its tiles on the device."""

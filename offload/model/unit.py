@@ -21,7 +21,8 @@ holds the lock of the run's entries (entries.py). A unit none of whose parameter
         ▲                             │                       │
         └──────────── release ────────┴───────────────────────┘   (also from UPDATING)
 
-transfer.py makes the copies and calls these methods; fetch.py decides when.
+transfer.py makes the copies and calls these methods; policy.py says for which units, fetch.py when. `depth` is counted
+by running.py.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ each chunk: lease its states ▶ Adam kernel, one segment at a time ▶ release 
 model by `Step.start_apply` and `Step.apply` only, and `apply` ends one flat parameter at a time: a reader in between
 sees a parameter's whole old value or its whole new one.
 
-- On a device with memory of its own, one worker runs the queue in order. A new parameter is kept in the memory of the
-  gradient it was made from, which nobody needs any more, until `apply` copies it to the device: after the event of the
-  step, not after what was queued since. The next gradient is copied there by a device that has waited for that copy.
-- On the CPU, `apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
+- Where the states are in RAM and the model on a device, one worker runs the queue in order. A new parameter that does
+  not stream is kept in the memory of the gradient it was made from, which nobody needs any more, until `start_apply`
+  copies it to the device: after the event of the step, not after what was queued since. The next gradient is copied
+  there by a device that has waited for that copy.
+- Elsewhere `start_apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
   beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute. Chunks that are in
   RAM are given to the threads together, those of several units too: small ones cost no more than a large one.
 """
@@ -182,7 +183,7 @@ class Step:
         for work in works:
             if work.done is not None:
                 self._wait_for(work.done, work.chunk)
-            self._params.send(work.chunk, work.runs)
+            self._params.upload(work.chunk, work.runs)
         for flat in flats:
             self._params.start_gather(flat, self._number)
             self._started.add(flat)

@@ -1,8 +1,9 @@
 """The new parameters of a step, on their way to where the model has them.
 
-Kernels write them to the memory that `target` lends. In `ToStore` that is where they stay: the model's own memory in
-RAM, or the buffer of a chunk of streamed parameters. In `ToDevice` it is the memory of the gradient that they were made
-from, which nobody needs any more; from there they are copied to the device.
+Kernels write them to the memory that `target` lends. In `InPlace` that is where they stay: the model's own memory, where
+kernels can write to it, or the buffer of a chunk of streamed parameters. In `ToDevice` it is the memory of the gradient
+that they were made from, which nobody needs any more, or a bounce buffer and then that, if the gradient has another
+dtype; from there they are copied to the device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
     Args:
         layout: of the trained parameters.
         memory: the tier in which the states are stepped.
-        bounces: whether new parameters are copied to the device and gradients have no memory for them. Then one bounce
+        bounces: whether new parameters are copied to the device, and gradients have another dtype. Then one bounce
             buffer is reserved, as large as the largest chunk of 16-bit parameters.
     """
     if not bounces:
@@ -55,7 +56,7 @@ class NewParameters(ABC):
         exchange: brings them to the other ranks.
 
     Attributes:
-        direct: whether the model's parameters are in RAM, where kernels can write to them.
+        direct: whether kernels can write where the model's parameters are.
         is_in_place: whether kernels write into the model itself.
     """
 
@@ -109,7 +110,7 @@ class NewParameters(ABC):
             Shape (chunk.numel,), on the CPU.
         """
 
-    def send(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:  # noqa: B027
+    def upload(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:  # noqa: B027
         """Starts to copy new parameters to the device, if they go there now.
 
         Args:
@@ -169,7 +170,7 @@ class NewParameters(ABC):
         """Waits for copies under way, successful or not: their memory is about to be freed."""
 
 
-class ToStore(NewParameters):
+class InPlace(NewParameters):
     """Kernels write to where the parameters stay.
 
     Args:
@@ -188,7 +189,7 @@ class ToStore(NewParameters):
         with self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values:
             yield values
             self._params.chunk_updated(chunk, values)
-            # Not in a worker: its collectives would be in no order with others. `start_gather` sends it there.
+            # Not in a worker, whose collectives would be in no order with others: then `start_gather` sends it.
             if self.direct:
                 self._exchange.send(chunk, values, step)
 
@@ -197,7 +198,7 @@ class ToStore(NewParameters):
 
 
 class ToDevice(NewParameters):
-    """Kernels write over the gradients, and the new parameters are copied from there to the device.
+    """Kernels write over the gradients, or to a bounce buffer, and the new parameters are copied to the device.
 
     Args:
         run: the run.
@@ -231,7 +232,7 @@ class ToDevice(NewParameters):
         self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
         return bounce
 
-    def send(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:
+    def upload(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:
         while self._copies and self._copies[0][1].done():
             self._finish_copy()
         source = self._in_gradient(chunk)
@@ -335,4 +336,4 @@ def new_parameters(run: Run, params: ParamStore, flats: Sequence[Tensor], gradie
         exchange = ReplicaExchange(layout, params, buffer, holders)
     if params.in_model and not run.memory.copier.direct:
         return ToDevice(run, params, exchange, gradients)
-    return ToStore(run, params, exchange)
+    return InPlace(run, params, exchange)

@@ -71,7 +71,7 @@ class StepScale:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether factors were computed from the gradients that are here: then no more may be added to these."""
+        """Whether the gradients that are here have a factor, which those added to them would get, too."""
         return self.unscaled is not None or self.common != 1.0 or bool(self._relative)
 
     def common_if_unscaled(self, inverse: float) -> float:

@@ -19,16 +19,17 @@
 | 3 | READING -> CLEAN              | `_moved`   | checksum and step are right   | somebody may lease it               |
 | 4 | CLEAN, DIRTY -> LEASED        | `_acquire` | nobody has it                 | `holder` has it                     |
 | 5 | LEASED -> CLEAN               | `_release` | it was not written to         | its slot holds the same             |
-| 6 | LEASED -> DIRTY               | `_release` | it was written to             | 7 at once, or later: see `newer`    |
+| 6 | LEASED -> DIRTY               | `_release` | it was written to, or no slot | 7 at once, or later: see `newer`    |
+|   |                               |            | has it yet                    |                                     |
 | 7 | DIRTY -> WRITING              | `_write`   | the slot is not committed     | `stored` is what the slot will hold |
 | 8 | WRITING -> STORED, CLEAN      | `_moved`   | all bytes are written         | its buffer is free; or retained     |
 | 9 | LEASED -> EMPTY, STORED       | `_release` | nobody needs it any more; or  | its buffer is free                  |
 |   |                               |            | the use was cut off before it |                                     |
 |   |                               |            | wrote                         |                                     |
-| 10| CLEAN -> STORED               | `_drop`    | another one needs its buffer  | its buffer is free                  |
+| 10| CLEAN -> STORED               | `_drop`    | it need not wait in RAM       | its buffer is free                  |
 
-Methods of `Store` (chunk_cache.py) make them, with its lock held. `reset` alone goes anywhere, for a return to the last
-commit. Residency is a state, never a count.
+Methods of `Store` (chunk_cache.py) make them, with its lock held. `reset` goes anywhere, for a return to the last
+commit; `matches_slot` says what a store beneath has done. Residency is a state, never a count.
 """
 
 from __future__ import annotations

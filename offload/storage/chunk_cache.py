@@ -46,10 +46,10 @@ class Use(Enum):
     UPDATE = "update"
     """Its values are read and written to. They are written back after the release."""
     OVERWRITE = "overwrite"
-    """All of its values are written, so none has to be read. One that is cut off by an exception leaves the old ones,
-    unless the new ones went over them in RAM."""
+    """All of its values are written, so none has to be read. If it is cut off by an exception, the old values stay,
+    unless the lease was of the buffer that held them."""
     FILL = "fill"
-    """As UPDATE, and more will be written soon: it is written back then, or when its buffer is needed."""
+    """As UPDATE, and more of it comes soon. It is written back when another use ends, or when its buffer is needed."""
     CONSUME = "consume"
     """Its values are read for the last time. The next lease finds zeros."""
 
@@ -174,7 +174,7 @@ class Store:
     """The cache of one kind of data for all chunks: states, parameters or gradients.
 
     The first lease of a chunk finds zeros. The slots that the last commit names are never written to: a new version
-    goes to the chunk's other slot.
+    goes to the slot's other version.
 
     A failure of the disk is raised by the call that meets it, and by every later one. An exception that is no
     OffloadError is raised by the call that it came in. From then on each call raises InterruptedStepError, until
@@ -254,7 +254,7 @@ class Store:
         return one.is_resident and one.state in (Residency.CLEAN, Residency.DIRTY)
 
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
-        """Waits until `chunk` is in RAM, and acquires it. What was written to it is written back after its release.
+        """A context for a use of a chunk. Entering it waits until the chunk is in RAM; leaving it writes back what is new.
 
         Args:
             chunk: the number of the chunk.
@@ -413,7 +413,7 @@ class Store:
         chunk = self._chunks[lease.chunk]
         with self._books:
             overwrites = lease.use is Use.OVERWRITE
-            if not self._is_ready(chunk, overwrites=overwrites):
+            if not self._make_ready(chunk, overwrites=overwrites):
                 return False
             lease.is_blank = overwrites and chunk.state in (Residency.EMPTY, Residency.STORED)
             lease.arrays = chunk.arrays
@@ -440,7 +440,7 @@ class Store:
         what = _WAITS_FOR.get(chunk.state, "wait for buffer")
         return self._timeline.waiting(what, chunk=chunk.index, tier="nvme")
 
-    def _is_ready(self, chunk: CachedChunk, *, overwrites: bool) -> bool:
+    def _make_ready(self, chunk: CachedChunk, *, overwrites: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data. If not, does what can be done now to bring it there."""
         self.check()
         state = chunk.state
@@ -575,7 +575,7 @@ class Store:
 
     @uninterrupted
     def _moved(self, chunk: CachedChunk, then: Residency, counter: str, future: IOFuture) -> None:
-        """Records that a transfer has ended. Called in a thread of the engine."""
+        """Records that a transfer has ended. Called in the thread of the engine or of the checksums that ended it."""
         with self._lock:
             if chunk.transfer is not future:
                 return

@@ -1,6 +1,7 @@
 """The parameters that a step makes new, by chunk, wherever they are: in the model for good, or in a store.
 
-Whoever reads or writes the values of a chunk leases them here, and need not know where they are.
+The step, the masters and the exchange between ranks lease the values of a chunk here, and need not know where they are.
+Units are fetched from the store itself (model/transfer.py).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class ParamStore(ABC):
 
     Attributes:
         in_model: whether the model itself has them, so that what others write to a parameter is here at once.
-        chunk_updated: called with a chunk and its new values, shape (chunk.numel,), while these are leased. Of chunks
-            of other ranks it is called, too.
+        chunk_updated: called with a chunk and its new values, shape (chunk.numel,), while these are leased and about to
+            stay here. Of chunks of other ranks it is called, too. A held model makes it `UnitTransfers.chunk_updated`.
     """
 
     in_model: bool
@@ -31,7 +32,13 @@ class ParamStore(ABC):
 
     @abstractmethod
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Tensor]:
-        """A context with the values of a chunk, shape (chunk.numel,), in the compute dtype. See `Store.lease`."""
+        """A context with the values of a chunk of `Layout.param_chunks`, shape (chunk.numel,), in the compute dtype.
+
+        Args:
+            chunk: its number.
+            use: what it is leased for; see `Store.lease`.
+            step: the step that makes its values, if they are new.
+        """
 
     def to_commit(self, steps: Mapping[int, int]) -> None:  # noqa: B027
         """Brings values to where commits are made from.
@@ -53,7 +60,7 @@ class ResidentParams(ParamStore):
     Args:
         layout: of the parameters.
         flats: the model's flat parameters, on its device.
-        beneath: the store from which commits are made; None: they hold no parameters.
+        beneath: the store from which commits are made; None: commits hold no parameters.
     """
 
     in_model = True

@@ -62,7 +62,7 @@ def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool =
     layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
     parameters = FlatParameters(layout, params, torch.device("cpu"), HostCopier(), streamed=range(streams))
     parameters.make_dense(0)
-    parameters.attach(0)
+    parameters.flatten(0)
     return parameters
 
 
