@@ -167,7 +167,7 @@ class SquareSums:
         self._is_current[param][tile] = True
 
     def sum_part(self, param: int, first: int, values: Tensor) -> None:
-        """Makes sums of elements as they come. Whole blocks may come in any order; parts of a block, the last part first.
+        """Makes sums of elements as they come: whole blocks in any order, the parts of a block from the last one on.
 
         Args:
             param: the parameter's index.

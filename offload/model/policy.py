@@ -2,10 +2,10 @@
 
 [Note: what stays]
 Entering a unit releases the others, except: the root unit, which fetch.py always wants; units whose forward is running;
-the unit whose backward began last and those around it (recomputation inside of it enters others, and it goes on afterwards); what `gathered`
-holds. So the device holds at most the root unit, the unit in use, the units around it, and those that are prefetched.
-Where units return tensors on the CPU beside those on a device, two threads of autograd run their backward, and each has
-a unit whose backward began last: one unit more.
+the unit whose backward began last and those around it (recomputation inside of it enters others, and it goes on
+afterwards); what `gathered` holds. So the device holds at most the root unit, the unit in use, the units around it, and
+those that are prefetched. Where units return tensors on the CPU beside those on a device, two threads of autograd run
+their backward, and each has a unit whose backward began last: one unit more.
 
 Two kinds of nodes announce nothing, and what they need stays until the next step: in a backward with
 `create_graph=True` whatever was fetched, and the units of parameters that somebody's `autograd.Function` or checkpoint
@@ -14,9 +14,10 @@ was given (`keep`).
 [Note: prefetching]
 Which units are on their way to the device is proposed here. fetch.py leaves out those with a pending update, whose
 values a fetch would miss, and those without room. Which chunks are read ahead from the disk into RAM is decided by the
-store that they come from (storage/chunk_cache.py), which expects the same order (`expect`). Training
-repeats the order of its units, so a pass expects the order of the last pass of its kind (`UnitOrder`). Entering a unit
-prefetches the next `Tuning.prefetch_units` units of that order. A unit that used the parameters of others (its `guests`) gets those prefetched when it is entered.
+store that they come from (storage/chunk_cache.py), which expects the same order (`expect`). Training repeats the order
+of its units, so a pass expects the order of the last pass of its kind (`UnitOrder`). Entering a unit prefetches the
+next `Tuning.prefetch_units` units of that order. A unit that used the parameters of others (its `guests`) gets those
+prefetched when it is entered.
 """
 
 from __future__ import annotations

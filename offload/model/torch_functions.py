@@ -21,8 +21,8 @@ function needs of it.
 States behave as gradients do, but refuse what changes them.
 
 The functions of most kinds are named below, and a few that write. Other READs and WRITEs are told from torch's names,
-in `_by_name`, or from an operator's schema. A stand-in answers `share_memory_()` and `requires_grad_()` with itself. Whatever its
-kind is, a function writes to what it got as `out=`. Some write where no name tells it (running statistics,
+in `_by_name`, or from an operator's schema. A stand-in answers `share_memory_()` and `requires_grad_()` with itself.
+Whatever its kind is, a function writes to what it got as `out=`. Some write where no name tells it (running statistics,
 `inplace=True`). So versions of tensors, which torch counts up, have the last word on whether a call has written.
 """
 

@@ -1,9 +1,9 @@
 """The new parameters of a step, on their way to where the model has them.
 
-Kernels write them to the memory that `target` lends. In `InPlace` that is where they stay: the model's own memory, where
-kernels can write to it, or the buffer of a chunk of streamed parameters. In `ToDevice` it is the memory of the gradient
-that they were made from, which nobody needs any more, or a bounce buffer and then that, if the gradient has another
-dtype; from there they are copied to the device.
+Kernels write them to the memory that `target` lends. In `InPlace` that is where they stay: the model's own memory,
+where kernels can write to it, or the buffer of a chunk of streamed parameters. In `ToDevice` it is the memory of the
+gradient that they were made from, which nobody needs any more, or a bounce buffer and then that, if the gradient has
+another dtype; from there they are copied to the device.
 """
 
 from __future__ import annotations

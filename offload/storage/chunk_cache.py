@@ -254,7 +254,7 @@ class Store:
         return one.is_resident and one.state in (Residency.CLEAN, Residency.DIRTY)
 
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
-        """A context for a use of a chunk. Entering it waits until the chunk is in RAM; leaving it writes back what is new.
+        """A context for a use of a chunk. Entering it waits until the chunk is there; leaving it writes what is new.
 
         Args:
             chunk: the number of the chunk.
