@@ -184,9 +184,14 @@ class InPlace(NewParameters):
         self.is_in_place = params.in_model
         self._params = params
 
+    def target(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
+        lease = self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step)
+        # Of what is in the model nobody has to hear, and other ranks get all of a flat parameter at once.
+        return lease if self.is_in_place else self._passed_on(lease, chunk, step)
+
     @contextmanager
-    def target(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
-        with self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values:
+    def _passed_on(self, lease: AbstractContextManager[Tensor], chunk: Chunk, step: int) -> Iterator[Tensor]:
+        with lease as values:
             yield values
             self._params.chunk_updated(chunk, values)
             # Not in a worker, whose collectives would be in no order with others: then `start_gather` sends it.
