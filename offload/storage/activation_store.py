@@ -132,6 +132,7 @@ class _Entry:
         copies: copies under way from or into `memory`.
         source: the tensor that was put, until its memory may be used again.
         version: torch's version of `source` when it was put.
+        stream: the stream on which it was put, whose work `source` belongs to.
         is_torn: whether `source` was changed before its memory could be used again.
         transfers: transfers under way between `memory` and `disk`.
         is_read: whether `transfers` are reads.
@@ -146,6 +147,7 @@ class _Entry:
     copies: list[Copy] = field(default_factory=list)
     source: Tensor | None = None
     version: int = 0
+    stream: int = 0
     is_torn: bool = False
     transfers: list[IOFuture] = field(default_factory=list)
     is_read: bool = False
@@ -191,7 +193,7 @@ class _Buffers:
 
     def take(self, nbytes: int) -> Tensor:
         """uint8 of shape (nbytes,), of undefined values. It is lent as long as a tensor refers to its memory."""
-        stream = 0 if self._device.type == "cpu" else torch.accelerator.current_stream(self._device).stream_id
+        stream = _current_stream(self._device)
         spare = sorted((one for one in self._spare() if one[1] == stream), key=lambda one: one[0].nbytes())
         found = next((one for one in spare if one[0].nbytes() >= nbytes), None)
         if found is None:
@@ -313,7 +315,7 @@ class ActivationStore:
             return stored
 
     def _put_here(self, data: Tensor) -> Stored | None:
-        entry = _Entry(self._count, len(data), source=data, version=data._version)
+        entry = _Entry(self._count, len(data), source=data, version=data._version, stream=_current_stream(self.device))
         if entry.size > len(self._memory):
             return None
         try:
@@ -332,7 +334,7 @@ class ActivationStore:
         self._present[entry.number] = self._unwritten[entry.number] = entry
         self._copying.append(entry)
         while self._copying and (len(self._copying) > MOST_COPIES or self._copying[0].is_idle):
-            _let_go(self._copying.popleft())
+            self._let_go(self._copying.popleft())
         self._write_behind()
         stored = Stored(entry, self)
         # Called in any thread, at any moment, and by no Python code that a signal could interrupt: the next call of
@@ -364,7 +366,7 @@ class ActivationStore:
             if entry.is_read and entry.transfers:
                 with self._timeline.waiting("read", tier="activations"):
                     self._end_transfers(entry)
-            _let_go(entry)
+            self._let_go(entry)
             if entry.is_torn:
                 raise StaleActivationError(
                     "a tensor that autograd saved was changed in place before it had left the device: change a copy"
@@ -400,6 +402,19 @@ class ActivationStore:
         if self._beneath is not None:
             self._beneath.drop_spare()
 
+    def _let_go(self, entry: _Entry) -> None:
+        """Lets go of the tensor that was put. What this stream does from now on comes after the copies of the entry.
+
+        The tensor's memory is used again by the stream that it was put on. If that is another one, the host waits.
+        """
+        if entry.source is not None and entry.stream != _current_stream(self.device):
+            _wait_for_copies(entry)
+            return
+        for copy in entry.copies:
+            copy.wait_on_device()
+        if entry.source is not None:
+            entry.is_torn, entry.source = entry.source._version != entry.version, None
+
     def _bring(self, entry: _Entry) -> Tensor:
         """Starts to copy an activation to the device."""
         data = self._buffers.take(entry.nbytes)
@@ -418,7 +433,7 @@ class ActivationStore:
         if following.is_read:
             with suppress(TierIOError, CorruptionError):  # it is raised if it is asked for, and fails again
                 self._end_transfers(following)
-        _let_go(following)
+        self._let_go(following)
         if following.memory and not following.is_torn:
             self._brought = (following, self._bring(following))
 
@@ -636,16 +651,13 @@ def _ended(moving: Event, transfer: IOFuture) -> None:
     Timeline.end(moving, failed=transfer.exception() is not None)
 
 
-def _let_go(entry: _Entry) -> None:
-    """Lets go of the tensor that was put. What the device does from now on with its memory comes after the copy."""
-    if entry.source is not None:
-        for copy in entry.copies:
-            copy.wait_on_device()
-        entry.is_torn, entry.source = entry.source._version != entry.version, None
+def _current_stream(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else int(torch.accelerator.current_stream(device).stream_id)
 
 
 def _wait_for_copies(entry: _Entry) -> None:
     for copy in entry.copies:
         copy.wait()
     entry.copies = []
-    _let_go(entry)
+    if entry.source is not None:
+        entry.is_torn, entry.source = entry.source._version != entry.version, None

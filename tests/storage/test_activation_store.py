@@ -21,7 +21,9 @@ from offload.io.engine import IOFile, aligned_memory
 from offload.io.files import Files
 from offload.io.portable import PortableEngine
 from offload.profiling import Timeline
-from offload.storage.activation_store import ActivationStore, Ranges, SpillFiles, Stored
+from offload.sizes import PAGE_BYTES
+from offload.storage import activation_store
+from offload.storage.activation_store import MOST_COPIES, ActivationStore, Ranges, SpillFiles, Stored
 from tests.support.disks import SwitchedFiles
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
@@ -281,4 +283,26 @@ def test_memory_on_the_device_is_lent_again_when_nobody_refers_to_it() -> None:
     assert len(store._buffers._made) <= 9
     store.drop_spare()
     assert not store._buffers._made
+    store.close()
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["the same stream", "another stream"])
+def test_memory_of_an_activation_goes_back_to_its_stream_after_the_copy(
+    is_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device orders what one stream does after the copy. To another one the host has to lend a hand."""
+    copier, stream = LateCopier(1), [7]
+    monkeypatch.setattr(activation_store, "_current_stream", lambda device: stream[0])
+    store = ActivationStore(region(16), copier, CPU, Timeline())
+    put = [values(1, PAGE_BYTES)]
+    kept = [store.put(put[0])]
+    stream[0] = 8 if is_other else 7
+    for seed in range(2, 2 + MOST_COPIES):
+        put.append(values(seed, PAGE_BYTES))
+        kept.append(store.put(put[-1]))
+    first = kept[0].entry
+    assert first.source is None
+    assert (not first.copies) is is_other, "only the host forgets copies, when it has waited for them"
+    for stored, expected in zip(reversed(kept), reversed(put), strict=True):
+        assert torch.equal(store.get(stored), expected)
     store.close()
