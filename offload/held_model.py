@@ -106,7 +106,6 @@ class HeldModel:
         run, choice = parts.run, placement.choice
         self._run, self._choice = run, choice
         parameters = parts.parameters
-        self._is_resident = not parameters.streams_any
         transfers = self._new_transfers(placement, owner)
         self.pending = PendingUpdates(run, parts.step, parameters, transfers, owner)
         self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
@@ -227,13 +226,12 @@ class HeldModel:
         Parameters that ranks share stay released, since another rank may have less room.
         """
         parameters = self._parts.parameters
-        if self._is_resident or parameters.layout.shard_group_size > 1:
+        if not parameters.streams_any or parameters.layout.shard_group_size > 1:
             return
         if limit is None or sum(flat.numel() * flat.element_size() for flat in parameters.flats) <= limit:
             self.units.fetch_all()
             parameters.stop_guarding()
             parameters.become_resident()
-            self._is_resident = True
 
     def written_frozen(self, budget_bytes: int) -> WrittenFrozen:
         """What a commit carries of frozen parameters.
@@ -253,7 +251,7 @@ class HeldModel:
         """Lets go of the model when all that is under way has ended, also if that fails."""
         with ExitStack() as last_first:
             if self._guards is not None:
-                last_first.callback(self._guards.stop, are_here=self._is_resident)
+                last_first.callback(self._guards.stop, are_here=not self._parts.parameters.streams_any)
             if self._hooks is not None:
                 last_first.callback(self._hooks.remove)
             if self._activations is not None:
