@@ -45,7 +45,9 @@ def finish_queue(device: torch.device) -> None:
 
 
 def stream_handle(device: torch.device) -> int:
-    """The driver's handle of the device's current stream."""
+    """The driver's handle of the device's current stream; 0 for a device without streams."""
+    if device.type in ("cpu", "meta"):
+        return 0
     if device.type == "cuda":
         return int(torch.cuda.current_stream(device).cuda_stream)
     return int(torch.accelerator.current_stream(device).stream_id)

@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor, UntypedStorage
 
 from offload import torch_private
-from offload.devices.copies import Copier, Copy
+from offload.devices.copies import Copier, Copy, stream_handle
 from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
 from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
@@ -193,7 +193,7 @@ class _Buffers:
 
     def take(self, nbytes: int) -> Tensor:
         """uint8 of shape (nbytes,), of undefined values. It is lent as long as a tensor refers to its memory."""
-        stream = _current_stream(self._device)
+        stream = stream_handle(self._device)
         spare = sorted((one for one in self._spare() if one[1] == stream), key=lambda one: one[0].nbytes())
         found = next((one for one in spare if one[0].nbytes() >= nbytes), None)
         if found is None:
@@ -315,7 +315,7 @@ class ActivationStore:
             return stored
 
     def _put_here(self, data: Tensor) -> Stored | None:
-        entry = _Entry(self._count, len(data), source=data, version=data._version, stream=_current_stream(self.device))
+        entry = _Entry(self._count, len(data), source=data, version=data._version, stream=stream_handle(self.device))
         if entry.size > len(self._memory):
             return None
         try:
@@ -407,7 +407,7 @@ class ActivationStore:
 
         The tensor's memory is used again by the stream that it was put on. If that is another one, the host waits.
         """
-        if entry.source is not None and entry.stream != _current_stream(self.device):
+        if entry.source is not None and entry.stream != stream_handle(self.device):
             _wait_for_copies(entry)
             return
         for copy in entry.copies:
@@ -649,10 +649,6 @@ class ActivationStore:
 
 def _ended(moving: Event, transfer: IOFuture) -> None:
     Timeline.end(moving, failed=transfer.exception() is not None)
-
-
-def _current_stream(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else int(torch.accelerator.current_stream(device).stream_id)
 
 
 def _wait_for_copies(entry: _Entry) -> None:

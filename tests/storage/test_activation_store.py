@@ -292,7 +292,7 @@ def test_memory_of_an_activation_goes_back_to_its_stream_after_the_copy(
 ) -> None:
     """The device orders what one stream does after the copy. To another one the host has to lend a hand."""
     copier, stream = LateCopier(1), [7]
-    monkeypatch.setattr(activation_store, "_current_stream", lambda device: stream[0])
+    monkeypatch.setattr(activation_store, "stream_handle", lambda device: stream[0])
     store = ActivationStore(region(16), copier, CPU, Timeline())
     put = [values(1, PAGE_BYTES)]
     kept = [store.put(put[0])]
