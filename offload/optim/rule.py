@@ -1,0 +1,139 @@
+"""What an optimizer computes, as a rule: which arrays it keeps of each element, and what one step makes of them.
+
+[Note: rules]
+A rule is one param group's optimizer. It never sees the model: it steps *segments* of chunks, wherever those lie, in
+any order and number. So nothing that pieces would share may change while it runs. What changes once a step, such as a
+step count, is a parameter's `Progress`: a value that `advance` makes before anything else changes. A commit keeps it.
+
+    advance    once a step for each (group, progress): the next progress; raises for a bad option
+    scalars    once a step for each (group, progress, factor): what all segments of that key take
+    bind       once for the arrays of a segment: gives what makes its task from the scalars
+
+"Never stepped" is a progress of its own, `NEVER`, and not a count of zero with arrays of zeros: the first momentum of
+SGD is its first gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.native import Kernels, Task
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """An array that a rule keeps beside the master, with an element for each of the master's.
+
+    Attributes:
+        name: as the optimizer's `state[p]` names it.
+        dtype: of its elements.
+        starts: the value of all elements of a parameter that was never stepped.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    starts: float = 0.0
+
+
+class Scalar(NamedTuple):
+    """One number of a parameter's state.
+
+    Attributes:
+        name: as the optimizer's `state[p]` names it.
+        value: the number.
+        dtype: that of the 0-dim tensor that holds it; None: it is a plain number.
+    """
+
+    name: str
+    value: float | int | bool
+    dtype: torch.dtype | None = None
+
+
+class Progress(NamedTuple):
+    """What is known of a parameter beside its arrays.
+
+    Attributes:
+        step: how many steps it has taken.
+        scalars: the numbers of its state.
+        arrays: the names of the arrays that its state has; the others come with a later step.
+    """
+
+    step: int = 0
+    scalars: tuple[Scalar, ...] = ()
+    arrays: tuple[str, ...] = ()
+
+
+NEVER = Progress()
+
+
+class Span(NamedTuple):
+    """Elements of one parameter in the arrays of a segment.
+
+    Attributes:
+        start: where they begin in the arrays.
+        numel: how many there are.
+    """
+
+    start: int
+    numel: int
+
+
+class Rule(ABC):
+    """What one param group's optimizer computes; see [Note: rules].
+
+    Attributes:
+        name: that of the optimizer's class.
+        states: the arrays that it keeps beside the master.
+    """
+
+    name: str
+    states: tuple[StateKind, ...]
+
+    @abstractmethod
+    def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
+        """Checks the options of param group `number`.
+
+        Raises:
+            ConfigError: one is missing, out of range, or asks for other arrays than the rule has. Nothing was changed.
+        """
+
+    @abstractmethod
+    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
+        """The progress after one more step, and the options of the group that the step changes.
+
+        Raises:
+            ConfigError: the optimizer refuses an option. Nothing was changed.
+        """
+
+    @abstractmethod
+    def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
+        """What all segments with these three take in a step.
+
+        Args:
+            group: the param group, before the step.
+            before: the progress before the step.
+            scale: the factor of the gradients.
+        """
+
+    @abstractmethod
+    def bind(
+        self, kernels: Kernels, arrays: Sequence[Tensor], grad: Tensor, out: Tensor, spans: Sequence[Span]
+    ) -> Callable[[Any], Task]:
+        """Makes what steps one segment.
+
+        Args:
+            kernels: whose threads run it.
+            arrays: the master and those of `states`, in their order, each of shape (n,).
+            grad: shape (n,), fp32, bf16 or fp16.
+            out: shape (n,): the parameters for compute, which get the rounded master.
+            spans: where the segment's parameters lie. What is between them is a gap.
+
+        Returns:
+            A function of what `scalars` gave, for `Kernels.run`.
+        """

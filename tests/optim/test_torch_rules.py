@@ -1,0 +1,263 @@
+"""Optimizers on pieces of masters have the bits of plain torch, or are refused with the reason, without an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import native
+from offload.errors import ConfigError
+from offload.optim.rule import Progress, Span
+from offload.optim.rules.probe import rule_of
+from offload.optim.rules.torch_rule import LARGE_BLOCK, TorchRule
+
+SHAPES = [(3, 67), (70_001,), (65, 129), (1,), (), (2, 3, 5, 7)]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own class, as the paper has it (Chen et al., 2023)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (one for one in group["params"] if one.grad is not None):
+                p.mul_(1 - group["lr"] * group["decay"])
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.add_((beta1 * momentum + (1 - beta1) * p.grad).sign_(), alpha=-group["lr"])
+                momentum.lerp_(p.grad, 1 - beta2)
+
+
+o = torch.optim
+WORKING: dict[str, Make] = {
+    "sgd": lambda ps: o.SGD(ps, lr=0.1),
+    "sgd_decay": lambda ps: o.SGD(ps, lr=0.1, weight_decay=0.01),
+    "sgd_momentum": lambda ps: o.SGD(ps, lr=0.1, momentum=0.9),
+    "sgd_nesterov": lambda ps: o.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd_dampening": lambda ps: o.SGD(ps, lr=0.1, momentum=0.9, dampening=0.3),
+    "sgd_maximize": lambda ps: o.SGD(ps, lr=0.1, momentum=0.9, maximize=True),
+    "sgd_foreach": lambda ps: o.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+    "sgd_fused": lambda ps: o.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda ps: o.Adam(ps, lr=0.01),
+    "adamw": lambda ps: o.AdamW(ps, lr=0.01),
+    "adamw_tensor_lr": lambda ps: o.AdamW(ps, lr=torch.tensor(0.01)),
+    "adamw_fused": lambda ps: o.AdamW(ps, lr=0.01, fused=True),
+    "amsgrad": lambda ps: o.AdamW(ps, lr=0.01, amsgrad=True),
+    "adam_maximize": lambda ps: o.Adam(ps, lr=0.01, maximize=True),
+    "rmsprop": lambda ps: o.RMSprop(ps, lr=0.01),
+    "rmsprop_centered": lambda ps: o.RMSprop(ps, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": lambda ps: o.Adagrad(ps, lr=0.01),
+    "adagrad_initial": lambda ps: o.Adagrad(ps, lr=0.01, initial_accumulator_value=0.3, lr_decay=0.1),
+    "adadelta": lambda ps: o.Adadelta(ps),
+    "nadam": lambda ps: o.NAdam(ps, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": lambda ps: o.RAdam(ps),
+    "adamax": lambda ps: o.Adamax(ps),
+    "asgd": lambda ps: o.ASGD(ps, t0=2),
+    "rprop": lambda ps: o.Rprop(ps),
+    "lion": Lion,
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    made = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, generator=made)) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=made) for shape in SHAPES]
+
+
+class OnPieces:
+    """Parameters in segments of their own, cut at multiples of `cut` elements."""
+
+    def __init__(self, rule: TorchRule, params: list[nn.Parameter], cut: int, threads: int) -> None:
+        self.rule, self.kernels = rule, native.load(threads)
+        self.params = params
+        self.arrays = [
+            [param.detach().reshape(-1).clone()] + [torch.full((param.numel(),), kind.starts) for kind in rule.states]
+            for param in params
+        ]
+        self.progress: list[Progress] = [rule.initial] * len(params)
+        self.cut = cut
+
+    def step(self, group: dict[str, Any], grads: list[Tensor], scale: float, active: Callable[[int], bool]) -> None:
+        changed: dict[str, Any] = {}
+        for number, arrays in enumerate(self.arrays):
+            if active(number):
+                before = self.progress[number]
+                self.progress[number], changed = self.rule.advance(group, before)
+                scalars = self.rule.scalars(group, before, scale)
+                self.kernels.run(self._tasks(arrays, grads[number].reshape(-1), scalars))
+        group.update(changed)
+
+    def _tasks(self, arrays: list[Tensor], grad: Tensor, scalars: Any) -> Iterator[native.Task]:
+        for low in range(0, len(grad), self.cut):
+            piece = [array[low : low + self.cut] for array in arrays]
+            spans = [Span(0, len(piece[0]))]
+            yield self.rule.bind(self.kernels, piece, grad[low : low + self.cut], piece[0], spans)(scalars)
+
+
+def run(make: Make, *, cut: int, threads: int, scale: float = 1.0) -> None:
+    plain = parameters()
+    expected, given = make(plain), make(parameters())
+    group = {name: value for name, value in given.param_groups[0].items() if name != "params"}
+    found = OnPieces(rule_of(given, given.param_groups[0]), parameters(), cut, threads)
+    for step in range(5):
+        expected.zero_grad()
+        grads = gradients(step)
+        # One gets its first gradient late, which torch's own fused SGD fails at.
+        is_active = [step > 1 or number != 2 or group.get("fused") for number in range(len(SHAPES))]
+        for number, param in enumerate(plain):
+            param.grad = grads[number] * scale if is_active[number] else None
+        expected.step()
+        found.step(group, grads, scale, is_active.__getitem__)
+        expected.param_groups[0]["lr"] *= 0.9
+        group["lr"] = expected.param_groups[0]["lr"]
+    for number, param in enumerate(plain):
+        master, *states = found.arrays[number]
+        assert torch.equal(master.view(torch.int32), param.detach().reshape(-1).view(torch.int32)), number
+        shown = expected.state[param]
+        for kind, state in zip(found.rule.states, states, strict=True):
+            if isinstance(shown.get(kind.name), Tensor):
+                assert torch.equal(state, shown[kind.name].reshape(-1)), kind.name
+        for scalar in found.progress[number].scalars:
+            assert float(shown[scalar.name]) == scalar.value
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_an_optimizer_on_pieces_has_the_bits_of_plain_torch(name: str) -> None:
+    run(WORKING[name], cut=4096, threads=2)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "nadam", "asgd", "rprop", "lion"])
+def test_bits_do_not_depend_on_threads_or_cuts(name: str) -> None:
+    run(WORKING[name], cut=64, threads=1, scale=0.37)
+    run(WORKING[name], cut=1 << 20, threads=3, scale=0.37)
+
+
+class Whole(Lion):
+    """One whose step differs in what the probe has to see."""
+
+    kind = ""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.kind == "None is zero":
+                    p.mul_(0.9)
+                if p.grad is None:
+                    continue
+                rate = group["lr"] * {"counts": self.count}.get(self.kind, 1)
+                grad = p.grad
+                if self.kind == "norm":
+                    grad = grad / grad.norm()
+                if self.kind == "norm of all":
+                    grad = grad / sum(float(q.grad.norm()) for q in group["params"] if q.grad is not None)
+                if self.kind == "noise":
+                    grad = grad + torch.randn_like(grad)
+                if self.kind == "python's noise":
+                    rate *= random.random()
+                if self.kind == "by dimension" and p.dim() >= 2:
+                    grad = grad + 0.1 * p
+                if self.kind == "a list":
+                    self.state[p]["seen"] = [1]
+                if self.kind == "another shape":
+                    self.state[p]["row"] = torch.zeros((*p.shape[:1], 2))
+                if self.kind == "half":
+                    self.state[p]["half"] = p.half()
+                if self.kind == "depends on values":
+                    self.state[p]["largest"] = float(p.max())
+                p.add_(grad, alpha=-rate)
+
+
+REFUSED = {
+    "counts": "keeps something on the optimizer",
+    "norm": "depends on others of the same parameter",
+    "norm of all": "looks at more than one element",
+    "noise": "draws random numbers",
+    "python's noise": "draws random numbers",
+    "by dimension": "depends on others of the same parameter",
+    "None is zero": "moves parameters that have no gradient",
+    "a list": "its state seen is a list",
+    "another shape": "its state row has shape",
+    "half": "its state half is torch.float16",
+    "depends on values": "depends on others of the same parameter",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_run_on_pieces_is_refused_with_the_reason(kind: str) -> None:
+    params = parameters()
+    optimizer = type("Whole", (Whole,), {"kind": kind})(params)
+    with pytest.raises(ConfigError, match=f"optimizer is Whole, which cannot be offloaded: .*{REFUSED[kind]}"):
+        rule_of(optimizer, optimizer.param_groups[0])
+    for param, expected in zip(params, parameters(), strict=True):
+        assert torch.equal(param, expected)
+        assert param.grad is None
+    assert not optimizer.state
+
+
+def test_classes_of_torch_that_need_more_are_refused() -> None:
+    matrices = [nn.Parameter(torch.randn(64, 32))]
+    for made, why in [
+        (o.LBFGS(parameters()), "closure"),
+        (o.Adafactor(matrices), "its state row_var has shape"),
+        (o.Muon(matrices), "depends on others of the same parameter"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            rule_of(made, made.param_groups[0])
+
+
+def test_a_learning_rate_of_0_hides_nothing() -> None:
+    optimizer = type("Whole", (Whole,), {"kind": "norm"})(parameters(), lr=0.0)
+    with pytest.raises(ConfigError, match="depends on others"):
+        rule_of(optimizer, optimizer.param_groups[0])
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    params = parameters()
+    optimizer = o.RMSprop(params)
+    for param, grad in zip(params, gradients(0), strict=True):
+        param.grad = grad
+    optimizer.step()
+    with pytest.raises(ConfigError, match="has values already"):
+        rule_of(optimizer, optimizer.param_groups[0])
+
+
+def test_options_that_bring_new_arrays_later_are_refused_and_others_are_taken() -> None:
+    optimizer = o.SGD(parameters(), lr=0.1)
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    group = dict(optimizer.param_groups[0])
+    rule.require_sound(0, group | {"lr": 0.5, "weight_decay": 0.1, "maximize": True})
+    with pytest.raises(ConfigError, match="param group 3 has options now with which SGD keeps momentum_buffer"):
+        rule.require_sound(3, group | {"momentum": 0.9})
+    with pytest.raises(ConfigError, match="SGD refuses its options"):
+        rule.advance(group | {"lr": "fast"}, rule.initial)
+    momentum = o.SGD(parameters(), lr=0.1, momentum=0.9)
+    rule_of(momentum, momentum.param_groups[0]).require_sound(0, dict(momentum.param_groups[0]) | {"momentum": 0.0})
+
+
+def test_hooks_and_attributes_of_the_optimizer_are_not_called_or_changed_for_pieces() -> None:
+    called = []
+    optimizer = o.SGD(parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    OnPieces(rule, parameters(), 4096, 2).step(dict(optimizer.param_groups[0]), gradients(0), 1.0, lambda _: True)
+    assert not called
+
+
+def test_torch_shares_large_pieces_where_that_has_the_same_bits() -> None:
+    fast = o.SGD(parameters(), lr=0.1, momentum=0.9)
+    assert rule_of(fast, fast.param_groups[0]).block == LARGE_BLOCK
