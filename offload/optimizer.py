@@ -950,10 +950,10 @@ class OffloadZero(torch.optim.Optimizer):
             number: the parameter's number.
             view: its flattened view, without the parts of other tensor-parallel ranks.
         """
-        parameters = self._parts.parameters
+        held = self._parts.parameters.held[number]
         with DisableTorchFunctionSubclass():
-            local = parameters.shaped(number, view)
-        return whole_of(self._comm, parameters.params[number], local)
+            local = held.shaped(view)
+        return whole_of(self._comm, held.tensor, local)
 
     def _times_stepped(self, param: Any) -> int:
         """How often a parameter was stepped; 0 for all else."""
