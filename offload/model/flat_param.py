@@ -215,6 +215,11 @@ class FlatParameters:
         """Whether any parameter streams."""
         return len(self._streamed) > 0
 
+    @property
+    def steps(self) -> list[int]:
+        """How many steps each trained parameter has taken."""
+        return [one.steps for one in self.held[: self.trained]]
+
     def flat_streams(self, flat: int) -> bool:
         """Whether the parameters of a flat parameter stream."""
         return flat in self._streamed

@@ -90,6 +90,11 @@ class HeldParam:
         strides: those of its elements in the flat parameter, also while it is pointed elsewhere (`p.data = x`).
         version: see [Note: versions].
         gradient: what is known of its gradient.
+        steps: how many steps it has taken, also in the runs before which this one goes on from; 0 if it is frozen.
+        value_before: its flattened values, in RAM, from before a state_dict was loaded, until its split master follows;
+            None: they are not kept.
+        has_stored_write: whether others wrote to it, and its store has what they wrote, which its master does not
+            follow yet.
     """
 
     __slots__ = (
@@ -101,15 +106,18 @@ class HeldParam:
         "_watched",
         "flat",
         "gradient",
+        "has_stored_write",
         "is_sharded",
         "local",
         "number",
         "offset",
         "spec",
+        "steps",
         "streams",
         "strides",
         "tensor",
         "unit",
+        "value_before",
         "version",
     )
 
@@ -130,6 +138,9 @@ class HeldParam:
         self.strides: tuple[int, ...] = ()
         self.version = 0
         self.gradient = HeldGrad()
+        self.steps = 0
+        self.value_before: Tensor | None = None
+        self.has_stored_write = False
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
         self._guarded: type[Tensor] = self._kind
