@@ -28,8 +28,10 @@ from offload.devices.copies import HostCopier
 from offload.grads.local import LocalGradients, regions
 from offload.io.select import open_engine
 from offload.layout import ParamSpec, build
-from offload.optim.adam import Step
 from offload.optim.new_params import new_parameters
+from offload.optim.rule import Progress
+from offload.optim.rules.adam import AdamRule
+from offload.optim.step import Step, StepKey
 from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.profiling import Timeline
@@ -105,7 +107,7 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
         gradients = stack.enter_context(closing(LocalGradients(work, choice.grads)))
         flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
         new_params = new_parameters(work, ResidentParams(layout, flats), flats, gradients)
-        yield stack.enter_context(closing(Step(work, choice.states, store, gradients, new_params)))
+        yield stack.enter_context(closing(Step(work, choice.states, [AdamRule()], store, gradients, new_params)))
 
 
 def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:
@@ -118,7 +120,7 @@ def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:
             before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
             for _ in range(steps):
                 done += 1
-                step.begin(done, {0: (0, done, 1.0)}, [GROUP], 1.0, [0])
+                step.begin(done, {0: StepKey(0, Progress(done - 1))}, [GROUP], 1.0, [0])
                 step.apply(0)
             after, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - start
             spent = (after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, wall)

@@ -36,9 +36,10 @@ from offload.model.units import device_for, require_movable, require_on_mesh, re
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
-from offload.optim.adam import Step
 from offload.optim.new_params import NewParameters, new_parameters
+from offload.optim.rule import Rule
 from offload.optim.scale import StepScale
+from offload.optim.step import Step
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
@@ -74,6 +75,7 @@ class Plan:
 
     Attributes:
         choice: what was decided for each part.
+        rules: that of each param group.
         held: the layout of all parameters that are trained or stream.
         params: these parameters, in the order of `held.specs`.
         moved: the names of parameters that get other memory when the model is taken.
@@ -85,6 +87,7 @@ class Plan:
     """
 
     choice: Choice
+    rules: Sequence[Rule]
     held: Layout
     params: Sequence[nn.Parameter]
     moved: Mapping[nn.Parameter, str]
@@ -113,6 +116,7 @@ class Plan:
 def plan_run(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
+    rules: Sequence[Rule],
     options: Options,
     comm: Communicator,
     files: Files,
@@ -124,6 +128,7 @@ def plan_run(
     Args:
         model: the model.
         groups: the optimizer's param_groups.
+        rules: that of each group.
         options: what the user said.
         comm: the ranks.
         files: the file system.
@@ -166,7 +171,7 @@ def plan_run(
     require_movable(moved)
     aliases_of(model, moved)
     tuning, params = options.tuned, shape.params[:every]
-    return Plan(placed.choice, held, params, moved, on, copier, room, tuning.threads, tuning.io_engine)
+    return Plan(placed.choice, rules, held, params, moved, on, copier, room, tuning.threads, tuning.io_engine)
 
 
 def _free_on_device(copier: Copier, ranks_on_node: int) -> int:
@@ -266,7 +271,7 @@ def build(
     if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     new_params = new_parameters(run, params, parameters.flats, gradients)
-    step = Step(run, choice.states, store, gradients, new_params)
+    step = Step(run, choice.states, plan.rules, store, gradients, new_params)
     undo.callback(step.close)
     stores = Stores(store, param_store, grads, frozen)
     masters = MasterWeights(run, choice.states, parameters, store, params)

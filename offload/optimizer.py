@@ -64,9 +64,7 @@ from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
-from offload.optim.adam import StepKey, hyper_parameters_of
 from offload.optim.adopt import (
-    UNSUPPORTED,
     groups_state,
     load_groups,
     move_hooks,
@@ -74,10 +72,13 @@ from offload.optim.adopt import (
     require_matching,
     require_sound,
     retired,
+    rules_of,
     take_options,
 )
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
+from offload.optim.rule import Progress
+from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
@@ -303,7 +304,7 @@ class OffloadZero(torch.optim.Optimizer):
                 stored(given.param_groups)
             source = source_of(options.init, init_missing=options.init_missing)
             source.check(model)
-            self._plan = plan_run(model, given.param_groups, options, self._comm, files)
+            self._plan = plan_run(model, given.param_groups, rules_of(given), options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._given = {param.dtype for param in params}
@@ -473,7 +474,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _begin_step(self, active: Sequence[int], factor: float) -> None:
         held, scale = self._parts.parameters.held, self._parts.scale
-        keys: dict[int, StepKey] = {n: (held[n].spec.group, held[n].steps + 1, scale.relative(n)) for n in active}
+        keys = {n: StepKey(held[n].spec.group, Progress(held[n].steps), scale.relative(n)) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
@@ -634,7 +635,7 @@ class OffloadZero(torch.optim.Optimizer):
         factor = math.nan
         fault: ConfigError | None = None
         try:
-            require_sound(self.param_groups)
+            require_sound(self._plan.rules, self.param_groups)
             if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
             factor = self._factor(active)
@@ -645,9 +646,9 @@ class OffloadZero(torch.optim.Optimizer):
             names = [spec.name for spec in self._layout.specs]
             self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
-            numbers = None if fault is not None else [factor, *map(hyper_parameters_of, self.param_groups)]
-            variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
-            if not self._everyone.all_equal(repr((numbers, variants, skips))) and fault is None:
+            with_rules = zip(self._plan.rules, self.param_groups, strict=True)
+            numbers = None if fault is not None else [factor, *(rule.agreed(group) for rule, group in with_rules)]
+            if not self._everyone.all_equal(repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
                     "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "
@@ -1098,6 +1099,7 @@ class OffloadZero(torch.optim.Optimizer):
             extra = carried_in(extra)._replace(source=self._first.name)
         prepare = self._held.take_outside_writes
         with self._together():
+            require_sound(self._plan.rules, self.param_groups)
             self._commits.commit(prepare, self._step, self._parts.parameters.steps, self.param_groups, extra)
         self._attached.commit_ends()
 
@@ -1423,7 +1425,7 @@ class OffloadZero(torch.optim.Optimizer):
         Returns:
             What its commit carries of attached objects; None: the optimizer was at that step already.
         """
-        step, commit = require_matching(self.param_groups, state_dict)
+        step, commit = require_matching(self._plan.rules, self.param_groups, state_dict)
         is_committed = commit is not None and self._commits.has(step)
         if step != self._step or (is_committed and commit != self._commits.last_id):
             return self._go_back(step, commit)

@@ -67,7 +67,6 @@ from offload.errors import (
 )
 from offload.interrupts import is_of_system
 from offload.model.master_weights import MasterWeights
-from offload.optim.adopt import require_sound
 from offload.optim.new_params import NewParameters
 from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
@@ -293,7 +292,6 @@ class Commits:
         slots = self._slots
         if self._choice.every is None or slots is None:
             raise ConfigError("commit() needs a path, and commit_every: 0 for commit() alone, or a number of steps")
-        require_sound(groups)
         stored(groups)
         versions = self._flush()
         if self.has(step):

@@ -15,7 +15,7 @@ from offload.model.torch_helpers import hidden
 from offload.model.transfer import UnitTransfers
 from offload.model.unit import Unit
 from offload.model.units import ROOT
-from offload.optim.adam import Step
+from offload.optim.step import Step
 from offload.run import Owner, Run
 
 

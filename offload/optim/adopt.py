@@ -6,7 +6,6 @@ and again before each step or commit changes anything.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.errors import ConfigError, GradientMovedError, ResumeError
+from offload.optim.rule import Rule
+from offload.optim.rules.adam import AdamRule
 
-UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
-"""Variants of Adam, by their option."""
 WRAPPERS = frozenset(
     {
         ("accelerate.optimizer", "AcceleratedOptimizer"),
@@ -74,7 +73,7 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer has a step() of its own in place of that of its class, which would not be called any more: "
             "register what it adds with optimizer.register_step_pre_hook or register_step_post_hook"
         )
-    require_sound(optimizer.param_groups)
+    require_sound(rules_of(optimizer), optimizer.param_groups)
 
 
 def _why_not(optimizer: object) -> str:
@@ -116,42 +115,23 @@ def move_hooks(given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -
         setattr(optimizer, name, getattr(given, name))
 
 
-def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
+def rules_of(optimizer: torch.optim.Optimizer) -> list[Rule]:
+    """The rule of each param group of an optimizer that OffloadZero can take over."""
+    return [AdamRule() for _ in optimizer.param_groups]
+
+
+def require_sound(rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) -> None:
     """Checks the options of param groups.
 
     Args:
+        rules: that of each group.
         groups: an optimizer's param_groups.
 
     Raises:
-        ConfigError: a group asks for a variant of Adam in UNSUPPORTED, or one of its values is out of range or missing.
+        ConfigError: a rule refuses an option. Nothing was changed.
     """
-    for number, group in enumerate(groups):
-        for option in UNSUPPORTED:
-            if group.get(option):
-                raise ConfigError(f"param group {number} has {option}=True, which is not supported: set it to False")
-        for option in ("lr", "eps", "weight_decay"):
-            if not 0 <= _number(group.get(option)) < math.inf:
-                raise _refused(number, group, option, "a finite number, at least 0")
-        betas = group.get("betas")
-        is_pair = isinstance(betas, list | tuple) and len(betas) == 2
-        if not is_pair or not all(0 <= _number(beta) < 1 for beta in betas):  # type: ignore[union-attr]
-            raise _refused(number, group, "betas", "two numbers, each at least 0 and below 1")
-        if not isinstance(group.get("decoupled_weight_decay"), bool):
-            raise _refused(number, group, "decoupled_weight_decay", "True, for AdamW, or False, for Adam")
-
-
-def _number(value: object) -> float:
-    """A value as a float. What is no number becomes NaN, which is in no range."""
-    try:
-        plain = value.item() if hasattr(value, "item") else value
-    except (ValueError, RuntimeError):  # more than one element
-        return math.nan
-    return float(plain) if isinstance(plain, int | float) and not isinstance(plain, bool) else math.nan
-
-
-def _refused(number: int, group: Mapping[str, Any], option: str, allowed: str) -> ConfigError:
-    found = f"{option}={group[option]!r}" if option in group else f"no {option}"
-    return ConfigError(f"param group {number} has {found:.200}: give {allowed}; nothing was changed")
+    for number, (rule, group) in enumerate(zip(rules, groups, strict=True)):
+        rule.require_sound(number, group)
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
@@ -227,10 +207,13 @@ def groups_state(
 _GIVE = "give what state_dict() of an OffloadZero of this model returned"
 
 
-def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> tuple[int, object]:
+def require_matching(
+    rules: Sequence[Rule], groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> tuple[int, object]:
     """Checks that a state dict is of an OffloadZero with these param groups.
 
     Args:
+        rules: that of each group.
         groups: the optimizer's param_groups.
         state_dict: what `groups_state` returned.
 
@@ -261,7 +244,7 @@ def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, 
         kind = "decoupled_weight_decay"
         if other.get(kind, group[kind]) != group[kind]:
             raise ResumeError(f"param group {number} of the state dict is of {'AdamW' if other[kind] else 'Adam'}")
-    require_sound([{**group, **other} for group, other in zip(groups, theirs, strict=True)])
+    require_sound(rules, [{**group, **other} for group, other in zip(groups, theirs, strict=True)])
     return step, state_dict.get("commit")
 
 

@@ -16,7 +16,7 @@ SGD is its first gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,8 +122,18 @@ class Rule(ABC):
         """
 
     @abstractmethod
+    def agreed(self, group: Mapping[str, Any]) -> Hashable:
+        """What of a group has to be the same on all ranks. Its `repr` is compared."""
+
+    @abstractmethod
     def bind(
-        self, kernels: Kernels, arrays: Sequence[Tensor], grad: Tensor, out: Tensor, spans: Sequence[Span]
+        self,
+        kernels: Kernels,
+        arrays: Sequence[Tensor],
+        grad: Tensor,
+        out: Tensor,
+        spans: Sequence[Span],
+        current: Tensor | None = None,
     ) -> Callable[[Any], Task]:
         """Makes what steps one segment.
 
@@ -133,6 +143,8 @@ class Rule(ABC):
             grad: shape (n,), fp32, bf16 or fp16.
             out: shape (n,): the parameters for compute, which get the rounded master.
             spans: where the segment's parameters lie. What is between them is a gap.
+            current: shape (n,): the bf16 parameters before the step, if the master is split and has the low halves
+                only; None: it is whole.
 
         Returns:
             A function of what `scalars` gave, for `Kernels.run`.

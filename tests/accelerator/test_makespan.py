@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import OffloadZero, Tuning
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
-from offload.optim.adam import Step
+from offload.optim.step import Step
 from offload.ranks.torch_distributed import _GroupWork
 from tests import simulated_device
 from tests.simulated_device import process_group

@@ -12,7 +12,7 @@ from offload import OffloadZero, RankError, Tuning
 from offload.devices.copies import DeviceEvent, HostCopier
 from offload.model.fetch import StreamedUnits
 from offload.model.transfer import AHEAD_UNITS
-from offload.optim.adam import Step
+from offload.optim.step import Step
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import Net, batch

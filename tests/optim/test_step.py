@@ -11,8 +11,10 @@ import torch
 from offload.grads.local import LocalGradients
 from offload.native import Task
 from offload.optim import reference
-from offload.optim.adam import Step
 from offload.optim.new_params import NewParameters, new_parameters
+from offload.optim.rule import Progress
+from offload.optim.rules.adam import AdamRule
+from offload.optim.step import Step, StepKey
 from offload.run import Run
 from offload.storage.chunk_cache import Use
 from offload.storage.param_store import ResidentParams
@@ -20,6 +22,7 @@ from offload.storage.swap_format import state_slot_arrays
 from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
 
+RULES = [AdamRule()] * 2
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
 NUMELS = (700, 64, 1000)
 
@@ -38,7 +41,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
+    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(numel, generator=generator) for numel in NUMELS]
     for param, master in enumerate(masters):
@@ -55,7 +58,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
             gradients.accumulate(param, grads[param])
         gradients.finalize(active)
         before = flats[0].clone()
-        step.begin(number, dict.fromkeys(active, (0, number, 1.0)), [GROUP], 0.5, [0])
+        step.begin(number, dict.fromkeys(active, StepKey(0, Progress(number - 1))), [GROUP], 0.5, [0])
         assert list(step.pending) == [0]
         assert torch.equal(flats[0], before)
         step.apply(0)
@@ -92,7 +95,7 @@ def test_what_is_contiguous_goes_to_the_device_at_once_whatever_its_param_group(
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
+    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
     active = [param for param in range(len(numels)) if param != absent]
     for param in active:
         gradients.accumulate(param, torch.ones(numels[param]))
@@ -100,7 +103,7 @@ def test_what_is_contiguous_goes_to_the_device_at_once_whatever_its_param_group(
     groups = [GROUP, {**GROUP, "weight_decay": 0.0}]
     sent, to_device = [], copier.to_device
     monkeypatch.setattr(copier, "to_device", lambda src, *more: sent.append(len(src)) or to_device(src, *more))
-    step.begin(1, {param: (param % 2, 1, 1.0) for param in active}, groups, 1.0, [0])
+    step.begin(1, {param: StepKey(param % 2, Progress()) for param in active}, groups, 1.0, [0])
     step.apply(0)
     assert len(sent) == copies
     step.close()
@@ -113,7 +116,7 @@ def test_what_is_contiguous_goes_to_the_device_at_once_whatever_its_param_group(
 
 
 def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.optim.adam.MOST_TOGETHER", 1100)
+    monkeypatch.setattr("offload.optim.step.MOST_TOGETHER", 1100)
     numels = (700, 300, 64, 2000, 5)
     layout = layout_of(numels, units=[f"layers.{number}" for number in range(len(numels))], dtype=torch.float32)
     run = run_of(layout, tier="cpu")
@@ -123,7 +126,7 @@ def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch
             pass
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
+    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(numel, generator=generator) for numel in numels]
     for param, grad in enumerate(grads):
@@ -132,7 +135,7 @@ def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch
     calls = []
     kernels_run = run.kernels.run
     monkeypatch.setattr(run.kernels, "run", lambda tasks: calls.append(1) or kernels_run(tasks))
-    step.begin(1, dict.fromkeys(range(len(numels)), (0, 1, 1.0)), [GROUP], 1.0, range(len(numels)))
+    step.begin(1, dict.fromkeys(range(len(numels)), StepKey(0, Progress())), [GROUP], 1.0, range(len(numels)))
     groups = list(step.together(step.pending))
     assert groups == [[0, 1, 2], [3], [4]]
     for group in groups:
@@ -158,11 +161,11 @@ def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() 
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
+    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
     for is_abandoned in (True, False):
         gradients.accumulate(0, torch.ones(NUMELS[0], dtype=torch.bfloat16))
         gradients.finalize([0])
-        step.begin(1, {0: (0, 1, 1.0)}, [GROUP], 1.0, [0])
+        step.begin(1, {0: StepKey(0, Progress())}, [GROUP], 1.0, [0])
         if is_abandoned:
             step.abandon()
             gradients.reset()
@@ -184,7 +187,7 @@ def test_what_a_chunk_meets_ends_the_step_and_another_can_begin(copies: str, mon
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, store, gradients, new_params_of(run, flats, gradients))
+    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
     came, calls = RecursionError("maximum recursion depth exceeded"), []
     kernels_run = run.kernels.run
 
@@ -194,7 +197,7 @@ def test_what_a_chunk_meets_ends_the_step_and_another_can_begin(copies: str, mon
         gradients.finalize(range(len(numels)))
 
     def begin() -> None:
-        step.begin(1, dict.fromkeys(range(len(numels)), (0, 1, 1.0)), [GROUP], 1.0, range(len(numels)))
+        step.begin(1, dict.fromkeys(range(len(numels)), StepKey(0, Progress())), [GROUP], 1.0, range(len(numels)))
 
     def failing(tasks: Iterable[Task]) -> None:
         calls.append(1)

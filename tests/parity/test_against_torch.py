@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from offload.native import ADAM, load
-from offload.optim.adam import scalars_of
+from offload.optim.rule import Progress
+from offload.optim.rules.adam import AdamRule
 
 NUMEL = 1_000_003
 LARGEST_ULPS = {"exp_avg": 1, "exp_avg_sq": 1, "master": 16}
@@ -63,7 +64,13 @@ def test_one_step_is_within_the_stated_ulps_of_torch(implementation: str, hyper:
     before, moment = master.clone(), exp_avg.clone()
     kernels = load()
     kernels.call(
-        ADAM, master, exp_avg, exp_avg_sq, grad, None, scalars=scalars_of(optimizer.param_groups[0], step, 1.0)
+        ADAM,
+        master,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        None,
+        scalars=AdamRule().scalars(optimizer.param_groups[0], Progress(step - 1), 1.0),
     )
     kernels.close()
     apart = {

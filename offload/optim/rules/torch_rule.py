@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,10 +174,25 @@ class TorchRule(Rule):
         """See Rule.scalars."""
         return dict(group), before, scale
 
+    def agreed(self, group: Mapping[str, Any]) -> Hashable:
+        """See Rule.agreed."""
+        return tuple(
+            (name, value.tolist() if isinstance(value, Tensor) else value)
+            for name, value in sorted(group.items())
+            if name != "params"
+        )
+
     def bind(
-        self, kernels: Kernels, arrays: Sequence[Tensor], grad: Tensor, out: Tensor, spans: Sequence[Span]
+        self,
+        kernels: Kernels,
+        arrays: Sequence[Tensor],
+        grad: Tensor,
+        out: Tensor,
+        spans: Sequence[Span],
+        current: Tensor | None = None,
     ) -> Callable[[Any], Task]:
         """See Rule.bind."""
+        assert current is None, "no master is split"
         n = len(grad)
 
         def task(scalars: Any) -> Task:

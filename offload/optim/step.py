@@ -1,8 +1,8 @@
-"""The step: Adam over every chunk, and the new parameters back into the model.
+"""The step: a rule over every chunk, and the new parameters back into the model.
 
 [Note: a step does not block]
 `Step.begin` fixes everything the step depends on (gradients, hyper-parameters, scale) and queues one piece of work for
-each chunk: lease its states ▶ Adam kernel, one segment at a time ▶ release dirty. New parameters are written to the
+each chunk: lease its states ▶ its rule, one segment at a time ▶ release dirty. New parameters are written to the
 model by `Step.start_apply` and `Step.apply` only, and `apply` ends one flat parameter at a time: a reader in between
 sees a parameter's whole old value or its whole new one.
 
@@ -21,19 +21,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload import native
 from offload.choices import StateChoice
 from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Segment, segments
-from offload.native import AdamScalars, Task
+from offload.native import Task
 from offload.optim.new_params import NewParameters
+from offload.optim.rule import Progress, Rule, Span
 from offload.profiling import ADAM
 from offload.run import Run
 from offload.sizes import MIB
@@ -41,9 +41,21 @@ from offload.storage.chunk_cache import Lease, Store, Use
 
 MOST_TOGETHER = 64 * MIB // 4
 """Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
-_Addresses = tuple[int, int, list[tuple[int, int]]]
-StepKey = tuple[int, int, float]
-"""(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
+_Addresses = tuple[int, int, list[tuple[int, int, int]]]
+
+
+class StepKey(NamedTuple):
+    """What the parameters of a segment have in common.
+
+    Attributes:
+        group: the number of their param group.
+        before: their progress before the step.
+        factor: that of their gradients, beside the one of all gradients.
+    """
+
+    group: int
+    before: Progress
+    factor: float = 1.0
 
 
 @dataclass
@@ -55,7 +67,7 @@ class _Work:
         chunk: the chunk.
         is_whole: whether all parameters of the chunk are stepped.
         runs: the elements that are stepped, with the key of each.
-        scalars: the kernel's scalars, by key.
+        scalars: what the rule takes in this step, by key.
         done: the future of the worker that runs it; None: no worker does.
     """
 
@@ -63,34 +75,42 @@ class _Work:
     chunk: Chunk
     is_whole: bool
     runs: Sequence[Segment[StepKey]]
-    scalars: Mapping[StepKey, AdamScalars]
+    scalars: Mapping[StepKey, Any]
     done: Future[None] | None = None
 
 
 class Step:
-    """Runs Adam over the chunks of a layout; see [Note: a step does not block].
+    """Runs rules over the chunks of a layout; see [Note: a step does not block].
 
     Args:
         run: the run.
         choice: what was decided for the states.
+        rules: that of each param group.
         store: the store of the states.
         gradients: the gradient buffer.
         params: takes the new parameters.
     """
 
     def __init__(
-        self, run: Run, choice: StateChoice, store: Store, gradients: GradientBuffer, params: NewParameters
+        self,
+        run: Run,
+        choice: StateChoice,
+        rules: Sequence[Rule],
+        store: Store,
+        gradients: GradientBuffer,
+        params: NewParameters,
     ) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
         self._timeline = run.timeline
         self._split_master = choice.split_master
+        self._rules = rules
         self._store = store
         self._gradients = gradients
         self._params = params
         self._pending: dict[int, list[_Work]] = {}
         # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
-        self._bound: dict[int, tuple[_Addresses, list[Callable[[AdamScalars], Task]]]] = {}
+        self._bound: dict[int, tuple[_Addresses, list[Callable[[Any], Task]]]] = {}
         self._number = 0
         self._started: set[int] = set()
         self._health = run.health
@@ -115,13 +135,16 @@ class Step:
 
         Args:
             step: its number, from 1.
-            keys: for each parameter that has a gradient, by its number: what its Adam call needs.
+            keys: for each parameter that has a gradient, by its number: what its rule needs.
             groups: the optimizer's param_groups.
             scale: the factor of all gradients.
             flats: the numbers of all flat parameters, in the order in which they will be needed.
         """
         self._number = step
-        scalars = {key: scalars_of(groups[key[0]], key[1], scale * key[2]) for key in set(keys.values())}
+        scalars = {
+            key: self._rules[key.group].scalars(groups[key.group], key.before, scale * key.factor)
+            for key in set(keys.values())
+        }
         queue: dict[int, list[_Work]] = {flat: [] for flat in flats}
         for chunk in self._layout.chunks:
             runs = segments(chunk, keys.get)
@@ -245,7 +268,7 @@ class Step:
             is_split = lease.master.dtype is torch.int16
             current = self._params.current(work.chunk, target) if is_split else None
             with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
-                self._adam(work, lease, grads, current, target)
+                self._kernels.run(self._tasks(work, lease, grads, target, current))
 
     def _batches(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
         """Parts the queue into batches whose kernels run together.
@@ -287,62 +310,40 @@ class Step:
             grads = self._gradients.chunk_memory(work.chunk.index)
             yield from self._tasks(work, lease, grads, target)
 
-    def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
-        if current is not None:
-            for run in work.runs:
-                span = slice(run.start, run.stop)
-                low, exp_avg, exp_avg_sq = (array[span] for array in lease.arrays)
-                scalars = work.scalars[run.key]
-                tensors = current[span], low, exp_avg, exp_avg_sq, grads[span], target[span]
-                self._kernels.call(native.ADAM_SPLIT, *tensors, scalars=scalars)
-            return
-        self._kernels.run(self._tasks(work, lease, grads, target))
-
-    def _tasks(self, work: _Work, lease: Lease, grads: Tensor, target: Tensor) -> list[Task]:
+    def _tasks(
+        self, work: _Work, lease: Lease, grads: Tensor, target: Tensor, current: Tensor | None = None
+    ) -> list[Task]:
         number = work.chunk.index
-        addresses = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
+        if current is not None:
+            binds = [self._bind(work.chunk, run, lease, grads, target, current) for run in work.runs]
+            return [bind(work.scalars[run.key]) for run, bind in zip(work.runs, binds, strict=True)]
+        places = [(run.key.group, run.start, run.stop) for run in work.runs]
+        addresses = (grads.data_ptr(), target.data_ptr(), places)
         bound = self._bound.get(number)
         if bound is None or bound[0] != addresses:
-            bound = addresses, [self._bind(run, lease, grads, target) for run in work.runs]
+            bound = addresses, [self._bind(work.chunk, run, lease, grads, target) for run in work.runs]
             if self._store.is_resident(number):
                 self._bound[number] = bound
         return [bind(work.scalars[run.key]) for run, bind in zip(work.runs, bound[1], strict=True)]
 
     def _bind(
-        self, run: Segment[StepKey], lease: Lease, grads: Tensor, target: Tensor
-    ) -> Callable[[AdamScalars], Task]:
-        """The kernel for one run of a chunk's elements. It still needs the scalars."""
-        tensors = [*lease.arrays, grads, target]
+        self,
+        chunk: Chunk,
+        run: Segment[StepKey],
+        lease: Lease,
+        grads: Tensor,
+        target: Tensor,
+        current: Tensor | None = None,
+    ) -> Callable[[Any], Task]:
+        """What steps one run of a chunk's elements. It still needs the scalars."""
+        arrays = list(lease.arrays)
         if (run.start, run.stop) != (0, grads.numel()):
-            tensors = [tensor[run.start : run.stop] for tensor in tensors]
-        return self._kernels.bind(native.ADAM, *tensors)
-
-
-def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:
-    """The kernel's scalars for a torch param group of Adam or AdamW.
-
-    Args:
-        group: the param group.
-        step: the parameter's step count after this step, from 1.
-        scale: the factor of its gradient.
-    """
-    return AdamScalars.at(step=step, scale=scale, **hyper_parameters_of(group))
-
-
-def hyper_parameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a torch param group of Adam or AdamW, as plain numbers.
-
-    Args:
-        group: the param group. Its lr and betas may be tensors.
-
-    Returns:
-        "lr", "betas", "eps", "weight_decay", and "decoupled", which is True for AdamW.
-    """
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": float(group["lr"]),
-        "betas": (float(beta1), float(beta2)),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-        "decoupled": bool(group["decoupled_weight_decay"]),
-    }
+            at = slice(run.start, run.stop)
+            arrays, grads, target = [array[at] for array in arrays], grads[at], target[at]
+            current = None if current is None else current[at]
+        spans = [
+            Span(piece.chunk_offset - run.start, piece.numel)
+            for piece in chunk.pieces
+            if run.start <= piece.chunk_offset < run.stop
+        ]
+        return self._rules[run.key.group].bind(self._kernels, arrays, grads, target, spans, current)
