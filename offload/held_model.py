@@ -264,7 +264,7 @@ class HeldModel:
         stores, parameters = self._parts.stores, self._parts.parameters
         trained = None if self._parts.params.in_model else stores.params
         layout, limit = parameters.layout, placement.device_budget_bytes
-        streamed = StreamedStores(trained, stores.frozen, layout.first_frozen)
+        streamed = StreamedStores(trained, stores.frozen, len(layout.trained.param_chunks))
         pools = [placement.params if trained is not None else None, placement.frozen]
         leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
         transfers = UnitTransfers(

@@ -367,7 +367,7 @@ class OffloadZero(torch.optim.Optimizer):
         if found is not None:
             self._resumed = Resumed(found.commit.step, found.extra.extra)
             self._begin_at(found)
-        streams = self._plan.held.frozen and self._choice.commits.every is not None
+        streams = any(spec.is_frozen for spec in self._plan.held.specs) and self._choice.commits.every is not None
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
@@ -474,8 +474,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._consume(active)
 
     def _begin_step(self, active: Sequence[int], factor: float) -> None:
-        specs, scale = self._layout.specs, self._parts.scale
-        keys: dict[int, StepKey] = {n: (specs[n].group, self._steps[n] + 1, scale.relative(n)) for n in active}
+        groups, scale = self._layout.groups, self._parts.scale
+        keys: dict[int, StepKey] = {n: (groups[n], self._steps[n] + 1, scale.relative(n)) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)

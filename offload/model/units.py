@@ -238,9 +238,7 @@ def frozen_of(
     units, dtypes = units_of(model, chosen), compute_dtypes(model, keep_fp32, dtype)
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     specs = [
-        ParamSpec(
-            name, local_of(p).numel(), units[p], dtype_of(p, dtypes[p]), 0, is_frozen=True, shard_dim=shard_dim_of(p)
-        )
+        ParamSpec(name, local_of(p).numel(), units[p], dtype_of(p, dtypes[p]), None, shard_dim=shard_dim_of(p))
         for name, p in frozen
     ]
     return specs, [param for _, param in frozen]

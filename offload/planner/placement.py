@@ -33,7 +33,6 @@ from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (
     STATE_KINDS,
     SlotArrays,
-    frozen_slot_arrays,
     param_slot_arrays,
     state_slot_arrays,
 )
@@ -205,7 +204,7 @@ class Placement:
         """In words: which frozen parameters stream, and which stay on the device."""
         choice = self.choice
         stays = f"{format_bytes(self.resident_bytes)} of other parameters and buffers stay on the device; "
-        if not layout.frozen:
+        if choice.params.frozen_tier == DEVICE:
             return stays if choice.params.has_frozen else ""
         frozen = [spec for spec in layout.specs if spec.is_frozen]
         nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
@@ -388,11 +387,12 @@ def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArray
         held: the layout of all parameters that are trained or stream.
         choice: what was decided.
     """
+    params, trained = param_slot_arrays(held), len(held.trained.param_chunks)
     return {
         ChunkKind.STATES: state_slot_arrays(held, split_master=choice.states.split_master),
-        ChunkKind.PARAMS: param_slot_arrays(held),
+        ChunkKind.PARAMS: params[:trained],
         ChunkKind.GRADS: gradient_slot_arrays(held, choice.grads.passes),
-        ChunkKind.FROZEN: frozen_slot_arrays(held),
+        ChunkKind.FROZEN: params[trained:],
     }
 
 
