@@ -253,14 +253,13 @@ def build(
     shards = open_shards(run, choice.grads.passes, grads)
     gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
-    trained_streams, first_frozen = choice.params.tier > DEVICE, len(layout.flats)
-    streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
-    limit = placement.streamed_bytes
-    parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
+    tier_of, limit = choice.params.tier_of, placement.streamed_bytes
+    streamed = {flat.index for flat in held.flats if tier_of(is_frozen=flat.is_frozen) > DEVICE}
+    parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed, limit=limit)
     param_store = pool_store(ChunkKind.PARAMS, placement.params)
     frozen = pool_store(ChunkKind.FROZEN, placement.frozen)
     params: ParamStore = ResidentParams(layout, parameters.flats, beneath=param_store)
-    if trained_streams:
+    if choice.params.tier > DEVICE:
         assert param_store is not None
         params = StreamedParams(layout, param_store)
     if choice.params.streams:

@@ -314,7 +314,7 @@ def unit_bytes(layout: Layout, choice: Choice) -> dict[str, int]:
     """Bytes that the streamed parameters of each unit take on the device, in the order of the layout."""
     sizes: dict[str, list[int]] = {}
     for one in layout.slices:
-        if choice.params.tier == DEVICE and not layout.flats[one.flat].is_frozen:
+        if choice.params.tier_of(is_frozen=layout.flats[one.flat].is_frozen) == DEVICE:
             continue
         if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
             sizes.setdefault(one.unit, []).append(one.numel * layout.flats[one.flat].dtype.itemsize)
@@ -325,7 +325,7 @@ def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
     """For each unit, what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
     sizes: dict[str, dict[str, int]] = {}
     for spec in layout.specs:
-        if not spec.tile and (choice.params.tier > DEVICE or spec.is_frozen):
+        if not spec.tile and choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE:
             unit, module = sizes.setdefault(spec.unit, {}), spec.name.rpartition(".")[0]
             unit[module] = unit.get(module, 0) + spec.numel * spec.dtype.itemsize
     return sizes
