@@ -28,12 +28,13 @@ from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of, require_same
 from offload.native.memory import return_freed
-from offload.planner.placement import Placement
+from offload.planner.placement import Placement, tiers_of
 from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import local_of, shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
-from offload.tiers import NVME
+from offload.storage.slot_map import ChunkKind
+from offload.tiers import DEVICE, NVME
 
 FREED_BYTES = 16 * MIB
 """What may lie free in the heap of the values that were taken, before it is given back."""
@@ -262,15 +263,15 @@ class HeldModel:
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers:
         """What moves the parameters of units that stream."""
         stores, parameters = self._parts.stores, self._parts.parameters
-        trained = None if self._parts.params.in_model else stores.params
         layout, limit = parameters.layout, placement.device_budget_bytes
-        streamed = StreamedStores(trained, stores.frozen, len(layout.trained.param_chunks))
-        pools = [placement.params if trained is not None else None, placement.frozen]
-        leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
+        firsts = {ChunkKind.PARAMS: 0, ChunkKind.FROZEN: len(layout.trained.param_chunks)}
+        streamed = {kind: first for kind, first in firsts.items() if tiers_of(placement.choice)[kind] > DEVICE}
+        buffers = [placement.pools[kind].in_flight for kind in streamed]
+        leases = [max(count - 1, 1) for count in buffers if count]
         transfers = UnitTransfers(
             self._run,
             parameters,
-            streamed,
+            StreamedStores([(stores[kind], first) for kind, first in streamed.items()]),
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
             ahead=self._choice.params.prefetch_units,
