@@ -54,6 +54,8 @@ class HeldParam:
         is_sharded: whether `tensor` is a DTensor.
         strides: those of its elements in the flat parameter, also while it is pointed elsewhere (`p.data = x`).
         version: see [Note: versions].
+        digest: of its values when the model was taken, if it has no states and commits say so (written_frozen.py).
+        was_written: whether others wrote to it since then, as far as that was looked for.
     """
 
     __slots__ = (
@@ -63,6 +65,7 @@ class HeldParam:
         "_kind",
         "_pin",
         "_watched",
+        "digest",
         "flat",
         "is_sharded",
         "local",
@@ -74,6 +77,7 @@ class HeldParam:
         "tensor",
         "unit",
         "version",
+        "was_written",
     )
 
     def __init__(
@@ -92,6 +96,8 @@ class HeldParam:
         self._pin = weakref.ref(tensor) if self.is_sharded else None
         self.strides: tuple[int, ...] = ()
         self.version = 0
+        self.digest: str | None = None
+        self.was_written = False
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
         self._guarded: type[Tensor] = self._kind
