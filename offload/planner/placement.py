@@ -473,7 +473,7 @@ class Needs:
     def state_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.states)
 
-    def pools(self, spare_bytes: int = 0) -> dict[ChunkKind, Pool]:
+    def pools(self, spare_bytes: int | None = None) -> dict[ChunkKind, Pool]:
         """The pools of the chunks of parameters and gradients, by kind.
 
         What streams from NVMe has as few buffers as work: the same RAM saves as many bytes of the disk when states have
@@ -481,15 +481,16 @@ class Needs:
         pool only if commits hold them, and gradients only if they are in slots.
 
         Args:
-            spare_bytes: RAM that states leave, for frozen parameters on NVMe.
+            spare_bytes: RAM that states leave, for frozen parameters on NVMe; None: these have few buffers, too.
         """
         found = {}
         for kind in (ChunkKind.PARAMS, ChunkKind.GRADS, ChunkKind.FROZEN):
             tier, sizes = self.tiers[kind], self._sizes(kind)
             if tier.is_durable:
-                found[kind] = pool = self._few(sizes)
-                if kind is ChunkKind.FROZEN and self._memory_of(kind) == CPU:
-                    found[kind] = _within(pool.nbytes + max(spare_bytes, 0), sizes, pool.in_flight)
+                pool = self._few(sizes)
+                if kind is ChunkKind.FROZEN and spare_bytes is not None and self._memory_of(kind) == CPU:
+                    pool = _within(pool.nbytes + max(spare_bytes, 0), sizes, pool.in_flight)
+                found[kind] = pool
             elif tier > DEVICE and kind is not ChunkKind.GRADS:
                 found[kind] = _resident(sizes)
             elif kind is ChunkKind.PARAMS and self.choice.commits.holds_params:
