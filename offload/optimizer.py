@@ -366,7 +366,7 @@ class OffloadZero(torch.optim.Optimizer):
         if found is not None:
             self._resumed = Resumed(found.commit.step, found.extra.extra)
             self._begin_at(found)
-        streams = self._plan.held.frozen and self._choice.commits.every is not None
+        streams = any(spec.is_frozen for spec in self._plan.held.specs) and self._choice.commits.every is not None
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
@@ -473,8 +473,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._consume(active)
 
     def _begin_step(self, active: Sequence[int], factor: float) -> None:
-        held, scale = self._parts.parameters.held, self._parts.scale
-        keys = {n: StepKey(held[n].spec.group, Progress(held[n].steps), scale.relative(n)) for n in active}
+        held, groups, scale = self._parts.parameters.held, self._layout.groups, self._parts.scale
+        keys = {n: StepKey(groups[n], Progress(held[n].steps), scale.relative(n)) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)

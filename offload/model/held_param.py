@@ -95,6 +95,8 @@ class HeldParam:
             None: they are not kept.
         has_stored_write: whether others wrote to it, and its store has what they wrote, which its master does not
             follow yet.
+        digest: of its values when the model was taken, if it has no states and commits say so (written_frozen.py).
+        was_written: whether others wrote to it since then, as far as that was looked for.
     """
 
     __slots__ = (
@@ -104,6 +106,7 @@ class HeldParam:
         "_kind",
         "_pin",
         "_watched",
+        "digest",
         "flat",
         "gradient",
         "has_stored_write",
@@ -119,6 +122,7 @@ class HeldParam:
         "unit",
         "value_before",
         "version",
+        "was_written",
     )
 
     def __init__(
@@ -141,6 +145,8 @@ class HeldParam:
         self.steps = 0
         self.value_before: Tensor | None = None
         self.has_stored_write = False
+        self.digest: str | None = None
+        self.was_written = False
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
         self._guarded: type[Tensor] = self._kind

@@ -63,13 +63,16 @@ class MasterWeights:
         return not self._params.in_model and not self._split_master
 
     def note_stored_writes(self, numbers: Iterable[int]) -> None:
-        """Records that the store of streamed parameters has new values of these, for the next `take_outside_writes`."""
+        """Records that the store of streamed parameters has new values of these, for the next `take_outside_writes`.
+
+        Those without states have no masters that would follow.
+        """
         for number in numbers:
-            self._held[number].has_stored_write = True
+            self._held[number].has_stored_write = number < len(self._layout.specs)
 
     @torch.no_grad()
     def make_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat parameter, which are dense."""
+        """Makes the masters from the uncast values of a flat parameter, which are dense. A frozen one has none."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:

@@ -40,7 +40,7 @@ def layout() -> Layout:
         ParamSpec("block.up", 2500, "block", bf16, 0),
         ParamSpec("block.norm", 7, "block", fp32, 0),
         ParamSpec("head", 4000, "head", bf16, 0, tile=1500),
-        ParamSpec("block.base", 1500, "block", bf16, 0, is_frozen=True),
+        ParamSpec("block.base", 1500, "block", bf16, None),
     ]
     return build(specs, 1024)
 
@@ -142,9 +142,7 @@ class Traffic(RuleBasedStateMachine):
         for chunk in made.param_chunks:
             self.store.values[chunk.index] = self.new_values(chunk)
         timeline = Timeline()
-        run: Any = SimpleNamespace(
-            memory=SimpleNamespace(frozen_copier=None, copier=self.copier), timeline=timeline, comm=None
-        )
+        run: Any = SimpleNamespace(memory=SimpleNamespace(param_copier=self.copier), timeline=timeline, comm=None)
         owner: Any = SimpleNamespace(require_usable=lambda: None, step=lambda: 1)
         store: Any = self.store
         memory: Any = self.memory
