@@ -49,6 +49,26 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
+class StateKind:
+    """An array that a rule keeps beside the master, with an element for each of the master's.
+
+    Attributes:
+        name: as the optimizer's `state[p]` names it.
+        dtype: of its elements.
+        starts: the value of all elements of a parameter that was never stepped.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    starts: float = 0.0
+
+
+MASTER = "master"
+"""The kind of the fp32 masters, which every rule has beside its states."""
+ADAM_STATES = (StateKind("exp_avg"), StateKind("exp_avg_sq"))
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter, as this rank has it. Sizes are those of this rank's part.
 
@@ -60,6 +80,7 @@ class ParamSpec:
         group: the number of its param group; None: it is in none, and so is frozen: it has no states, and no step.
         tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit.
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
+        states: what its optimizer keeps of each element beside its master. It means nothing if it is frozen.
     """
 
     name: str
@@ -69,6 +90,7 @@ class ParamSpec:
     group: int | None
     tile: int = 0
     shard_dim: int | None = None
+    states: tuple[StateKind, ...] = ADAM_STATES
 
     @property
     def is_frozen(self) -> bool:
@@ -78,7 +100,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Flat:
-    """One unit's parameters of one dtype, end to end.
+    """One unit's parameters of one dtype and with the same states, end to end.
 
     Attributes:
         index: its number in `Layout.flats`.
@@ -88,6 +110,7 @@ class Flat:
         offsets: where each of them begins, in elements.
         numel: how many elements it has, gaps included and padding excluded.
         is_frozen: whether its parameters are frozen.
+        states: what is kept of each element beside its master; nothing if it is frozen.
     """
 
     index: int
@@ -97,6 +120,12 @@ class Flat:
     offsets: tuple[int, ...]
     numel: int
     is_frozen: bool = False
+    states: tuple[StateKind, ...] = ADAM_STATES
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of the arrays in the slots of its states."""
+        return (MASTER, *(state.name for state in self.states))
 
 
 @dataclass(frozen=True)
@@ -194,6 +223,13 @@ class Layout:
         stateless = tuple(chunk for chunk in self.stateless if chunk.flat < len(flats))
         replicas = self.trained_replicas or self.replicas
         return replace(self, specs=specs, flats=flats, stateless=stateless, replicas=replicas, trained_replicas=None)
+
+    @cached_property
+    def state_kinds(self) -> tuple[str, ...]:
+        """The names of all arrays of states that there are, the masters' first, each once."""
+        return tuple(
+            dict.fromkeys((MASTER, *(kind for flat in self.flats if not flat.is_frozen for kind in flat.kinds)))
+        )
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
@@ -341,7 +377,7 @@ def build(
     replicas: int = 1,
     trained_replicas: int | None = None,
 ) -> Layout:
-    """Lays out parameters. Within a unit and dtype they keep their order.
+    """Lays out parameters. Within a unit they keep their order, among those of their dtype and states.
 
     Args:
         specs: the parameters, the trained ones first.
@@ -352,13 +388,13 @@ def build(
         trained_replicas: how many groups keep all trained parameters: `replicas`, or 1; None: `replicas`.
     """
     flats: list[Flat] = []
-    for (is_frozen, unit, dtype), params in _by_unit_and_dtype(specs):
+    for (is_frozen, unit, dtype, states), params in _by_unit_and_dtype(specs):
         offsets: list[int] = []
         end = 0
         for param in params:
             offsets.append(round_up(end, ALIGN_NUMEL))
             end = offsets[-1] + specs[param].numel
-        flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end, is_frozen))
+        flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end, is_frozen, states))
     whole = Layout(
         tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas, trained_replicas=trained_replicas
     )
@@ -403,16 +439,20 @@ def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) 
     return made
 
 
-def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[bool, str, torch.dtype], list[int]]]:
-    """The numbers of the parameters of each unit and dtype: what is trained first, then what is frozen.
+_FlatKey = tuple[bool, str, torch.dtype, tuple[StateKind, ...]]
 
-    Units are in the order of their first appearance, and so are the dtypes within a unit.
+
+def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[_FlatKey, list[int]]]:
+    """The numbers of the parameters of each unit, dtype and states: what is trained first, then what is frozen.
+
+    Units are in the order of their first appearance, and so are the dtypes and states within a unit.
     """
-    units: dict[tuple[bool, str], dict[torch.dtype, list[int]]] = {}
+    units: dict[tuple[bool, str], dict[tuple[torch.dtype, tuple[StateKind, ...]], list[int]]] = {}
     for number, spec in enumerate(specs):
-        units.setdefault((spec.is_frozen, spec.unit), {}).setdefault(spec.dtype, []).append(number)
-    for (is_frozen, unit), dtypes in units.items():
-        yield from (((is_frozen, unit, dtype), params) for dtype, params in dtypes.items())
+        states = () if spec.is_frozen else spec.states
+        units.setdefault((spec.is_frozen, spec.unit), {}).setdefault((spec.dtype, states), []).append(number)
+    for (is_frozen, unit), parts in units.items():
+        yield from (((is_frozen, unit, dtype, states), params) for (dtype, states), params in parts.items())
 
 
 def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:

@@ -256,7 +256,7 @@ def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = No
 
     Args:
         reader: of the commit.
-        kind: one of STATE_KINDS.
+        kind: the name of a state that all parameters have.
         dtype: what values are rounded to, to nearest even; None: a master is rounded to its parameter's compute dtype,
             and a moment stays fp32.
     """

@@ -3,7 +3,7 @@
 [Note: manifest format 2]
 One JSON object, spelled as `canonical` spells it, with these fields:
 
-    schema, version    "offload manifest", 2
+    schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -30,6 +30,14 @@ Of a model with tensor parallelism there are two fields more, which are not spel
     shard_dim          at the end of a parameter that the slices share: the dimension along which it is cut, as
                        torch.chunk cuts. `shape` is that of the part. Of any other parameter all slices hold the same
 
+Where a param group is of another optimizer than Adam or AdamW, there are three more, which are not spelled otherwise:
+
+    rules              at the end: the name of each group's optimizer
+    states             at the end of a flat of such a group: the names of the fp32 arrays beside the master in its slots
+    progress           at the end of a parameter of such a group: what is known of it beside its arrays: {scalars: rows
+                       of name, number, dtype of the tensor that holds it or null; arrays: the names of those that it
+                       has by now}
+
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
@@ -54,23 +62,24 @@ import xxhash
 from msgspec import Meta
 
 from offload.errors import ConfigError, CorruptionError, ResumeError
-from offload.layout import Layout
-from offload.sizes import format_bytes
+from offload.layout import ADAM_STATES, MASTER, Flat, Layout, StateKind
+from offload.sizes import MASTER_ITEM_BYTES, format_bytes
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
+    HALF_BYTES,
     MAX_INT,
     MAX_NUMEL,
     MAX_PATHS,
     MAX_PLACES,
-    SPLIT,
-    STATE_KINDS,
-    WHOLE,
     RunId,
     SlotArrays,
+    state_itemsizes,
 )
 
 SCHEMA = "offload manifest"
 VERSION = 2
+VERSION_OF_RULES = 3
+"""That of manifests with other optimizers than Adam."""
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -116,6 +125,14 @@ class Digest(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ProgressFacts:
+    """What is known of a parameter beside its arrays; fields as in [Note: manifest format 2]."""
+
+    scalars: Annotated[tuple[tuple[Text, Scalar, Text | None], ...], Meta(max_length=MAX_OPTIONS)]
+    arrays: Annotated[tuple[Text, ...], Meta(max_length=MAX_OPTIONS)]
+
+
+@dataclass(frozen=True)
 class ParameterFacts:
     """One trained parameter; fields as in [Note: manifest format 2]."""
 
@@ -127,6 +144,7 @@ class ParameterFacts:
     group: Natural
     age: Natural
     shard_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMENSIONS)] | None = None
+    progress: ProgressFacts | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -141,6 +159,17 @@ class FlatFacts:
     offsets: Annotated[tuple[Count, ...], Meta(max_length=MAX_PARAMETERS)]
     numel: Count
     owned: tuple[Count, Count]
+    states: Annotated[tuple[Text, ...], Meta(max_length=MAX_OPTIONS)] | None = None
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """The arrays in its slots beside the master."""
+        return ADAM_STATES if self.states is None else tuple(map(StateKind, self.states))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of all arrays in its slots."""
+        return (MASTER, *(state.name for state in self.state_kinds))
 
 
 class ChunkFacts(NamedTuple):
@@ -194,6 +223,7 @@ class Manifest:
     extra: Any = None
     tensors: Digest | None = None
     slices: Annotated[int, Meta(ge=1, le=MAX_WORLD)] = 1
+    rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
 
     @property
     def slice(self) -> int:
@@ -223,11 +253,14 @@ class Manifest:
     def slot_map(self) -> SlotMap:
         """Which slots are committed, numbered as the run has them."""
 
-        def arrays(rows: Sequence[ChunkFacts], whole: tuple[int, ...], split: tuple[int, ...]) -> list[SlotArrays]:
-            return [SlotArrays(row.numel, split if self._has_halves(row.flat) else whole) for row in rows]
-
-        kinds = {ChunkKind.STATES: arrays(self.chunks, WHOLE, SPLIT), ChunkKind.PARAMS: arrays(self.copies, (4,), (2,))}
-        return SlotMap(kinds, self.places, len(self.slots))
+        split = [self._has_halves(number) for number in range(len(self.flats))]
+        sizes = [
+            state_itemsizes(flat.state_kinds, is_split=is_split)
+            for flat, is_split in zip(self.flats, split, strict=True)
+        ]
+        states = [SlotArrays(row.numel, sizes[row.flat]) for row in self.chunks]
+        params = [SlotArrays(row.numel, (HALF_BYTES if split[row.flat] else MASTER_ITEM_BYTES,)) for row in self.copies]
+        return SlotMap({ChunkKind.STATES: states, ChunkKind.PARAMS: params}, self.places, len(self.slots))
 
     @cached_property
     def slot_tables(self) -> dict[int, SlotTable]:
@@ -236,8 +269,9 @@ class Manifest:
 
     def _has_halves(self, flat: int) -> bool:
         """Whether the masters of a flat are split."""
-        params = self.flats[flat].params
-        return self.split_master and any(self.parameters[param].dtype == "bfloat16" for param in params)
+        facts = self.flats[flat]
+        is_narrow = any(self.parameters[param].dtype == "bfloat16" for param in facts.params)
+        return self.split_master and is_narrow and facts.states is None
 
     def slots_in(self, path: int) -> list[int]:
         """The numbers of the slots in one swap file."""
@@ -267,9 +301,11 @@ def committed_slots(manifest: Manifest) -> list[Slot]:
     """Where the committed version of each slot lies, by the number of the slot."""
     slots, tables = manifest.slot_map, manifest.slot_tables
     found = []
-    for kind, names in ((ChunkKind.STATES, STATE_KINDS), (ChunkKind.PARAMS, ("param",))):
+    for kind in (ChunkKind.STATES, ChunkKind.PARAMS):
         for number, one in zip(slots.of(kind), slots.arrays[kind], strict=True):
-            facts, ranges = manifest.slots[number], zip(names, one.ranges(), strict=True)
+            facts = manifest.slots[number]
+            names = manifest.flats[facts.flat].kinds if kind is ChunkKind.STATES else ("param",)
+            ranges = zip(names, one.ranges(), strict=True)
             arrays = {name: (itemsize, start) for name, (itemsize, start, _) in ranges}
             offset = tables[facts.path].offset(number, facts.slot)
             found.append(Slot(number, facts.path, offset, one.nbytes, arrays))
@@ -303,7 +339,13 @@ class Schema:
 
 
 def decode(
-    data: bytes, kind: type[T], spell: Callable[[T], bytes], schema: Schema, file: str, most: int = MAX_BYTES
+    data: bytes,
+    kind: type[T],
+    spell: Callable[[T], bytes],
+    schema: Schema,
+    file: str,
+    most: int = MAX_BYTES,
+    least_version: int | None = None,
 ) -> T:
     """Decodes and checks a document.
 
@@ -311,9 +353,10 @@ def decode(
         data: its bytes.
         kind: the type of the document.
         spell: the inverse of this. Only the bytes that it returns are accepted.
-        schema: the schema and version that the document has to name.
+        schema: the schema that the document has to name, and the newest version that it may name.
         file: its path, for the errors.
         most: how many bytes are allowed.
+        least_version: the oldest version that it may name; None: the newest. `spell` tells which one it has to be.
 
     Raises:
         CorruptionError: it is damaged, or not one that this library writes.
@@ -328,7 +371,7 @@ def decode(
         found = msgspec.json.decode(data, type=Schema)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(f"is not the JSON that this library writes: {error}", file=file) from error
-    _require_schema(found, schema, file)
+    _require_schema(found, schema, schema.version if least_version is None else least_version, file)
     try:
         document = msgspec.json.decode(data, type=kind)
         is_own = spell(document) == data
@@ -339,7 +382,7 @@ def decode(
     return document
 
 
-def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
+def _require_schema(found: Schema, wanted: Schema, least: int, file: str) -> None:
     if found.schema != wanted.schema:
         raise CorruptionError(f"is no {wanted.schema}", file=file)
     number = found.version
@@ -350,9 +393,9 @@ def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
             f"{file} has version {number} of its format, and this version of offload reads up to {wanted.version}: "
             "use the offload that wrote it, or a newer one"
         )
-    if number < wanted.version:
+    if number < least:
         raise ResumeError(
-            f"{file} has version {number} of its format, and this version of offload reads {wanted.version} only: "
+            f"{file} has version {number} of its format, and this version of offload reads {least} only: "
             "resume with the offload that wrote it, or choose another path"
         )
 
@@ -363,10 +406,13 @@ def serialise(manifest: Manifest) -> bytes:
     plain = msgspec.to_builtins(values)
     if manifest.slices == 1:
         del plain["slices"]
-    for param in plain["parameters"]:
-        if param.get("shard_dim") is None:
-            param.pop("shard_dim", None)
-    return canonical({"schema": SCHEMA, "version": VERSION, **plain})
+    if not manifest.rules:
+        del plain["rules"]
+    for facts in (*plain["parameters"], *plain["flats"]):
+        for name in ("shard_dim", "progress", "states"):
+            if facts.get(name) is None:
+                facts.pop(name, None)
+    return canonical({"schema": SCHEMA, "version": VERSION_OF_RULES if manifest.rules else VERSION, **plain})
 
 
 def parse(data: bytes, file: str = "manifest") -> Manifest:
@@ -380,7 +426,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION), file)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_RULES), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest
@@ -421,6 +467,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"parameters[{number}].order: expected the dimensions in another order than their own"
         if param.shard_dim is not None and (param.shard_dim >= len(param.shape) or manifest.slices == 1):
             yield f"parameters[{number}].shard_dim: there is no such dimension, or one slice only"
+    if manifest.rules and len(manifest.rules) != len(manifest.groups):
+        yield "rules: expected one for each param group"
     for number, group in enumerate(manifest.groups):
         if PARAMS in group:
             yield f"groups[{number}]: no hyper-parameter is called {PARAMS}"
@@ -457,6 +505,12 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
         return "as many offsets as parameters are needed"
     if len({(parameters[number].unit, parameters[number].dtype) for number in flat.params}) > 1:
         return "its parameters differ in unit or dtype"
+    if len(set(flat.kinds)) != len(flat.kinds):
+        return "two of its states have one name"
+    for number in flat.params:
+        progress = parameters[number].progress
+        if progress is not None and not set(progress.arrays) <= set(flat.kinds):
+            return f"parameter {number} has a state that is not in its slots"
     end = 0
     for number, offset in zip(flat.params, flat.offsets, strict=True):
         if offset < end:
@@ -552,9 +606,13 @@ def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> 
     """
     shards = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
     return tuple(
-        FlatFacts(flat.params, flat.offsets, flat.numel, shard)
+        FlatFacts(flat.params, flat.offsets, flat.numel, shard, _states_of(flat))
         for flat, shard in zip(layout.flats, shards, strict=True)
     )
+
+
+def _states_of(flat: Flat) -> tuple[str, ...] | None:
+    return None if flat.states == ADAM_STATES else tuple(state.name for state in flat.states)
 
 
 def differences(

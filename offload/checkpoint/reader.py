@@ -42,7 +42,7 @@ from offload.sizes import GIB, MIB, format_bytes
 from offload.storage.directories import swap_name
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import CommittedFile, SlotFile, memory_of
-from offload.storage.swap_format import STATE_KINDS, superblock_padding_is_clean
+from offload.storage.swap_format import superblock_padding_is_clean
 
 
 class CommittedSlots:
@@ -448,6 +448,11 @@ class Reader:
                 found.append(Range(rank, chunk, first - facts.start, last - first))
         return found
 
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """The names of the states of a parameter, its master's first."""
+        manifest = self.manifests[0]
+        return manifest.flats[manifest.homes[self._number(name)][0]].kinds
+
     def pieces(self, name: str, kind: str, slice_number: int = 0) -> Iterator[Tensor]:
         """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
 
@@ -456,11 +461,11 @@ class Reader:
 
         Args:
             name: the name of the parameter.
-            kind: one of STATE_KINDS.
+            kind: one of `kinds(name)`.
             slice_number: the number of the slice of the model.
         """
-        if kind not in STATE_KINDS:
-            raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
+        if kind not in (kinds := self.kinds(name)):
+            raise ConfigError(f"kind={kind!r}: choose one of {', '.join(kinds)}")
         for one in self.ranges(name, slice_number):
             yield self._state(one.rank, one.chunk, kind)[one.chunk_offset : one.chunk_offset + one.numel]
 
@@ -481,7 +486,7 @@ class Reader:
 
         Args:
             name: the name of the parameter.
-            kind: one of STATE_KINDS.
+            kind: one of `kinds(name)`.
             slice_number: the slice of the model that is read alone; None: all of the parameter.
         """
         if slice_number is None:
@@ -589,7 +594,7 @@ class Reader:
         for future in reading:
             future.result()
         states, copies, joined = buffers
-        found = {kind: self._view(rank, numbers[0], kind, states) for kind in STATE_KINDS}
+        found = {kind: self._view(rank, numbers[0], kind, states) for kind in self._slots[rank][numbers[0]].arrays}
         if found["master"].dtype is torch.int16 and len(numbers) == 1:
             return {"exp_avg": found["exp_avg"]}
         if found["master"].dtype is torch.int16:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 EXIT_CORRUPT = 1
 DEPTH = 4
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 Paths = Annotated[list[Path], typer.Argument(help="The directory of a run, or all of them.")]
 
 
@@ -189,7 +188,9 @@ def verify(
 
 def export(
     paths: Annotated[list[Path], typer.Argument(help="The directories of a run, and at the end the one to write to.")],
-    kind: Annotated[str, typer.Option(help="What of each parameter: master, exp_avg or exp_avg_sq.")] = "master",
+    kind: Annotated[
+        str, typer.Option(help="What of each parameter: master, or a state, as Adam's exp_avg.")
+    ] = "master",
     fp32: Annotated[bool, typer.Option("--fp32", help="Masters in fp32 instead of the compute dtype.")] = False,
     json: Json = False,
 ) -> None:
@@ -205,11 +206,13 @@ def export(
 
     if len(paths) < 2:
         raise ConfigError("give the directory of a run and the one to export to")
-    if kind not in KINDS:
-        raise ConfigError(f"--kind {kind}: choose one of {', '.join(KINDS)}")
     *run, out = paths
     stem = "model" if kind == "master" else kind
     with Reader(run) as reader:
+        of_all = [flat.kinds for flat in reader.manifests[0].flats]
+        kinds = [one for one in (of_all[0] if of_all else ("master",)) if all(one in other for other in of_all)]
+        if kind not in kinds:
+            raise ConfigError(f"--kind {kind}: choose one of {', '.join(kinds)}")
         files = write(out, entries(reader, kind, torch.float32 if fp32 else None), stem=stem)
         step = reader.commit.step
     if json:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.choices import StateChoice
 from offload.errors import StaleParameterError
-from offload.layout import CopyRange, Piece
+from offload.layout import MASTER, CopyRange, Piece
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
@@ -25,7 +25,6 @@ from offload.native import JOIN, SPLIT
 from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.param_store import ParamStore
-from offload.storage.swap_format import STATE_KINDS
 
 BLOCK = 1 << 20
 """Elements that are processed at once, so that temporaries stay small."""
@@ -152,16 +151,16 @@ class MasterWeights:
         elements = {
             kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
         }
-        for kind, state in lease.states().items():
+        for kind, state in zip(self._kinds_of(lease.chunk), lease.arrays, strict=True):
             if state.dtype is torch.float32:
                 state[into].copy_(elements[kind])
         if lease.master.dtype is torch.int16:
-            whole, low, exp_avg_sq = elements["master"], lease.master[into], lease.exp_avg_sq[into]
+            whole, (low, _, exp_avg_sq) = elements[MASTER], (state[into] for state in lease.arrays)
             for start in range(0, copied.numel, BLOCK):
                 at = slice(start, min(start + BLOCK, copied.numel))
                 copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
                 self._kernels.call(SPLIT, whole[at], low[at], exp_avg_sq[at], copy)
-        values[into].copy_(elements["master"])
+        values[into].copy_(elements[MASTER])
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
@@ -212,9 +211,10 @@ class MasterWeights:
     def states(self, number: int, step: int) -> dict[str, Tensor]:
         """Copies of the states of parameter `number`: fp32, shape (numel,), on the CPU, in the order of its memory."""
         numel = self._layout.specs[number].numel
-        lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
+        kinds = self._layout.flats[self._parameters.flat_of(number)].kinds
+        lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in kinds}
         for block, whole in self._wholes(number, step):
-            for kind, values in zip(STATE_KINDS, whole, strict=True):
+            for kind, values in zip(kinds, whole, strict=True):
                 lines[kind][block.param_offset : block.param_offset + block.numel] = values
         return lines
 
@@ -224,10 +224,14 @@ class MasterWeights:
 
         This gives a model that was just taken its values back, in the dtype that they had.
         """
-        for block, (master, _, _) in self._wholes(number, step=0):
+        for block, (master, *_) in self._wholes(number, step=0):
             into[block.param_offset : block.param_offset + block.numel].copy_(master)
 
-    def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
+    def _kinds_of(self, chunk: int) -> tuple[str, ...]:
+        """The names of the arrays in a chunk's slot."""
+        return self._layout.flats[self._layout.chunks[chunk].flat].kinds
+
+    def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, Sequence[Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""
         for chunk, piece in self._layout.pieces_of(number):
             with (
@@ -268,17 +272,18 @@ class MasterWeights:
         kept = master.to(new.dtype) == new if old is None else bits_of(old) == bits_of(new)
         self._put(lease, block, torch.where(kept, master, new.float()))
 
-    def _whole(self, lease: Lease, block: Piece, copy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The master, exp_avg and exp_avg_sq of a block in fp32: views, or joined from split masters.
+    def _whole(self, lease: Lease, block: Piece, copy: Tensor) -> Sequence[Tensor]:
+        """The master and the states of a block in fp32: views, or joined from split masters.
 
         Args:
             lease: of the chunk's states.
             block: the block.
             copy: its bf16 parameters, for a split master.
         """
-        master, exp_avg, exp_avg_sq = (_in_chunk(state, block) for state in lease.states().values())
-        if master.dtype is not torch.int16:
-            return master, exp_avg, exp_avg_sq
+        states = [_in_chunk(state, block) for state in lease.arrays]
+        if lease.master.dtype is not torch.int16:
+            return states
+        master, exp_avg, exp_avg_sq = states
         rebuilt, cleared = (torch.empty(block.numel, dtype=torch.float32, device="cpu") for _ in range(2))
         self._kernels.call(JOIN, copy, master, exp_avg_sq, rebuilt, cleared)
         return rebuilt, exp_avg, cleared
@@ -291,7 +296,7 @@ class MasterWeights:
             return
         copy = torch.empty(block.numel, dtype=torch.bfloat16, device="cpu")
         # Its signs hold tie bits of the master before; they are cleared.
-        exp_avg_sq = _in_chunk(lease.exp_avg_sq, block).abs_()
+        exp_avg_sq = _in_chunk(lease.arrays[2], block).abs_()
         self._kernels.call(SPLIT, values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:

@@ -17,28 +17,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from offload.layout import StateKind
 from offload.native import Kernels, Task
-
-
-@dataclass(frozen=True)
-class StateKind:
-    """An array that a rule keeps beside the master, with an element for each of the master's.
-
-    Attributes:
-        name: as the optimizer's `state[p]` names it.
-        dtype: of its elements.
-        starts: the value of all elements of a parameter that was never stepped.
-    """
-
-    name: str
-    dtype: torch.dtype = torch.float32
-    starts: float = 0.0
 
 
 class Scalar(NamedTuple):

@@ -2,7 +2,7 @@
 
 [Note: rows]
 The rows of a tier add up to the placement's figure for it: `device_bytes`, `arena_bytes`, `disk_bytes`. A row is of a
-state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
+state kind (param, grad, master, and the optimizer's, as exp_avg and exp_avg_sq), or one of
 
     frozen    frozen parameters that stream, or are always on the device, with buffers of the model
     buffers   that streamed chunks pass through, and in which replicas exchange new parameters
@@ -43,11 +43,10 @@ from offload.planner.placement import (
     place,
 )
 from offload.regions import REST, total_of
-from offload.storage.swap_format import STATE_KINDS
 from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
-KINDS = ("grad", *STATE_KINDS, "param", "frozen", "buffers", "activation", SLOTS, REST)
-"""Of rows, in their order."""
+FIRST, LAST = ("grad",), ("param", "frozen", "buffers", "activation", SLOTS, REST)
+"""Kinds of rows that come before those of states, and after them."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
 
 
 def explain(placement: Placement) -> list[Row]:
-    """Every byte of `placement`, by kind and tier, in the order of `TIERS` and `KINDS`; see [Note: rows].
+    """Every byte of `placement`, by kind and tier, in the order of `TIERS` and of kinds; see [Note: rows].
 
     Rows without bytes are left out.
     """
@@ -241,7 +240,9 @@ def explain(placement: Placement) -> list[Row]:
     for region in placement.regions:
         for kind, nbytes in region.rows():
             totals[region.tier, kind] += nbytes
-    rows += [Row(kind, tier, totals[tier, kind]) for tier in TIERS.values() for kind in KINDS]
+    states = [kind for _, kind in totals if kind not in FIRST + LAST]
+    kinds = (*FIRST, *dict.fromkeys(states), *LAST)
+    rows += [Row(kind, tier, totals[tier, kind]) for tier in TIERS.values() for kind in kinds]
     return [row for row in rows if row.nbytes]
 
 

@@ -20,7 +20,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
 from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import gradient_slot_arrays
-from offload.layout import Layout, starts_of
+from offload.layout import MASTER, Layout, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import new_params
@@ -32,7 +32,6 @@ from offload.storage.policy import residents
 from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
 from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (
-    STATE_KINDS,
     SlotArrays,
     param_slot_arrays,
     state_slot_arrays,
@@ -62,13 +61,8 @@ SCRATCH = "temporaries of kernels"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
-ARRAYS = {
-    ChunkKind.STATES: STATE_KINDS,
-    ChunkKind.PARAMS: ("param",),
-    ChunkKind.GRADS: ("grad",),
-    ChunkKind.FROZEN: ("frozen",),
-}
-"""The kinds of the arrays in a slot, as plans call them."""
+ARRAYS = {ChunkKind.PARAMS: "param", ChunkKind.GRADS: "grad", ChunkKind.FROZEN: "frozen"}
+"""The kind of the only array in a slot that is not of states, as plans call it."""
 
 _MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -465,6 +459,12 @@ class Needs:
         """The arrays of each chunk's optimizer states."""
         return self.arrays[ChunkKind.STATES]
 
+    def kinds_of(self, kind: ChunkKind) -> list[tuple[str, ...]]:
+        """What the arrays of each chunk's slot are called."""
+        if kind is ChunkKind.STATES:
+            return [self.layout.flats[chunk.flat].kinds for chunk in self.layout.chunks]
+        return [(ARRAYS[kind],)] * len(self.arrays[kind])
+
     def _sizes(self, kind: ChunkKind) -> list[int]:
         """Bytes of each chunk of a kind."""
         return [one.nbytes for one in self.arrays[kind]]
@@ -552,12 +552,14 @@ class Needs:
         """What pools of parameters and gradients take."""
         found: list[Region] = []
         for kind, pool in pools.items():
-            found += pool.regions(self._memory_of(kind), kind, ARRAYS[kind][0])
+            found += pool.regions(self._memory_of(kind), kind, ARRAYS[kind])
         return found
 
     def of_states(self, states: Pool) -> list[Region]:
         """What the states take, and the buffers of their commits."""
-        holds = [kinds_held(slot, STATE_KINDS) for slot in self.states]
+        holds = [
+            kinds_held(slot, kinds) for slot, kinds in zip(self.states, self.kinds_of(ChunkKind.STATES), strict=True)
+        ]
         staged = [] if self.staged is None else self.staged.regions(CPU, STAGED, BUFFERS)
         return [*states.regions(self.memory, ChunkKind.STATES, REST, holds), *staged]
 
@@ -613,10 +615,10 @@ class Needs:
             return []
         found, slots = [Region(NVME, SUPERBLOCK, PAGE_BYTES)], self.slots
         for kind, arrays in slots.arrays.items():
-            for chunk, one in enumerate(arrays):
+            for chunk, (one, names) in enumerate(zip(arrays, self.kinds_of(kind), strict=True)):
                 # Parameters that are not on NVMe are in slots for commits only.
                 stays = chunk in states.resident if kind is ChunkKind.STATES else not self.tiers[kind].is_durable
-                found.append(_slot(kind, one, is_moved=not stays))
+                found.append(_slot(kind, one, names, is_moved=not stays))
         second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
         return found + [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
 
@@ -633,8 +635,11 @@ class Needs:
             params += (layout.replicas * shard if choice.params.tier > DEVICE else whole) * flat.dtype.itemsize
             sums_locally = self.reduction is not None and self.reduction.sums_locally
             grads += (whole if sums_locally else shard) * (4 if choice.grads.passes > 1 else flat.dtype.itemsize)
-        states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
-        return {"param": params, "grad": grads} | dict.fromkeys(STATE_KINDS, states)
+        held = Counter({"param": params, "grad": grads} | dict.fromkeys(layout.state_kinds, 0))
+        for chunk in layout.chunks:
+            held[MASTER] += MASTER_ITEM_BYTES * chunk.numel
+            held.update({state.name: state.dtype.itemsize * chunk.numel for state in layout.flats[chunk.flat].states})
+        return dict(held)
 
     def moved_bytes(self, pools: Mapping[ChunkKind, Pool]) -> tuple[int, int]:
         """Bytes that a step reads from the disk, and that it writes to it.
@@ -654,18 +659,19 @@ class Needs:
         return both + 2 * passes * (new + streamed[ChunkKind.FROZEN]) - found, both + new
 
 
-def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
+def _slot(kind: ChunkKind, one: SlotArrays, names: Sequence[str], *, is_moved: bool) -> Region:
     """A chunk's first slot.
 
     Args:
         kind: the kind of the chunk.
         one: the arrays in the slot.
+        names: what they are called.
         is_moved: whether steps read or write it.
     """
     what = f"slots of {kind}"
     if not is_moved:
         return Region(NVME, what, one.nbytes, kind=SLOTS)
-    return Region(NVME, what, one.nbytes, holds=kinds_held(one, ARRAYS[kind]))
+    return Region(NVME, what, one.nbytes, holds=kinds_held(one, names))
 
 
 # Where the states go.

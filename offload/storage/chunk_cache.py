@@ -35,7 +35,7 @@ from offload.storage.cached_chunk import Buffer, CachedChunk, Residency, Version
 from offload.storage.policy import belady, reservations, victim
 from offload.storage.pool import LEAST_IN_FLIGHT
 from offload.storage.swap_file import Slots
-from offload.storage.swap_format import STATE_KINDS, SlotArrays
+from offload.storage.swap_format import SlotArrays
 
 
 class Use(Enum):
@@ -87,20 +87,9 @@ class Lease(AbstractContextManager["Lease"]):
     def master(self) -> Tensor:
         """fp32, shape (chunk.numel,).
 
-        With a split master it is the low halves, int16, and `exp_avg_sq` carries the tie bits.
+        With a split master it is the low halves, int16, and Adam's second moment carries the tie bits.
         """
         return self.arrays[0]
-
-    @property
-    def exp_avg(self) -> Tensor:
-        return self.arrays[1]
-
-    @property
-    def exp_avg_sq(self) -> Tensor:
-        return self.arrays[2]
-
-    def states(self) -> dict[str, Tensor]:
-        return dict(zip(STATE_KINDS, self.arrays, strict=True))
 
     @uninterrupted_entry
     def __enter__(self) -> Lease:

@@ -8,9 +8,10 @@ file, of how many], "commits": whether this run ever commits (false: nothing in 
 {"xxh3": its digest}.
 
 A slot is one page of header (see `_HEADER`), then the arrays of the chunk, each padded with zeros to whole
-pages: master, exp_avg and exp_avg_sq, fp32. With a split master the first array is its low halves, 16 bits each, and
-the superblock's "chunks" have "itemsizes": bytes an element of each array. The header holds run id, chunk, step,
-element count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
+pages: the fp32 master, and the states that the optimizer keeps beside it, for Adam exp_avg and exp_avg_sq, fp32. With a
+split master the first array is its low halves, 16 bits each. Where slots are not Adam's with whole masters, the
+superblock's "chunks" have "itemsizes": bytes an element of each array. The header holds run id, chunk, step, element
+count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
 
 A chunk has one slot, or two: A and B, so that a new version is written beside the committed one. All slots A come
 first, then all slots B. Chunks that are never committed follow, with one slot each: gradients and parameters in slots,
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, TypedDict
 
@@ -35,8 +36,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from offload.errors import CorruptionError, ResumeError
-from offload.layout import Layout
-from offload.sizes import PAGE_BYTES, round_up
+from offload.layout import ADAM_STATES, Flat, Layout, StateKind
+from offload.sizes import MASTER_ITEM_BYTES, PAGE_BYTES, round_up
 
 FORMAT = 1
 MAX_INT = (1 << 63) - 1
@@ -45,11 +46,10 @@ MAX_PLACES = 2
 MAX_NUMEL = 1 << 48
 """The most elements of a run. It is 256 times the largest known model, and no product of two overflows 128 bits."""
 
-STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 WHOLE = (4, 4, 4)
-"""Bytes an element of each state kind in a slot."""
-SPLIT = (2, 4, 4)
-"""The same with a split master, whose upper half is the 16-bit parameter and is in RAM anyway."""
+"""Bytes an element of Adam's states in a slot: fp32 master and two moments."""
+HALF_BYTES = 2
+"""Bytes an element of a split master, whose upper half is the 16-bit parameter and is in RAM anyway."""
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}
 
 MAGIC = b"offload swap\n\0\0\0"
@@ -100,8 +100,18 @@ class SlotArrays(NamedTuple):
 
 def state_slot_arrays(layout: Layout, *, split_master: bool) -> list[SlotArrays]:
     """The arrays of each chunk's states. Only a bf16 parameter is the upper half of its master."""
-    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
-    return [SlotArrays(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+    itemsizes = [state_itemsizes(flat.states, is_split=split_master and has_halves(flat)) for flat in layout.flats]
+    return [SlotArrays(chunk.numel, itemsizes[chunk.flat]) for chunk in layout.chunks]
+
+
+def has_halves(flat: Flat) -> bool:
+    """Whether masters of a flat can be split: Adam's of bf16 parameters. The tie bits are in its second moment."""
+    return flat.dtype is torch.bfloat16 and flat.states == ADAM_STATES
+
+
+def state_itemsizes(states: Iterable[StateKind], *, is_split: bool) -> tuple[int, ...]:
+    """Bytes an element of a master, whole or split, and of each of the states beside it."""
+    return (HALF_BYTES if is_split else MASTER_ITEM_BYTES, *(state.dtype.itemsize for state in states))
 
 
 def param_slot_arrays(layout: Layout) -> list[SlotArrays]:

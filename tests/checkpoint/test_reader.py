@@ -27,15 +27,13 @@ from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.directories import SWAP_NAME, swap_name
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
-from offload.storage.swap_format import (
-    STATE_KINDS,
-    parse_header,
-    parse_superblock,
-)
+from offload.storage.swap_format import parse_header, parse_superblock
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 from tests.support.damage import flip
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.slot_maps import file_bytes, slots_of
+
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
         assert np.array_equal(found, reference.from_bf16(reference.to_bf16(master)) if is_narrow else master)
         for chunk, piece in layout.pieces_of(param):
             with store.lease(chunk.index, Use.READ, step=2) as lease:
-                held = lease.exp_avg[piece.chunk_offset : piece.chunk_offset + piece.numel].numpy()
+                held = lease.arrays[1][piece.chunk_offset : piece.chunk_offset + piece.numel].numpy()
                 assert np.array_equal(held, exp_avg[piece.param_offset : piece.param_offset + piece.numel])
     step.close()
     gradients.close()

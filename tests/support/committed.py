@@ -97,7 +97,7 @@ def header(
 
 def value_of(kind: str, flat: int, numel: int) -> Tensor:
     """What the tests keep in a state of a flat: different everywhere; every seventh master is a tie of two bf16."""
-    seed = 100 * flat + slots.STATE_KINDS.index(kind)
+    seed = 100 * flat + ("master", "exp_avg", "exp_avg_sq").index(kind)
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     if kind == "master":
         bits = values.view(torch.int32)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offload.layout import Layout
-from offload.storage.swap_format import STATE_KINDS
 
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 KINDS = ("param", "grad", *STATE_KINDS)
 """State kinds: the 16-bit parameter, its gradient, the fp32 master and Adam's moments."""
 

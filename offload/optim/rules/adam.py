@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from offload.errors import ConfigError
+from offload.layout import ADAM_STATES
 from offload.native import ADAM, ADAM_SPLIT, AdamScalars, Kernels, Task
-from offload.optim.rule import Progress, Rule, Span, StateKind
+from offload.optim.rule import Progress, Rule, Span
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
@@ -20,7 +21,7 @@ class AdamRule(Rule):
     """Adam, and AdamW where a group's `decoupled_weight_decay` says so."""
 
     name = "Adam"
-    states = (StateKind("exp_avg"), StateKind("exp_avg_sq"))
+    states = ADAM_STATES
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
         """See Rule.require_sound.

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
-from offload.optim.rule import NEVER, Progress, Scalar, StateKind
+from offload.layout import StateKind
+from offload.optim.rule import NEVER, Progress, Scalar
 from offload.optim.rules.torch_rule import (
     BLOCK,
     LARGE_BLOCK,

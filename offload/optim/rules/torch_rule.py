@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.errors import ConfigError
+from offload.layout import StateKind
 from offload.native import Kernels, Task
-from offload.optim.rule import Progress, Rule, Scalar, Span, StateKind
+from offload.optim.rule import Progress, Rule, Scalar, Span
 
 CUT = 64
 """Pieces begin at multiples of so many elements of their parameter."""
