@@ -19,6 +19,7 @@ from offload.checkpoint.recovery import Start
 from offload.choices import Choice
 from offload.devices.copies import COPIER_FOR, Copier, HostCopier, accelerator, stream_handle
 from offload.entries import Entries
+from offload.errors import ConfigError
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
@@ -150,7 +151,7 @@ def plan_run(
             f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
             stacklevel=4,
         )
-    shape = ModelShape.of(model, groups, options, planned=is_meta(model))
+    shape = ModelShape.of(model, groups, options, planned=is_meta(model)).with_states([rule.states for rule in rules])
     nodes = comm.ranks_on_node
     situation = shape.situation(ranks=comm.size, ranks_on_node=nodes, slices=comm.tensor_parallel.size)
     first_choice = decide(options, situation)
@@ -162,6 +163,9 @@ def plan_run(
     model_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
     available = model_bytes + _free_on_device(copier, nodes) // 2
     room = shape.room(options, available, ranks_on_node=nodes)
+    unsplit = next((rule.name for rule in rules if not rule.splits_masters), None)
+    if first_choice.states.split_master and unsplit is not None:
+        raise ConfigError(f"Tuning.split_master=True with {unsplit}: only Adam's masters can be split; leave it out")
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)

@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
-from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.manifest import ADAM, Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.entries import Entries, entry, exclusive_entry, training_entry
@@ -91,6 +92,8 @@ from offload.torch_private import DisableTorchFunctionSubclass
 
 HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
+_VARIANT = ("decoupled_weight_decay",)
+"""The options of Adam's groups in which a commit has to be as the run: AdamW, or Adam."""
 _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
 
 
@@ -299,17 +302,20 @@ class OffloadZero(torch.optim.Optimizer):
             require_free(model)
             given = torch.optim.AdamW(model.parameters()) if given is None else given
             require_adoptable(given)
-            kinds = [{"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups]
+            rules = rules_of(given)
+            kinds = [{name: group[name] for name in _VARIANT if name in group} for group in given.param_groups]
             if options.every is not None:
                 stored(given.param_groups)
             source = source_of(options.init, init_missing=options.init_missing)
             source.check(model)
-            self._plan = plan_run(model, given.param_groups, rules_of(given), options, self._comm, files)
+            self._plan = plan_run(model, given.param_groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
+            if any(rule.name != ADAM for rule in rules):
+                wanted = replace(wanted, rules=tuple(rule.name for rule in rules))
         interrupts.hold()
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
@@ -362,6 +368,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo)
         self._attached = Attached(_committed(found))
         self._resumed = None
+        self._take_initial_progress()
         self._is_loop_resumed = found is None
         if found is not None:
             self._resumed = Resumed(found.commit.step, found.extra.extra)
@@ -474,7 +481,8 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _begin_step(self, active: Sequence[int], factor: float) -> None:
         held, groups, scale = self._parts.parameters.held, self._layout.groups, self._parts.scale
-        keys = {n: StepKey(groups[n], Progress(held[n].steps), scale.relative(n)) for n in active}
+        keys = {n: StepKey(groups[n], held[n].progress, scale.relative(n)) for n in active}
+        advanced = self._advanced(active)
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
@@ -483,7 +491,23 @@ class OffloadZero(torch.optim.Optimizer):
             raise
         self._step += 1
         for number in active:
-            held[number].steps += 1
+            held[number].progress = advanced[groups[number], held[number].progress][0]
+        for (group, _), (_, changed) in advanced.items():
+            self.param_groups[group].update(changed)
+
+    def _advanced(self, active: Iterable[int]) -> dict[tuple[int, Progress], tuple[Progress, dict[str, Any]]]:
+        """What a step makes of each progress in each param group, and which options it changes. Nothing is changed.
+
+        Args:
+            active: the numbers of the parameters that have a gradient.
+
+        Raises:
+            ConfigError: an optimizer refuses its options.
+        """
+        held, groups = self._parts.parameters.held, self._layout.groups
+        found = {(groups[number], held[number].progress) for number in active}
+        rules = self._plan.rules
+        return {(group, one): rules[group].advance(self.param_groups[group], one) for group, one in found}
 
     @training_entry
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -636,6 +660,7 @@ class OffloadZero(torch.optim.Optimizer):
         fault: ConfigError | None = None
         try:
             require_sound(self._plan.rules, self.param_groups)
+            self._advanced(active)
             if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
             factor = self._factor(active)
@@ -839,7 +864,8 @@ class OffloadZero(torch.optim.Optimizer):
         views = self._parts.masters.states(number, self._step)
         whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
         shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in whole.items()}
-        return shaped | {"step": self._parts.parameters.held[number].steps}
+        progress = self._parts.parameters.held[number].progress
+        return shaped | {one.name: one.value for one in progress.scalars} | {"step": progress.step}
 
     def stats(self) -> dict[str, Any]:
         """What was moved, waited for and taken since training began, and what runs where.
@@ -957,7 +983,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _times_stepped(self, param: Any) -> int:
         """How often a parameter was stepped; 0 for all else."""
         number = self._parts.parameters.index.get(param)
-        return 0 if number is None else self._parts.parameters.held[number].steps
+        return 0 if number is None else self._parts.parameters.held[number].progress.step
 
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):
@@ -1100,7 +1126,7 @@ class OffloadZero(torch.optim.Optimizer):
         prepare = self._held.take_outside_writes
         with self._together():
             require_sound(self._plan.rules, self.param_groups)
-            self._commits.commit(prepare, self._step, self._parts.parameters.steps, self.param_groups, extra)
+            self._commits.commit(prepare, self._step, self._parts.parameters.progress, self.param_groups, extra)
         self._attached.commit_ends()
 
     @contextmanager
@@ -1188,19 +1214,25 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _take_progress(self, committed: Manifest) -> None:
         """Takes hyper-parameters and step counts from a commit, whatever its layout."""
-        steps = {param.name: param.age for param in committed.parameters}
+        progress = {param.name: param.restored() for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step
+        self._take_initial_progress()
         parameters = self._parts.parameters
         for held in parameters.held[: parameters.trained]:
-            held.steps = steps.get(held.spec.name, 0)
+            held.progress = progress.get(held.spec.name, held.progress)
+
+    def _take_initial_progress(self) -> None:
+        parameters, rules = self._parts.parameters, self._plan.rules
+        for held, group in zip(parameters.held[: parameters.trained], self._layout.groups, strict=True):
+            held.progress = rules[group].initial
 
     def _begin_at(self, found: RecoveryPlan) -> None:
         if found.manifest is not None:
             self._take_progress(self._commits.restore())
             return
         self._take_progress(found.first)
-        self._commits.reshard(found, self._parts.parameters.steps, self.param_groups)
+        self._commits.reshard(found, self._parts.parameters.progress, self.param_groups)
 
     @exclusive_entry("export")
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -1457,7 +1489,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._roll_back()
             try:
                 self._take_progress(reader.manifests[0])
-                self._commits.go_back_to(reader, self._parts.parameters.steps, self.param_groups)
+                self._commits.go_back_to(reader, self._parts.parameters.progress, self.param_groups)
                 self._commits.name_last()
             except BaseException as error:
                 self._health.fail(error)

@@ -45,7 +45,7 @@ from offload.checkpoint.commit import (
     write_manifest,
 )
 from offload.checkpoint.extra import Carried, carried_in, stored
-from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, differences
+from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, ProgressFacts, differences
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import copy_ranges
@@ -68,6 +68,7 @@ from offload.errors import (
 from offload.interrupts import is_of_system
 from offload.model.master_weights import MasterWeights
 from offload.optim.new_params import NewParameters
+from offload.optim.rule import Progress
 from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
 from offload.storage.cached_chunk import Version
@@ -173,7 +174,7 @@ class Commits:
         self,
         prepare: Callable[[], None],
         step: int,
-        param_steps: Sequence[int],
+        progress: Sequence[Progress],
         groups: Sequence[Mapping[str, Any]],
         extra: object,
     ) -> None:
@@ -186,7 +187,7 @@ class Commits:
         Args:
             prepare: called first. What it raises counts as the commit's failure.
             step: the step whose results the states are.
-            param_steps: for each parameter, how many steps it has taken.
+            progress: what the optimizer knows of each parameter beside its arrays.
             groups: the param groups, with their hyper-parameters.
             extra: what is committed along.
 
@@ -205,7 +206,7 @@ class Commits:
             prepare()
         self._snapshot_if_named(step)
         with self._agree():
-            written = self._write(step, param_steps, groups, extra)
+            written = self._write(step, progress, groups, extra)
         if written is None:
             return
         manifest, versions, digest = written
@@ -281,7 +282,7 @@ class Commits:
         return self._paths[0]
 
     def _write(
-        self, step: int, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
+        self, step: int, progress: Sequence[Progress], groups: Sequence[Mapping[str, Any]], extra: object
     ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
         """Makes this rank's part durable, before the decision. For the arguments see `commit`.
 
@@ -301,7 +302,7 @@ class Commits:
                 f"step {step} is committed already: commit once a step, with all there is to commit; state_dict() "
                 "commits, too"
             )
-        manifest = self._manifest(step, param_steps, groups, versions)
+        manifest = self._manifest(step, progress, groups, versions)
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._paths:
@@ -338,7 +339,7 @@ class Commits:
                 self._health.fail(error, is_final=True)
             raise
 
-    def reshard(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+    def reshard(self, found: RecoveryPlan, progress: Sequence[Progress], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
 
         Every slot is read once. If this run commits, it makes the commit anew in its own layout, which decides, and
@@ -347,7 +348,7 @@ class Commits:
 
         Args:
             found: the commit.
-            param_steps: for each parameter, how many steps it has taken.
+            progress: what the optimizer knows of each parameter beside its arrays.
             groups: the param groups, with their hyper-parameters.
 
         Raises:
@@ -362,7 +363,7 @@ class Commits:
         if self._choice.every is not None and slots is not None:
             self._replaces = found.commit.run_id
             source = _id_of(found.commit, found.extra.source)
-            self.commit(_nothing, step, param_steps, groups, found.extra._replace(source=source))
+            self.commit(_nothing, step, progress, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
             found.finish(self._record, self._comm)
@@ -476,14 +477,14 @@ class Commits:
             f"steps {', '.join(map(str, steps)) or '(none)'}; OffloadZero(keep=...) says how many stay"
         )
 
-    def go_back_to(self, reader: Reader, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+    def go_back_to(self, reader: Reader, progress: Sequence[Progress], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a snapshot, and commits them.
 
         The last commit has to have been restored before. If reading fails, it stays what it was.
 
         Args:
             reader: of the snapshot.
-            param_steps: for each parameter, how many steps it has taken.
+            progress: what the optimizer knows of each parameter beside its arrays.
             groups: the param groups, with their hyper-parameters.
 
         Raises:
@@ -494,7 +495,7 @@ class Commits:
         self._take_values(reader)
         carried = carried_in(reader.extra())
         source = _id_of(reader.commit, carried.source)
-        self.commit(_nothing, reader.commit.step, param_steps, groups, carried._replace(source=source))
+        self.commit(_nothing, reader.commit.step, progress, groups, carried._replace(source=source))
 
     def _take_values(self, reader: Reader) -> None:
         """Copies states and parameters from the commit of `reader`. Every slot is read once."""
@@ -777,7 +778,7 @@ class Commits:
     def _manifest(
         self,
         step: int,
-        param_steps: Sequence[int],
+        progress: Sequence[Progress],
         groups: Sequence[Mapping[str, Any]],
         versions: Sequence[Mapping[int, Version]],
     ) -> Manifest:
@@ -801,7 +802,8 @@ class Commits:
             step=step,
             groups=stored(groups),
             parameters=tuple(
-                replace(facts, age=age) for facts, age in zip(self._wanted.parameters, param_steps, strict=True)
+                replace(facts, age=one.step, progress=ProgressFacts.of(one))
+                for facts, one in zip(self._wanted.parameters, progress, strict=True)
             ),
             chunks=facts(ChunkKind.STATES, versions[0]),
             copies=facts(ChunkKind.PARAMS, versions[1]) if self._choice.holds_params else (),

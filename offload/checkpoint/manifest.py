@@ -58,11 +58,14 @@ from functools import cached_property
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+import torch
 import xxhash
 from msgspec import Meta
 
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import ADAM_STATES, MASTER, Flat, Layout, StateKind
+from offload.optim.rule import Progress
+from offload.optim.rule import Scalar as NamedScalar
 from offload.sizes import MASTER_ITEM_BYTES, format_bytes
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
@@ -77,6 +80,8 @@ from offload.storage.swap_format import (
 )
 
 SCHEMA = "offload manifest"
+ADAM = "Adam"
+"""The rule of Adam and AdamW, which a manifest without rules is of."""
 VERSION = 2
 VERSION_OF_RULES = 3
 """That of manifests with other optimizers than Adam."""
@@ -108,6 +113,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
 Number = Annotated[int, Meta(ge=0, le=MAX_PARAMETERS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=f"^[^{_CONTROL}]*\\Z")]
 DType = Annotated[str, Meta(pattern=r"^(bfloat16|float16|float32)\Z")]
+ScalarDType = Annotated[str, Meta(pattern=r"^(bfloat16|float16|float32|float64|int32|int64|bool)\Z")]
+NumberValue: TypeAlias = bool | Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | float
 Scalar: TypeAlias = bool | Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | float | Text | None
 Option: TypeAlias = Scalar | Annotated[tuple[Scalar, ...], Meta(max_length=MAX_OPTIONS)]
 
@@ -128,8 +135,19 @@ class Digest(NamedTuple):
 class ProgressFacts:
     """What is known of a parameter beside its arrays; fields as in [Note: manifest format 2]."""
 
-    scalars: Annotated[tuple[tuple[Text, Scalar, Text | None], ...], Meta(max_length=MAX_OPTIONS)]
+    scalars: Annotated[tuple[tuple[Text, NumberValue, ScalarDType | None], ...], Meta(max_length=MAX_OPTIONS)]
     arrays: Annotated[tuple[Text, ...], Meta(max_length=MAX_OPTIONS)]
+
+    @classmethod
+    def of(cls, progress: Progress) -> ProgressFacts | None:
+        """What a manifest says beside the steps; None: there is nothing."""
+        if not progress.scalars and not progress.arrays:
+            return None
+        rows = [
+            (one.name, one.value, None if one.dtype is None else str(one.dtype).removeprefix("torch."))
+            for one in progress.scalars
+        ]
+        return cls(tuple(rows), progress.arrays)
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,16 @@ class ParameterFacts:
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def restored(self) -> Progress:
+        """The progress that was committed."""
+        if self.progress is None:
+            return Progress(self.age)
+        scalars = [
+            NamedScalar(name, value, None if dtype is None else getattr(torch, dtype))
+            for name, value, dtype in self.progress.scalars
+        ]
+        return Progress(self.age, tuple(scalars), self.progress.arrays)
 
 
 @dataclass(frozen=True)
@@ -635,11 +663,9 @@ def differences(
         found.append(f"compute_dtype is {wanted.compute_dtype}, and {committed.compute_dtype} was committed")
     if len(committed.groups) != len(wanted.groups):
         found.append(f"there are {len(wanted.groups)} param groups, and {len(committed.groups)} were committed")
-    for number, (group, before) in enumerate(zip(wanted.groups, committed.groups, strict=False)):
-        is_adamw, was_adamw = (bool(of.get("decoupled_weight_decay")) for of in (group, before))
-        if is_adamw != was_adamw:
-            kinds = ("Adam", "AdamW")
-            found.append(f"param group {number} is of {kinds[is_adamw]}, and one of {kinds[was_adamw]} was committed")
+    for number, (is_of, was_of) in enumerate(zip(_optimizers(wanted), _optimizers(committed), strict=False)):
+        if is_of != was_of:
+            found.append(f"param group {number} is of {is_of}, and one of {was_of} was committed")
     old = {param.name: param for param in committed.parameters}
     new = {param.name: param for param in wanted.parameters}
     found += [
@@ -647,10 +673,27 @@ def differences(
     ]
     gone = (name for name in old if name not in new and name not in frozen)
     found += [f"{name} was committed, and is not in the model" for name in gone]
+    now, before = _states(wanted), _states(committed)
     for name in new:
         if name in old:
             found += _param_differences(old[name], new[name])
+            if now[name] != before[name]:
+                found.append(f"{name} has {', '.join(now[name])}, and {', '.join(before[name])} was committed")
     return found
+
+
+def _optimizers(manifest: Manifest) -> list[str]:
+    """The name of each group's optimizer."""
+    names = manifest.rules or (ADAM,) * len(manifest.groups)
+    return [
+        "AdamW" if name == ADAM and group.get("decoupled_weight_decay") else name
+        for name, group in zip(names, manifest.groups, strict=True)
+    ]
+
+
+def _states(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    """The names of the arrays in the slots of each parameter."""
+    return {manifest.parameters[number].name: flat.kinds for flat in manifest.flats for number in flat.params}
 
 
 def _param_differences(old: ParameterFacts, new: ParameterFacts) -> list[str]:

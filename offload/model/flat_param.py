@@ -35,6 +35,7 @@ from offload.model.dense import is_dense, move_values
 from offload.model.held_param import DATA, NO_VERSION, HeldParam, set_versions
 from offload.model.unit import Unit, Units
 from offload.model.unit_memory import UnitMemory, strip
+from offload.optim.rule import Progress
 from offload.ranks.tensor_parallel import local_of, repoint
 
 CPU = torch.device("cpu")
@@ -216,9 +217,9 @@ class FlatParameters:
         return len(self._streamed) > 0
 
     @property
-    def steps(self) -> list[int]:
-        """How many steps each trained parameter has taken."""
-        return [one.steps for one in self.held[: self.trained]]
+    def progress(self) -> list[Progress]:
+        """What the optimizer knows of each trained parameter beside its arrays."""
+        return [one.progress for one in self.held[: self.trained]]
 
     def flat_streams(self, flat: int) -> bool:
         """Whether the parameters of a flat parameter stream."""

@@ -25,6 +25,7 @@ from offload import torch_private
 from offload.layout import ParamSpec
 from offload.model.dense import flattened, with_strides
 from offload.model.unit import Unit
+from offload.optim.rule import NEVER
 from offload.ranks.tensor_parallel import is_dtensor, local_of
 
 NO_VERSION = 1 << 31
@@ -90,7 +91,8 @@ class HeldParam:
         strides: those of its elements in the flat parameter, also while it is pointed elsewhere (`p.data = x`).
         version: see [Note: versions].
         gradient: what is known of its gradient.
-        steps: how many steps it has taken, also in the runs before which this one goes on from; 0 if it is frozen.
+        progress: what its optimizer knows of it beside its arrays, with how many steps it has taken, also in the runs
+            before which this one goes on from. It means nothing if it is frozen.
         value_before: its flattened values, in RAM, from before a state_dict was loaded, until its split master follows;
             None: they are not kept.
         has_stored_write: whether others wrote to it, and its store has what they wrote, which its master does not
@@ -114,8 +116,8 @@ class HeldParam:
         "local",
         "number",
         "offset",
+        "progress",
         "spec",
-        "steps",
         "streams",
         "strides",
         "tensor",
@@ -142,7 +144,7 @@ class HeldParam:
         self.strides: tuple[int, ...] = ()
         self.version = 0
         self.gradient = HeldGrad()
-        self.steps = 0
+        self.progress = NEVER
         self.value_before: Tensor | None = None
         self.has_stored_write = False
         self.digest: str | None = None

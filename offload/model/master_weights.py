@@ -77,6 +77,9 @@ class MasterWeights:
                 with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
                     for block in _blocks(chunk.pieces):
                         self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
+                    for state, array in zip(self._layout.flats[flat].states, lease.arrays[1:], strict=True):
+                        if state.starts:
+                            array.fill_(state.starts)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:

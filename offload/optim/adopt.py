@@ -19,8 +19,10 @@ from torch import Tensor
 from offload import torch_private
 from offload.errors import ConfigError, GradientMovedError, ResumeError
 from offload.optim.rule import Rule
-from offload.optim.rules.adam import AdamRule
+from offload.optim.rules.adam import UNSUPPORTED, AdamRule
+from offload.optim.rules.probe import rule_of
 
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 WRAPPERS = frozenset(
     {
         ("accelerate.optimizer", "AcceleratedOptimizer"),
@@ -59,25 +61,26 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
     """Checks that OffloadZero can take over an optimizer.
 
     Raises:
-        ConfigError: it is no torch.optim.Adam or AdamW, has stepped before, was taken over before, has a step() of its
-            own in place of its class's, or has param groups that `require_sound` refuses.
+        ConfigError: it is no torch optimizer, or one around another one; it has stepped before, was taken over before,
+            or has a step() of its own in place of its class's.
     """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ConfigError(_why_not(optimizer))
+    if why := _why_not(optimizer):
+        raise ConfigError(why)
     if "step" in vars(optimizer) and getattr(optimizer.step, "taken_over", False):
         raise ConfigError("the optimizer was taken over by another OffloadZero: give a fresh one")
-    if optimizer.state:
+    if optimizer.state and type(optimizer) in ADAMS:
         raise ConfigError("the optimizer has already stepped: its moments would be lost; give a fresh one")
     if _own_step(optimizer) is not None:
         raise ConfigError(
             "the optimizer has a step() of its own in place of that of its class, which would not be called any more: "
             "register what it adds with optimizer.register_step_pre_hook or register_step_post_hook"
         )
-    require_sound(rules_of(optimizer), optimizer.param_groups)
 
 
-def _why_not(optimizer: object) -> str:
-    """Says why an optimizer that is no Adam or AdamW is refused."""
+def _why_not(optimizer: object) -> str | None:
+    """Says why what was given is no optimizer that can be taken over; None: it may be one."""
+    if type(optimizer) in ADAMS:
+        return None
     if isinstance(optimizer, type):
         name = optimizer.__name__
         return f"optimizer={name} is a class: make one of it, {name}(model.parameters())"
@@ -92,7 +95,9 @@ def _why_not(optimizer: object) -> str:
             f"optimizer is {kind}, around the {type(one).__name__} in its attribute {name}: what it adds would be left "
             f"out; give OffloadZero the inner optimizer, and do what {kind} adds in the training loop"
         )
-    return f"optimizer is {kind}: give torch.optim.AdamW or torch.optim.Adam, or None for AdamW"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    return f"optimizer is {kind}: give torch.optim.AdamW or another torch optimizer, or None for AdamW"
 
 
 def _own_step(optimizer: torch.optim.Optimizer) -> object:
@@ -116,8 +121,18 @@ def move_hooks(given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -
 
 
 def rules_of(optimizer: torch.optim.Optimizer) -> list[Rule]:
-    """The rule of each param group of an optimizer that OffloadZero can take over."""
-    return [AdamRule() for _ in optimizer.param_groups]
+    """The rule of each param group of an optimizer that `require_adoptable` accepts.
+
+    Raises:
+        ConfigError: its class cannot run on pieces of parameters (rules/probe.py), or an option is out of range.
+    """
+    is_adam = type(optimizer) in ADAMS
+    rules: list[Rule] = [
+        AdamRule() if is_adam and not any(group.get(option) for option in UNSUPPORTED) else rule_of(optimizer, group)
+        for group in optimizer.param_groups
+    ]
+    require_sound(rules, optimizer.param_groups)
+    return rules
 
 
 def require_sound(rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -75,10 +75,14 @@ class Rule(ABC):
     Attributes:
         name: that of the optimizer's class.
         states: the arrays that it keeps beside the master.
+        initial: the progress of a parameter that was never stepped.
+        splits_masters: whether it can step masters of which it has the low halves only.
     """
 
     name: str
     states: tuple[StateKind, ...]
+    initial: Progress = NEVER
+    splits_masters: bool = False
 
     @abstractmethod
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:

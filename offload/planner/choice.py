@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, ParamSpec, build, tiled
+from offload.layout import Layout, ParamSpec, StateKind, build, tiled
 from offload.model.units import (
     ROOT,
     compute_dtypes,
@@ -73,6 +73,15 @@ class ModelShape:
         specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
+
+    def with_states(self, states: Sequence[tuple[StateKind, ...]]) -> ModelShape:
+        """The shape with other states than Adam's.
+
+        Args:
+            states: what is kept of each element of a trained parameter, by its param group.
+        """
+        specs = [spec if spec.group is None else replace(spec, states=states[spec.group]) for spec in self.specs]
+        return replace(self, specs=specs)
 
     def cut(self, parts: int) -> ModelShape:
         """The shape of the part that one of `parts` tensor-parallel ranks would have, judged by shapes alone.

@@ -22,6 +22,7 @@ class AdamRule(Rule):
 
     name = "Adam"
     states = ADAM_STATES
+    splits_masters = True
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
         """See Rule.require_sound.
