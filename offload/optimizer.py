@@ -757,13 +757,14 @@ class OffloadZero(torch.optim.Optimizer):
     def state(self) -> States:
         """The states of each parameter that was stepped, as a torch optimizer has them.
 
-        It is a mapping from a parameter to "step", "exp_avg" and "exp_avg_sq". They are read when they are used, one
-        parameter at a time, as by `state_of`, and cannot be written to.
+        It is a mapping from a parameter to what the optimizer's class names, for Adam "step", "exp_avg" and
+        "exp_avg_sq". They are read when they are used, one parameter at a time, as by `state_of`, and cannot be
+        written to.
 
         Raises:
             ConfigError: it is replaced.
         """
-        return States(self.param_groups, weakref.WeakMethod(self._times_stepped), weakref.WeakMethod(self.state_of))
+        return States(self.param_groups, weakref.WeakMethod(self._shown_states), weakref.WeakMethod(self.state_of))
 
     @state.setter
     def state(self, value: object) -> None:
@@ -980,10 +981,13 @@ class OffloadZero(torch.optim.Optimizer):
             local = held.shaped(view)
         return whole_of(self._comm, held.tensor, local)
 
-    def _times_stepped(self, param: Any) -> int:
-        """How often a parameter was stepped; 0 for all else."""
+    def _shown_states(self, param: Any) -> Mapping[str, Any]:
+        """The states of a parameter that was stepped, as `States` takes them; nothing for all else."""
         number = self._parts.parameters.index.get(param)
-        return 0 if number is None else self._parts.parameters.held[number].progress.step
+        if number is None or number >= self._parts.parameters.trained:
+            return {}
+        progress = self._parts.parameters.held[number].progress
+        return self._plan.rules[self._layout.groups[number]].shown(progress) if progress.step else {}
 
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):

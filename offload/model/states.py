@@ -1,10 +1,11 @@
 """What `optimizer.state` answers: a mapping as that of a torch optimizer, whose tensors stay in their tiers.
 
 [Note: states as torch names them]
-`state[p]` has `step`, `exp_avg` and `exp_avg_sq`, as torch's Adam has them after the first step of `p`. The master is
-no state of torch's, so it is not among them: `state_of(p)` has it. The tensors have no storage. Each use of one
-computes with a copy, which is read from the tiers then and freed afterwards. So to go through all of them takes the
-memory of one parameter. Over several ranks a use is a collective, as `state_of` is, which all ranks have to call.
+`state[p]` has what the optimizer's class puts there from the first step of `p` on: for Adam `step`, `exp_avg` and
+`exp_avg_sq`. The master is no state of torch's, so it is not among them: `state_of(p)` has it. The tensors have no
+storage. Each use of one computes with a copy, which is read from the tiers then and freed afterwards. So to go through
+all of them takes the memory of one parameter. Over several ranks a use is a collective, as `state_of` is, which all
+ranks have to call.
 
 Nothing that is written to a copy would reach a tier. So a call that changes one raises ConfigError, also if it does so
 through a view. What was read may be written back: Lightning does, when it moves states to the device that they are on.
@@ -27,14 +28,12 @@ from offload.model.torch_functions import Kind, answer_without_values, changed, 
 from offload.model.torch_helpers import bits_of, call_eagerly, instances_in
 from offload.ranks.tensor_parallel import local_of
 
-KINDS = ("step", "exp_avg", "exp_avg_sq")
-"""In torch's order."""
 ASKS_FOR_STEPS = "torch.distributed.checkpoint.state_dict"
 """Module whose functions step an optimizer without states with zeros, so that it has some."""
 _VERSION: Any = Tensor._version
 
 Read: TypeAlias = "weakref.WeakMethod[Callable[[Tensor], Mapping[str, Any]]]"
-Count: TypeAlias = "weakref.WeakMethod[Callable[[Any], int]]"
+Shown: TypeAlias = "weakref.WeakMethod[Callable[[Any], Mapping[str, Any]]]"
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
@@ -47,27 +46,36 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 class States(MutableMapping[Any, Mapping[str, Tensor]]):
     """The value of `optimizer.state`; see [Note: states as torch names them].
 
-    It has the states of the parameters that were stepped. `steps` and `read` are methods of the optimizer, which a
+    It has the states of the parameters that were stepped. `shown` and `read` are methods of the optimizer, which a
     state that somebody keeps does not keep alive.
 
     Args:
         groups: the optimizer's param groups.
-        steps: gives how often a parameter was stepped, 0 for any other key.
+        shown: gives the states of a parameter by name: a number, a tensor of shape (), or None for an array of the
+            parameter's shape. Of any other key, and of one that was never stepped, nothing.
         read: reads the states of a parameter.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], steps: Count, read: Read) -> None:
+    def __init__(self, groups: Sequence[Mapping[str, Any]], shown: Shown, read: Read) -> None:
         self._groups = groups
-        self._steps = steps
+        self._shown = shown
         self._read = read
 
     def __getitem__(self, param: Any) -> ParamStates:
         if param not in self:
             return ParamStates()  # as a defaultdict of dicts does
-        return ParamStates({kind: StateTensor.of(param, kind, self._steps, self._read) for kind in KINDS})
+        shown = _alive(self._shown)(param)
+        return ParamStates(
+            {
+                kind: StateTensor.of(param, kind, self._shown, self._read)
+                if value is None or isinstance(value, Tensor)
+                else value
+                for kind, value in shown.items()
+            }
+        )
 
     def __contains__(self, param: object) -> bool:
-        return bool(_alive(self._steps)(param))
+        return bool(_alive(self._shown)(param))
 
     def get(self, param: Any, default: Any = None) -> Any:
         if param in self:
@@ -115,7 +123,7 @@ class States(MutableMapping[Any, Mapping[str, Tensor]]):
         return f"<the states of {len(self)} parameters: optimizer.state[p] has copies>"
 
 
-class ParamStates(dict[str, Tensor]):
+class ParamStates(dict[str, Any]):
     """The states of one parameter, by kind. Only what is in it may be written to it."""
 
     def __setitem__(self, kind: str, value: Any) -> None:
@@ -148,18 +156,20 @@ class ParamStates(dict[str, Tensor]):
 
 
 class StateTensor(Tensor):
-    """A state of a parameter, fp32 on the CPU, without storage; see [Note: states as torch names them]."""
+    """A state of a parameter on the CPU, without storage; see [Note: states as torch names them]."""
 
-    source: tuple[Tensor, str, Count, Read]
+    source: tuple[Tensor, str, Shown, Read]
 
     @staticmethod
-    def of(param: Tensor, kind: str, steps: Count, read: Read) -> StateTensor:
+    def of(param: Tensor, kind: str, shown: Shown, read: Read) -> StateTensor:
+        value = _alive(shown)(param)[kind]
         with torch_private.DisableTorchFunctionSubclass():
-            shape, strides = ((), ()) if kind == "step" else (param.shape, param.stride())
+            shape, strides = (param.shape, param.stride()) if value is None else ((), ())
+        dtype = torch.float32 if value is None else value.dtype
         made: StateTensor = Tensor._make_wrapper_subclass(
-            StateTensor, shape, strides=strides, dtype=torch.float32, device=torch.device("cpu")
+            StateTensor, shape, strides=strides, dtype=dtype, device=torch.device("cpu")
         )
-        made.source = (param, kind, steps, read)
+        made.source = (param, kind, shown, read)
         return made
 
     def values(self) -> Tensor:
@@ -169,10 +179,9 @@ class StateTensor(Tensor):
             OffloadError: as `state_of` does.
             ClosedError: if the optimizer is gone.
         """
-        param, kind, steps, read = self.source
-        if kind == "step":
-            return torch.tensor(float(_alive(steps)(param)), dtype=torch.float32, device="cpu")
-        values: Tensor = _alive(read)(param)[kind]
+        param, kind, shown, read = self.source
+        number = _alive(shown)(param)[kind]
+        values: Tensor = _alive(read)(param)[kind] if number is None else number
         return values
 
     @classmethod
@@ -254,8 +263,10 @@ def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
-def _is_same(state: Tensor, value: Any) -> bool:
+def _is_same(state: Any, value: Any) -> bool:
     """Whether a value is the state, or has its bits."""
+    if not isinstance(state, Tensor):
+        return type(value) is type(state) and bool(value == state)
     if isinstance(value, StateTensor) and isinstance(state, StateTensor):
         return value.source[0] is state.source[0] and value.source[1:] == state.source[1:]
     if not isinstance(value, Tensor) or value.dtype is not state.dtype or value.shape != state.shape:

@@ -57,6 +57,14 @@ class Progress(NamedTuple):
 NEVER = Progress()
 
 
+def scalars_of(progress: Progress) -> dict[str, Any]:
+    """The numbers of a state, as the class has them. Tensors are new ones."""
+    return {
+        one.name: one.value if one.dtype is None else torch.tensor(one.value, dtype=one.dtype, device="cpu")
+        for one in progress.scalars
+    }
+
+
 class Span(NamedTuple):
     """Elements of one parameter in the arrays of a segment.
 
@@ -109,6 +117,10 @@ class Rule(ABC):
             before: the progress before the step.
             scale: the factor of the gradients.
         """
+
+    def shown(self, progress: Progress) -> dict[str, Any]:
+        """The state of a parameter as the class names it: numbers, tensors of shape (), and None for each array."""
+        return scalars_of(progress) | dict.fromkeys(progress.arrays)
 
     @abstractmethod
     def agreed(self, group: Mapping[str, Any]) -> Hashable:

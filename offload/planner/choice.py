@@ -22,6 +22,7 @@ from offload.model.units import (
     specs_of,
     untrained_bytes,
 )
+from offload.optim.adopt import rules_of
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.placement import Needs, Placement, Room, place
@@ -256,7 +257,7 @@ def least_cpu_memory(
 
     Args:
         model: may be on the meta device: only shapes count.
-        optimizer: whose param_groups are trained; None: all parameters are one group.
+        optimizer: whose param_groups are trained; None: all parameters are one group of AdamW's.
         ranks: data-parallel ranks.
         replicas: rows of the mesh that is given as process_group.
         device: as OffloadZero's.
@@ -270,6 +271,8 @@ def least_cpu_memory(
     given = Options(tier=NVME.name, path=".", **options)
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     shape = ModelShape.of(model, groups, given)
+    if optimizer is not None:
+        shape = shape.with_states([rule.states for rule in rules_of(optimizer)])
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)

@@ -298,8 +298,8 @@ class Tiers:
     def __init__(self) -> None:
         self.reads = 0
 
-    def steps(self, param: Any) -> int:
-        return 1
+    def shown(self, param: Any) -> Mapping[str, Any]:
+        return {"exp_avg": None}
 
     def read(self, param: Tensor) -> Mapping[str, Any]:
         self.reads += 1
@@ -309,7 +309,7 @@ class Tiers:
 @pytest.mark.filterwarnings("ignore")
 def test_a_state_refuses_whatever_writes_and_reads_nothing_for_it() -> None:
     tiers, refused = Tiers(), set()
-    state = StateTensor.of(torch.ones(4, 4), "exp_avg", weakref.WeakMethod(tiers.steps), weakref.WeakMethod(tiers.read))
+    state = StateTensor.of(torch.ones(4, 4), "exp_avg", weakref.WeakMethod(tiers.shown), weakref.WeakMethod(tiers.read))
     for func, (first, *more), _ in in_place():
         with pytest.raises(ConfigError, match=r"optimizer\.state"):
             func([state] if isinstance(first, list) else state, *more)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
@@ -50,6 +51,11 @@ class AdamRule(Rule):
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> AdamScalars:
         """See Rule.scalars."""
         return AdamScalars.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
+
+    def shown(self, progress: Progress) -> dict[str, Any]:
+        """See Rule.shown."""
+        step = torch.tensor(float(progress.step), dtype=torch.float32, device="cpu")
+        return {"step": step} | dict.fromkeys(state.name for state in self.states)
 
     def agreed(self, group: Mapping[str, Any]) -> Hashable:
         """See Rule.agreed."""

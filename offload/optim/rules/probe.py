@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.layout import StateKind
-from offload.optim.rule import NEVER, Progress, Scalar
+from offload.optim.rule import NEVER, Progress, Scalar, scalars_of
 from offload.optim.rules.torch_rule import (
     BLOCK,
     LARGE_BLOCK,
@@ -35,7 +35,6 @@ from offload.optim.rules.torch_rule import (
     TorchRule,
     _quiet,
     progress_of,
-    scalars_of,
     step_piece,
     structure_of,
 )

@@ -27,7 +27,7 @@ from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.native import Kernels, Task
-from offload.optim.rule import Progress, Rule, Scalar, Span
+from offload.optim.rule import Progress, Rule, Scalar, Span, scalars_of
 
 CUT = 64
 """Pieces begin at multiples of so many elements of their parameter."""
@@ -271,14 +271,6 @@ def step_piece(
         if isinstance(made, Tensor) and made is not view:  # the class made it anew
             view.copy_(made)
     return after
-
-
-def scalars_of(progress: Progress) -> dict[str, Any]:
-    """The numbers of a state, as the class has them. Tensors are new ones."""
-    return {
-        one.name: one.value if one.dtype is None else torch.tensor(one.value, dtype=one.dtype)
-        for one in progress.scalars
-    }
 
 
 def progress_of(state: Mapping[str, Any], kinds: Sequence[StateKind], step: int) -> Progress:

@@ -1,0 +1,257 @@
+"""Any elementwise optimizer, held, has the bits of plain torch: on every tier, across commits, in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import ConfigError, OffloadZero, ResumeError, Tuning
+from offload.planner import least_cpu_memory
+from tests.optim.test_torch_rules import WORKING, Lion, Make
+from tests.support.cases import often
+from tests.support.toy import Net, batch
+
+STEPS = 6
+SMALL = Tuning(chunk="4KiB", threads=2)
+PLACES: dict[str, dict[str, Any]] = {
+    "RAM": {"tier": "cpu"},
+    "streamed": {"tier": "cpu", "param_tier": "cpu"},
+    "disk": {"tier": "nvme", "cpu_memory": "least"},
+    "all on disk": {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")},
+    "device": {"tier": "device"},
+}
+# Adam and AdamW have kernels of their own: tests/parity/test_against_torch.py.
+MAKES: dict[str, Make] = {name: make for name, make in WORKING.items() if not name.startswith("adam") or "maxi" in name}
+KINDS = ("sgd_dampening", "adagrad_initial", "nadam", "lion")
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def clip(model: nn.Module, most: float) -> None:
+    """As torch's clip_grad_norm_, of a norm in double precision."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+    for grad in grads:
+        grad.mul_(min(most / (norm + 1e-6), 1.0))
+
+
+class Loop:
+    """One training loop for a plain and for a held model: clipping, a schedule, and a late first gradient."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.late = model.head.bias  # type: ignore[union-attr]
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        for half in (0, 1):
+            (self.model(batch(2 * number + half)).square().mean() / 2).backward()
+        if number < 2 and not self.optimizer.param_groups[0].get("fused"):  # torch's own fused SGD fails there
+            self.late.grad = None  # type: ignore[union-attr]
+        if isinstance(self.optimizer, OffloadZero):
+            self.optimizer.clip_grad_norm_(0.5)
+        else:
+            clip(self.model, 0.5)
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
+
+
+@cache
+def plain(name: str) -> tuple[dict[str, Tensor], dict[str, Mapping[str, Any]], list[Any]]:
+    """Parameters, states and learning rates of plain torch after STEPS steps."""
+    model = net()
+    optimizer = WORKING[name](list(model.parameters()))
+    loop = Loop(model, optimizer)
+    for number in range(STEPS):
+        loop.step(number)
+    states = {name: optimizer.state[param] for name, param in model.named_parameters()}
+    return dict(model.state_dict()), states, [group["lr"] for group in optimizer.param_groups]
+
+
+def held(name: str, path: Path, *, resume: bool = False, **options: Any) -> tuple[Net, OffloadZero]:
+    model = net()
+    given = WORKING[name](list(model.parameters()))
+    options = {"tuning": SMALL, "compute_dtype": torch.float32, "accumulation": 2} | options
+    if options.get("cpu_memory") == "least":
+        least = {key: value for key, value in options.items() if key not in ("tier", "cpu_memory", "commit_every")}
+        options["cpu_memory"] = least_cpu_memory(model, given, **least)
+    if options["tier"] == "nvme" or "commit_every" in options:
+        options["path"] = path
+    return model, OffloadZero(model, given, resume=resume, **options)
+
+
+def assert_as_plain(name: str, model: nn.Module, optimizer: OffloadZero) -> None:
+    params, states, rates = plain(name)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, params[key]), key
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    for key, param in model.named_parameters():
+        found, expected = optimizer.state_of(param), states[key]
+        for kind, value in expected.items():
+            if isinstance(value, Tensor) and value.dim():
+                assert torch.equal(found[kind], value), (key, kind)
+            elif value is not None:
+                assert found[kind] == float(value), (key, kind)
+        assert torch.equal(found["master"], params[key])
+
+
+@pytest.mark.parametrize("place", often(PLACES, "disk", "streamed"))
+@pytest.mark.parametrize("name", MAKES)
+def test_a_held_optimizer_has_the_bits_of_plain_torch(name: str, place: str, tmp_path: Path) -> None:
+    model, optimizer = held(name, tmp_path / "run", **PLACES[place])
+    with optimizer:
+        loop = Loop(model, optimizer)
+        for number in range(STEPS):
+            loop.step(number)
+        assert_as_plain(name, model, optimizer)
+
+
+RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it was": ({"tier": "nvme"}, {"tier": "nvme"}),
+    "in other chunks": ({"tier": "nvme"}, {"tier": "nvme", "tuning": Tuning(chunk="16KiB")}),
+    "on another tier": ({"tier": "nvme"}, {"tier": "cpu", "param_tier": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("way", RESUMED)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_optimizer_has_the_bits_of_plain_torch(name: str, way: str, tmp_path: Path) -> None:
+    first, then = RESUMED[way]
+    model, optimizer = held(name, tmp_path / "run", commit_every=0, **first)
+    with optimizer:
+        loop = Loop(model, optimizer)
+        for number in range(STEPS):
+            loop.step(number)
+            if number == 2:
+                optimizer.commit()
+    model, optimizer = held(name, tmp_path / "run", resume=True, commit_every=0, **then)
+    with optimizer:
+        assert optimizer.resumed is not None
+        assert optimizer.resumed.step == 3
+        loop = Loop(model, optimizer)
+        for number in range(3, STEPS):
+            loop.step(number)
+        assert_as_plain(name, model, optimizer)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_taken_back_and_taken_again_change_no_bit(name: str, tmp_path: Path) -> None:
+    model, optimizer = held(name, tmp_path / "run", commit_every=0, tier="nvme")
+    with optimizer:
+        loop = Loop(model, optimizer)
+        optimizer.commit()
+        loop.step(7)
+        optimizer.rollback()
+        for number in range(STEPS):
+            loop.step(number)
+            if number in (0, 3):
+                optimizer.commit()
+                loop.step(8)
+                optimizer.rollback()
+        assert_as_plain(name, model, optimizer)
+
+
+def test_states_that_plain_torch_would_show_are_shown(tmp_path: Path) -> None:
+    model, optimizer = held("nadam", tmp_path / "run", tier="cpu")
+    with optimizer:
+        assert not optimizer.state
+        Loop(model, optimizer).step(2)
+        state = optimizer.state[model.head.weight]
+        reference = net()
+        other = WORKING["nadam"](list(reference.parameters()))
+        Loop(reference, other).step(2)
+        expected = other.state[reference.head.weight]
+        assert set(state) == set(expected)
+        for kind, value in expected.items():
+            assert torch.equal(torch.as_tensor(state[kind] * 1), value), kind
+
+
+def test_another_optimizer_is_refused_at_resume(tmp_path: Path) -> None:
+    model, optimizer = held("sgd_momentum", tmp_path / "run", commit_every=0, tier="nvme")
+    with optimizer:
+        Loop(model, optimizer).step(2)
+        optimizer.commit()
+    for name, why in [
+        ("lion", "param group 0 is of Lion, and one of SGD was committed"),
+        ("sgd", "has master, and master, momentum_buffer was committed"),
+    ]:
+        with pytest.raises(ResumeError, match=why):
+            held(name, tmp_path / "run", resume=True, commit_every=0, tier="nvme")
+    held("sgd_nesterov", tmp_path / "run", resume=True, commit_every=0, tier="nvme")[1].close()
+
+
+def test_options_that_the_class_refuses_change_nothing(tmp_path: Path) -> None:
+    model, optimizer = held("sgd", tmp_path / "run", tier="cpu")
+    with optimizer:
+        loop = Loop(model, optimizer)
+        loop.step(2)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(ConfigError, match="options now with which SGD keeps momentum_buffer"):
+            loop.step(3)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        optimizer.param_groups[0]["momentum"] = 0.0
+        loop.step(3)
+
+
+@pytest.mark.parametrize("kind", ["norm", "counts"])
+def test_what_cannot_be_held_is_refused_and_the_model_is_as_it_was(kind: str, tmp_path: Path) -> None:
+    from tests.optim.test_torch_rules import Whole
+
+    model = net()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    given = type("Whole", (Whole,), {"kind": kind})(model.parameters())
+    with pytest.raises(ConfigError, match="optimizer is Whole, which cannot be offloaded"):
+        OffloadZero(model, given, tier="nvme", path=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert type(model.head.weight) is nn.Parameter
+
+
+def groups_of(model: Net) -> Iterator[dict[str, Any]]:
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() < 2]
+    yield {"params": matrices, "lr": 0.01}
+    yield {"params": others, "lr": 0.1, "betas": (0.5, 0.9), "decay": 0.0}
+
+
+def test_groups_of_one_optimizer_have_options_of_their_own(tmp_path: Path) -> None:
+    reference, model = net(), net()
+    expected = Lion(groups_of(reference))
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "tuning": SMALL, "accumulation": 2}
+    with OffloadZero(model, Lion(groups_of(model)), tier="nvme", path=tmp_path / "run", **options) as optimizer:
+        for number in range(4):
+            Loop(reference, expected).step(number)
+            Loop(model, optimizer).step(number)
+        for (name, one), other in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+def test_bf16_masters_equal_fp32_training_on_the_rounded_gradients(place: str, tmp_path: Path) -> None:
+    model, optimizer = held("rmsprop", tmp_path / "run", **PLACES[place] | {"compute_dtype": torch.bfloat16})
+    masters = {name: nn.Parameter(value.clone()) for name, value in net().named_parameters()}
+    expected = WORKING["rmsprop"](list(masters.values()))
+    with optimizer:
+        for number in range(4):
+            optimizer.zero_grad()
+            model(batch(number).bfloat16()).float().square().mean().backward()
+            for name, param in model.named_parameters():
+                found = optimizer.grad(param)
+                assert found is not None
+                masters[name].grad = found.float().clone()
+            optimizer.step()
+            expected.step()
+        for name, param in model.named_parameters():
+            assert torch.equal(optimizer.state_of(param)["master"], masters[name]), name
+            assert torch.equal(param, masters[name].bfloat16()), name
