@@ -42,13 +42,14 @@ OF_RANKS = (
     "tests/threads/test_beside.py::test_what_needs_all_ranks",
 )
 """What uses `worlds`."""
-SHARING = ("tests/parity/", "tests/threads/")
+SHARING = ("tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
 """Where the tests of a file compare with the same few trainings, each of which a process keeps."""
 PRODUCTS = (
     "tests/accelerator/",
     "tests/cli/",
     "tests/distributed/",
     "tests/faults/",
+    "tests/gpu/",
     "tests/model/",
     "tests/native/",
     "tests/oracle/",
