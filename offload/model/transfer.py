@@ -390,11 +390,11 @@ class UnitTransfers:
             chunk: the chunk.
             values: shape (chunk.numel,), in the compute dtype.
         """
-        not_updated = self._unit_of(chunk.flat).not_updated
-        if chunk.index in not_updated:
+        unit = self._unit_of(chunk.flat)
+        if unit.presence is Presence.UPDATING:  # of an earlier update too, if an interrupt came before the fetch
             self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()
             self._timeline.count("gathered_bytes", values.numel() * values.element_size())
-            not_updated.discard(chunk.index)
+            unit.not_updated.discard(chunk.index)
 
     def flat_updated(self, flat: int) -> None:
         """Called when all new values of a flat parameter are in the store, to replace old ones on the device."""
