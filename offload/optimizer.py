@@ -801,7 +801,8 @@ class OffloadZero(torch.optim.Optimizer):
         first, last = self._layout.param_shard_range(number)
         view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
         view[first:last] = self._parts.gradients.values(number).float() * self._parts.scale.of(number)
-        return self._whole(number, all_gather_shards(self._comm, self._layout, number, view))
+        all_gather_shards(self._comm, self._layout, number, [view])
+        return self._whole(number, view)
 
     def _has_gradient(self, number: int) -> bool:
         """Whether a parameter has a gradient, on any rank, which is final then."""
@@ -863,8 +864,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.pending.apply_all()
         self._held.take_outside_writes([number])
         views = self._parts.masters.states(number, self._step)
-        whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
-        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in whole.items()}
+        all_gather_shards(self._comm, self._layout, number, [*views.values()])
+        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in views.items()}
         progress = self._parts.parameters.held[number].progress
         return shaped | {one.name: one.value for one in progress.scalars} | {"step": progress.step}
 
