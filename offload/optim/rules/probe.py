@@ -211,7 +211,11 @@ class _Whole:
         self._count = 0
 
     def step(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Returns: masters and states after one more step, but for the idle one."""
+        """Makes one more step.
+
+        Returns:
+            Masters and states, but for those of the idle one.
+        """
         for number, param in enumerate(self.params[:-1]):
             param.grad = _gradient(self._count, number, param.shape)
         self._count += 1
@@ -283,7 +287,14 @@ class _Pieces:
         self._is_whole = not cuts
 
     def differs_from(self, history: Sequence[Sequence[tuple[Tensor, Mapping[str, Any]]]]) -> str | None:
-        """Steps as often as `history` is long. Returns: what is not the same; None: all bits are."""
+        """Steps as often as `history` is long.
+
+        Args:
+            history: for each step, masters and states of whole parameters.
+
+        Returns:
+            What is not the same; None: all bits are.
+        """
         rule = TorchRule(
             self._blank, self._states, NEVER, structure_of(self._group), lambda _: (), has_large_blocks=False
         )
