@@ -66,17 +66,18 @@ from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
 from offload.optim.adopt import (
+    defaults_of,
+    groups_of,
     groups_state,
     load_groups,
     move_hooks,
-    require_adoptable,
+    optimizers_of,
     require_matching,
     require_sound,
     retired,
     rules_of,
     take_options,
 )
-from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.optim.rule import Progress
 from offload.optim.step import StepKey
@@ -209,7 +210,7 @@ class OffloadZero(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         tier: str | None = None,
         path: PathLike | Sequence[PathLike] | None = None,
@@ -261,15 +262,17 @@ class OffloadZero(torch.optim.Optimizer):
         self._health.is_shared = self._everyone.size > 1
         self._undo = undo = ExitStack()
         try:
-            given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), options)
-            super().__init__(given.param_groups, dict(given.defaults))
+            given, source, found = self._reserve(undo, optimizer, options)
+            super().__init__(groups_of(given), defaults_of(given))
             move_hooks(given, self)
             self._adopted = True
             original = self._hold(undo, source, found)
             self._watch = Watch(self._model, self.param_groups, self._held.answers.is_live_of)
             undo.callback(self._watch.settle)
             stop_reducing(wrapper, undo)
-            undo.enter_context(retired(given))
+            for one in given:
+                undo.enter_context(retired(one))
+            del one
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 print(self._placement.describe(self._plan.held, self._parts.run.paths, self._given), file=sys.stderr)
                 if found is not None:
@@ -283,32 +286,31 @@ class OffloadZero(torch.optim.Optimizer):
     def _reserve(
         self,
         undo: ExitStack,
-        given: torch.optim.Optimizer | None,
+        given: Any,
         options: Options,
-    ) -> tuple[torch.optim.Optimizer, Source, RecoveryPlan | None]:
+    ) -> tuple[list[torch.optim.Optimizer], Source, RecoveryPlan | None]:
         """Decides what is where, finds the commit to resume, and gets memory and files. The model stays as it is.
 
         Args:
             undo: gets what gives all of it back.
-            given: the user's optimizer; None: an AdamW is made.
+            given: the user's optimizer, or several; None: an AdamW is made.
             options: the arguments of the constructor.
 
         Returns:
-            The optimizer to take over, where the values of the model come from, and the commit to resume, if any.
+            The optimizers to take over, where the values of the model come from, and the commit to resume, if any.
         """
         model, disk = self._model, DISK.get()
         files = disk.files()
         with together(self._everyone):
             require_free(model)
-            given = torch.optim.AdamW(model.parameters()) if given is None else given
-            require_adoptable(given)
-            rules = rules_of(given)
-            kinds = [{name: group[name] for name in _VARIANT if name in group} for group in given.param_groups]
+            given = optimizers_of(given, model)
+            rules, groups = rules_of(given), groups_of(given)
+            kinds = [{name: group[name] for name in _VARIANT if name in group} for group in groups]
             if options.every is not None:
-                stored(given.param_groups)
+                stored(groups)
             source = source_of(options.init, init_missing=options.init_missing)
             source.check(model)
-            self._plan = plan_run(model, given.param_groups, rules, options, self._comm, files)
+            self._plan = plan_run(model, groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._given = {param.dtype for param in params}

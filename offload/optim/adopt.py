@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload import torch_private
 from offload.errors import ConfigError, GradientMovedError, ResumeError
@@ -34,6 +35,48 @@ WRAPPERS = frozenset(
 )
 """Classes that frameworks put around an optimizer, in its attribute `optimizer`, by module and name. They change when
 it is called, and not what it computes."""
+
+
+def optimizers_of(given: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers to take over.
+
+    Args:
+        given: as OffloadZero takes it: one, several in a list or tuple, or None for AdamW over all parameters.
+        model: the model.
+
+    Raises:
+        ConfigError: `require_adoptable` refuses one of them, or two train the same parameter.
+    """
+    if given is None:
+        return [torch.optim.AdamW(model.parameters())]
+    are_several = isinstance(given, list | tuple) and given and all(map(_is_optimizer, map(unwrapped, given)))
+    found = list(map(unwrapped, given)) if are_several else [unwrapped(given)]
+    for one in found:
+        require_adoptable(one)
+    trained: dict[Any, str] = {}
+    for one in found:
+        for param in {param: None for group in one.param_groups for param in group["params"]}:
+            if param in trained:
+                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+                raise ConfigError(
+                    f"{name} is in {trained[param]} and in {type(one).__name__}: leave it out of one of the optimizers"
+                )
+            trained[param] = type(one).__name__
+    return found
+
+
+def _is_optimizer(one: object) -> bool:
+    return isinstance(one, torch.optim.Optimizer)
+
+
+def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """The param groups of all optimizers, the same dicts."""
+    return [group for one in optimizers for group in one.param_groups]
+
+
+def defaults_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The options that torch gives a param group without them. Groups of several optimizers have all of theirs."""
+    return dict(optimizers[0].defaults) if len(optimizers) == 1 else {}
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -111,27 +154,47 @@ def _own_step(optimizer: torch.optim.Optimizer) -> object:
     return None if getattr(step, "__func__", step) is type(optimizer).step else step
 
 
-def move_hooks(given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+def move_hooks(given: Sequence[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> None:
     """Moves the hooks that were registered on `given` to `optimizer`.
 
-    They stay in the same dicts, so the handles that their owners keep still remove them.
+    They stay in the same dicts, so the handles that their owners keep still remove them. Hooks of the step of several
+    optimizers are called one optimizer after the other. Their other hooks stay where they are.
     """
-    for name in torch_private.OPTIMIZER_HOOKS:
-        setattr(optimizer, name, getattr(given, name))
+    if len(given) == 1:
+        for name in torch_private.OPTIMIZER_HOOKS:
+            setattr(optimizer, name, getattr(given[0], name))
+        return
+    for one in given:
+        optimizer.register_step_pre_hook(partial(_call_before, vars(one)["_optimizer_step_pre_hooks"]))
+        optimizer.register_step_post_hook(partial(_call_after, vars(one)["_optimizer_step_post_hooks"]))
 
 
-def rules_of(optimizer: torch.optim.Optimizer) -> list[Rule]:
-    """The rule of each param group of an optimizer that `require_adoptable` accepts.
+def _call_before(hooks: Mapping[int, Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
+    for hook in list(hooks.values()):
+        changed = hook(optimizer, args, kwargs)
+        args, kwargs = (args, kwargs) if changed is None else changed
+    return args, kwargs
+
+
+def _call_after(hooks: Mapping[int, Any], optimizer: Any, args: Any, kwargs: Any) -> None:
+    for hook in list(hooks.values()):
+        hook(optimizer, args, kwargs)
+
+
+def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Rule]:
+    """The rule of each param group of optimizers that `require_adoptable` accepts.
 
     Raises:
-        ConfigError: its class cannot run on pieces of parameters (rules/probe.py), or an option is out of range.
+        ConfigError: a class cannot run on pieces of parameters (rules/probe.py), or an option is out of range.
     """
-    is_adam = type(optimizer) in ADAMS
     rules: list[Rule] = [
-        AdamRule() if is_adam and not any(group.get(option) for option in UNSUPPORTED) else rule_of(optimizer, group)
-        for group in optimizer.param_groups
+        AdamRule()
+        if type(one) in ADAMS and not any(group.get(option) for option in UNSUPPORTED)
+        else rule_of(one, group)
+        for one in optimizers
+        for group in one.param_groups
     ]
-    require_sound(rules, optimizer.param_groups)
+    require_sound(rules, groups_of(optimizers))
     return rules
 
 
@@ -159,6 +222,9 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
 
     step.taken_over = True  # type: ignore[attr-defined]
+    # A scheduler that was made from it before asks whether this was called, and would warn that it was not.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     # A method, as schedulers expect: those made from the old optimizer go on to steer the groups. Of a proxy: else the
     # old optimizer, and parameters with it, would be in a cycle.
     optimizer.step = MethodType(step, weakref.proxy(optimizer))  # type: ignore[method-assign]
@@ -167,16 +233,17 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Retires an optimizer as `retire` does. If the body raises, the optimizer is what it was."""
-    before, alive = vars(optimizer).get("step"), weakref.ref(optimizer)
+    before = {name: vars(optimizer)[name] for name in ("step", "_opt_called") if name in vars(optimizer)}
+    alive = weakref.ref(optimizer)
     try:
         retire(optimizer)
         del optimizer
         yield
     except BaseException:
         if (given := alive()) is not None:
-            vars(given).pop("step", None)
-            if before is not None:
-                vars(given)["step"] = before
+            for name in ("step", "_opt_called"):
+                vars(given).pop(name, None)
+            vars(given).update(before)
         raise
 
 

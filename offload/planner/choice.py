@@ -22,7 +22,7 @@ from offload.model.units import (
     specs_of,
     untrained_bytes,
 )
-from offload.optim.adopt import rules_of
+from offload.optim.adopt import groups_of, rules_of
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.placement import Needs, Placement, Room, place
@@ -246,7 +246,7 @@ def _shapes(
 
 def least_cpu_memory(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     ranks: int = 1,
     replicas: int = 1,
@@ -269,10 +269,11 @@ def least_cpu_memory(
     for name in options.keys() & {"tier", "path"}:
         raise ConfigError(f'{name}={options[name]!r}: this is the least of tier="nvme" on any path: leave {name} out')
     given = Options(tier=NVME.name, path=".", **options)
-    groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
+    optimizers: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    groups = groups_of(optimizers) if optimizers else [{"params": list(model.parameters())}]
     shape = ModelShape.of(model, groups, given)
-    if optimizer is not None:
-        shape = shape.with_states([rule.states for rule in rules_of(optimizer)])
+    if optimizers:
+        shape = shape.with_states([rule.states for rule in rules_of(optimizers)])
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)

@@ -255,3 +255,62 @@ def test_bf16_masters_equal_fp32_training_on_the_rounded_gradients(place: str, t
         for name, param in model.named_parameters():
             assert torch.equal(optimizer.state_of(param)["master"], masters[name]), name
             assert torch.equal(param, masters[name].bfloat16()), name
+
+
+def several(model: Net) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() < 2]
+    return [
+        torch.optim.SGD(matrices, lr=0.05, momentum=0.9),
+        torch.optim.RMSprop([{"params": others[::2]}, {"params": others[1::2], "lr": 0.001}], lr=0.01),
+    ]
+
+
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+def test_several_optimizers_are_one(place: str, tmp_path: Path) -> None:
+    """One step, one clip and one commit; a scheduler of either steers its groups."""
+    reference, model = net(), net()
+    expected, given = several(reference), several(model)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one[0], 0.9) for one in (expected, given)]
+    hooked: list[str] = []
+    given[1].register_step_pre_hook(lambda *_: hooked.append("before"))
+    handle = given[0].register_step_post_hook(lambda *_: hooked.append("after"))
+    options: dict[str, Any] = dict(PLACES[place]) | {"compute_dtype": torch.float32, "tuning": SMALL}
+    if place == "disk":
+        options["cpu_memory"] = least_cpu_memory(model, given, compute_dtype=torch.float32, tuning=SMALL)
+    with OffloadZero(model, given, path=tmp_path / "run", commit_every=0, **options) as optimizer:
+        assert optimizer.param_groups == given[0].param_groups + given[1].param_groups
+        for number in range(5):
+            for one in (reference, model):
+                one.zero_grad()
+                one(batch(number)).square().mean().backward()
+            clip(reference, 0.5)
+            optimizer.clip_grad_norm_(0.5)
+            for one in expected:
+                one.step()
+            optimizer.step()
+            for one in schedules:
+                one.step()
+            if number == 2:
+                optimizer.commit()
+                handle.remove()
+        for (name, found), other in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+            assert torch.equal(found, other), name
+        for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            of = next(one for one in expected if other in one.state)
+            for kind, value in of.state[other].items():
+                assert torch.equal(torch.as_tensor(optimizer.state[param][kind] * 1), value), (name, kind)
+        assert hooked == ["before", "after"] * 3 + ["before"] * 2
+        with pytest.raises(Exception, match="taken over"):
+            given[0].step()
+    again = net()
+    with OffloadZero(again, several(again), path=tmp_path / "run", resume=True, **options) as optimizer:
+        assert optimizer.resumed is not None
+        assert optimizer.resumed.step == 3
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    model = net()
+    both = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.head.parameters())]
+    with pytest.raises(ConfigError, match=r"head\.weight is in SGD and in AdamW: leave it out"):
+        OffloadZero(model, both, tier="cpu")

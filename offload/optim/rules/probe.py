@@ -93,7 +93,9 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    needed = [one for one in inspect.signature(optimizer.step).parameters.values() if one.default is one.empty]
+    # Of the class: a scheduler puts a function of other arguments in place of the optimizer's own.
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    needed = [one for one in arguments if one.default is one.empty]
     return any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in needed)
 
 
