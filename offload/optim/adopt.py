@@ -7,6 +7,7 @@ and again before each step or commit changes anything.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -212,10 +213,21 @@ def require_sound(rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) ->
         rule.require_sound(number, group)
 
 
-def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the step() of an optimizer that was taken over.
+class _TakenStates(defaultdict[Any, Any]):
+    """The states of an optimizer that was taken over. It has none, and a method that asks for some is told so."""
 
-    It would change nothing. The new one raises GradientMovedError, which says what to call instead.
+    def __missing__(self, key: Any) -> NoReturn:
+        raise GradientMovedError(
+            "this optimizer was taken over by OffloadZero and has no states any more, so its other methods cannot be "
+            "called either: read those of the OffloadZero, optimizer.state[p]"
+        )
+
+
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """Replaces the step() and the states of an optimizer that was taken over.
+
+    The first would change nothing, and methods of the class that go through states would find none. Both raise
+    GradientMovedError now, which says what to call instead.
     """
 
     def step(*args: Any, **kwargs: Any) -> NoReturn:
@@ -225,6 +237,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     # A scheduler that was made from it before asks whether this was called, and would warn that it was not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer.state = _TakenStates(dict)
     # A method, as schedulers expect: those made from the old optimizer go on to steer the groups. Of a proxy: else the
     # old optimizer, and parameters with it, would be in a cycle.
     optimizer.step = MethodType(step, weakref.proxy(optimizer))  # type: ignore[method-assign]
@@ -233,7 +246,8 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Retires an optimizer as `retire` does. If the body raises, the optimizer is what it was."""
-    before = {name: vars(optimizer)[name] for name in ("step", "_opt_called") if name in vars(optimizer)}
+    names: tuple[str, ...] = ("step", "_opt_called", "state")
+    before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
     alive = weakref.ref(optimizer)
     try:
         retire(optimizer)
@@ -241,7 +255,7 @@ def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     except BaseException:
         if (given := alive()) is not None:
-            for name in ("step", "_opt_called"):
+            for name in names:
                 vars(given).pop(name, None)
             vars(given).update(before)
         raise

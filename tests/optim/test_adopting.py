@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from offload import ConfigError, OffloadZero
+from offload import ConfigError, GradientMovedError, OffloadZero
 from tests.support.toy import Net, squares, take_step
 
 WRAPPERS = [
@@ -145,3 +145,23 @@ def test_hooks_move_along_and_are_removed_by_the_handles_of_before() -> None:
     found = calls_of_hooks(hold)
     assert found == calls_of_hooks(lambda model, inner: inner)
     assert len(found) == 8 + 4
+
+
+def test_methods_of_a_taken_optimizer_that_need_its_states_are_refused() -> None:
+    """As schedule-free's `eval`, which would do nothing, and say nothing."""
+
+    class Averaging(torch.optim.SGD):
+        def swap(self) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.add_(self.state[param].get("momentum_buffer", 0))
+
+    model = torch.nn.Linear(3, 3)
+    given = Averaging(model.parameters(), lr=0.1, momentum=0.9)
+    before = [param.detach().clone() for param in model.parameters()]
+    with OffloadZero(model, given, tier="cpu", compute_dtype=torch.float32):
+        assert not given.state
+        assert given.state_dict()["state"] == {}
+        with pytest.raises(GradientMovedError, match="taken over by OffloadZero and has no states"):
+            given.swap()
+    assert all(map(torch.equal, model.parameters(), before))
