@@ -6,12 +6,18 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt offload/native/*.h) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit device test-device test-torch test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
+# Where it is set, each process that tests start compiles all sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
 
-test: lint types unit device
+# Types are checked on one core. Beside it pytest writes the tests' bytecode, which each of its workers would make else.
+test:
+	$(MAKE) -j 2 lint types bytecode
+	$(MAKE) unit device
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check offload tests bench docs
@@ -19,6 +25,9 @@ lint: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(BIN)/mypy
+
+bytecode: $(VENV)/installed
+	$(BIN)/python -m pytest -qq --collect-only > /dev/null || true  # what is wrong with them `unit` says
 
 # In more processes than CI has cores: half of a test's time is spent waiting for disks, and for Pythons that start.
 unit: $(VENV)/installed

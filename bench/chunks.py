@@ -91,7 +91,7 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
         arena = stack.enter_context(closing(Arena(size, copier)))
         buffers = [arena.carve(slot_arrays[0].nbytes) for _ in range(kept)]
         kernels = stack.enter_context(closing(native.load(1)))
-        memory = Memory(arena, None, Reserved(gradients_of, {CPU: arena}), copier)
+        memory = Memory(arena, None, Reserved(gradients_of, {CPU: arena}), copier, copier)
         work = Run(choice.commits, (), layout, memory, kernels, SingleProcess(), Timeline())
         slots = None
         if folder is not None:

@@ -246,30 +246,24 @@ def build(
     entries = Entries(comm.everyone.size)
     run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries, health)
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
-    pool_store = partial(_pool_store, undo, run, placement, slots)
-    # First of all in memory: a resume reads into it while the rest is made.
-    store = _state_store(undo, run, placement, slots)
-    grads = pool_store(ChunkKind.GRADS, placement.grads)
-    shards = open_shards(run, choice.grads.passes, grads)
+    stores = _stores(undo, run, placement, slots)
+    shards = open_shards(run, choice.grads.passes, stores.get(ChunkKind.GRADS))
     gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
-    trained_streams, first_frozen = choice.params.tier > DEVICE, len(layout.flats)
-    streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
-    limit = placement.streamed_bytes
-    parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
-    param_store = pool_store(ChunkKind.PARAMS, placement.params)
-    frozen = pool_store(ChunkKind.FROZEN, placement.frozen)
-    params: ParamStore = ResidentParams(layout, parameters.flats, beneath=param_store)
-    if trained_streams:
-        assert param_store is not None
-        params = StreamedParams(layout, param_store)
+    tier_of, limit = choice.params.tier_of, placement.streamed_bytes
+    streamed = {flat.index for flat in held.flats if tier_of(is_frozen=flat.is_frozen) > DEVICE}
+    parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed, limit=limit)
+    params: ParamStore
+    if choice.params.tier > DEVICE:
+        params = StreamedParams(layout, stores[ChunkKind.PARAMS])
+    else:
+        params = ResidentParams(layout, parameters.flats, beneath=stores.params)
     if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     new_params = new_parameters(run, params, parameters.flats, gradients)
-    step = Step(run, choice.states, store, gradients, new_params)
+    step = Step(run, choice.states, stores.states, gradients, new_params)
     undo.callback(step.close)
-    stores = Stores(store, param_store, grads, frozen)
-    masters = MasterWeights(run, choice.states, parameters, store, params)
+    masters = MasterWeights(run, choice.states, parameters, stores.states, params)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
     scale = StepScale()
@@ -288,7 +282,7 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     undo.callback(_free, comm, ram)
     is_on_device = plan.choice.states.tier == DEVICE
     if not is_on_device and not placement.slab_bytes:
-        return Memory(ram, None, Reserved(placement.regions, {CPU: ram}), plan.copier)
+        return Memory(ram, None, Reserved(placement.regions, {CPU: ram}), plan.copier, plan.copier)
     if plan.copier.direct:
         slab: Arena | DeviceArena = Arena(placement.slab_bytes, plan.copier, at_once=False)
     else:
@@ -298,12 +292,10 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
         slab.prefault(lambda: None)
     reserved = Reserved(placement.regions, {CPU: ram, DEVICE: slab})
     if is_on_device:
-        # Nothing leaves it in a step. Frozen parameters may come from RAM.
-        frozen_copier = (
-            plan.copier if plan.choice.params.tier == DEVICE and plan.choice.params.frozen_tier > DEVICE else None
-        )
-        return Memory(ram, slab, reserved, HostCopier(), frozen_copier)
-    return Memory(ram, slab, reserved, plan.copier)
+        # Nothing leaves it in a step. If all that is trained stays there, what streams comes from RAM.
+        streams_from_ram = plan.choice.params.tier == DEVICE
+        return Memory(ram, slab, reserved, HostCopier(), plan.copier if streams_from_ram else HostCopier())
+    return Memory(ram, slab, reserved, plan.copier, plan.copier)
 
 
 _abandoned: list[Arena | DeviceArena] = []
@@ -346,6 +338,16 @@ def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> i
     return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)
 
 
+def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None) -> Stores:
+    """The stores of all kinds of chunks that have a pool."""
+    # The states' is made first of all in memory: a resume reads into it while the rest is made.
+    stores = Stores({ChunkKind.STATES: _state_store(undo, run, placement, slots)})
+    for kind, pool in placement.pools.items():
+        if kind not in stores:
+            stores[kind] = _pool_store(undo, run, placement, slots, kind, pool)
+    return stores
+
+
 def _state_store(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None) -> Store:
     """The store of the states. If they are on a device, commits go through another store beneath it, in RAM."""
     memory, timeline, kind = run.memory, run.timeline, ChunkKind.STATES
@@ -355,7 +357,8 @@ def _state_store(undo: ExitStack, run: Run, placement: Placement, slots: Stripes
         store = Store(arrays, resident, buffers, part, timeline, run.health, run.commits.is_due)
     else:
         assert memory.device is not None
-        beneath = _pool_store(undo, run, placement, slots, kind, placement.staged, STAGED)
+        staged = placement.staged
+        beneath = None if staged is None else _pool_store(undo, run, placement, slots, kind, staged, STAGED)
         store = DeviceStore(arrays, resident, memory.device, beneath, timeline, run.health)
     undo.callback(store.close)
     return store
@@ -367,10 +370,10 @@ def _pool_store(
     placement: Placement,
     slots: Stripes | None,
     kind: ChunkKind,
-    pool: Pool | None,
+    pool: Pool,
     name: str | None = None,
-) -> Store | None:
-    """A store of one kind of chunks with the memory of a pool; None without a pool.
+) -> Store:
+    """A store of one kind of chunks with the memory of a pool.
 
     Args:
         undo: gets what closes the store.
@@ -381,8 +384,6 @@ def _pool_store(
         pool: which chunks stay in RAM, and how many buffers there are.
         name: of the pool's regions, if it is not the kind's.
     """
-    if pool is None:
-        return None
     part = None if slots is None else slots.of(kind)
     store = Store(placement.arrays[kind], *_memory_of(name or kind, pool, run.memory), part, run.timeline, run.health)
     undo.callback(store.close)

@@ -74,8 +74,12 @@ class ParamChoice:
 
     @property
     def streams(self) -> bool:
-        """Whether parameters stream, trained or frozen."""
+        """Whether parameters stream."""
         return max(self.tier, self.frozen_tier) > DEVICE
+
+    def tier_of(self, *, is_frozen: bool) -> Tier:
+        """Where a parameter is outside its use."""
+        return self.frozen_tier if is_frozen else self.tier
 
 
 @dataclass(frozen=True)

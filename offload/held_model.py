@@ -26,14 +26,15 @@ from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
-from offload.model.written_frozen import WrittenFrozen, digest_of, require_same
+from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, require_same
 from offload.native.memory import return_freed
-from offload.planner.placement import Placement
+from offload.planner.placement import Placement, tiers_of
 from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import local_of, shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
-from offload.tiers import NVME
+from offload.storage.slot_map import ChunkKind
+from offload.tiers import DEVICE, NVME
 
 FREED_BYTES = 16 * MIB
 """What may lie free in the heap of the values that were taken, before it is given back."""
@@ -112,7 +113,6 @@ class HeldModel:
         if parameters.streams_any:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         undo.callback(self.remove)
-        self._frozen_digests: dict[str, str] = {}
         self._take_model(values, transfers)
         transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
@@ -239,8 +239,7 @@ class HeldModel:
         Args:
             budget_bytes: how much RAM copies may take.
         """
-        specs = self._parts.parameters.layout.specs
-        return WrittenFrozen(self._model, specs, self._frozen_digests, self.units, self.access, budget_bytes)
+        return WrittenFrozen(self._model, self._parts.parameters.held, self.units, self.access, budget_bytes)
 
     @property
     def has_cast_inputs(self) -> bool:
@@ -262,15 +261,15 @@ class HeldModel:
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers:
         """What moves the parameters of units that stream."""
         stores, parameters = self._parts.stores, self._parts.parameters
-        trained = None if self._parts.params.in_model else stores.params
         layout, limit = parameters.layout, placement.device_budget_bytes
-        streamed = StreamedStores(trained, stores.frozen, layout.first_frozen)
-        pools = [placement.params if trained is not None else None, placement.frozen]
-        leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
+        firsts = {ChunkKind.PARAMS: 0, ChunkKind.FROZEN: len(layout.trained.param_chunks)}
+        streamed = {kind: first for kind, first in firsts.items() if tiers_of(placement.choice)[kind] > DEVICE}
+        buffers = [placement.pools[kind].in_flight for kind in streamed]
+        leases = [max(count - 1, 1) for count in buffers if count]
         transfers = UnitTransfers(
             self._run,
             parameters,
-            streamed,
+            StreamedStores([(stores[kind], first) for kind, first in streamed.items()]),
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
             ahead=self._choice.params.prefetch_units,
@@ -292,7 +291,7 @@ class HeldModel:
         for flat in self._complete_flats(values.source, owned):
             info = layout.flats[flat]
             if not info.is_frozen:
-                require_same(self._frozen_digests, values.frozen)  # now, when nothing is lost yet
+                require_same(digests_of(parts.parameters.held), values.frozen)  # now, when nothing is lost yet
             for number in info.params:
                 self._original.changes(parts.parameters.params[number])
             dense = parts.parameters.make_dense(flat)
@@ -301,8 +300,7 @@ class HeldModel:
             if has_values:
                 specs, locals_ = layout.specs, parts.parameters.locals
                 self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
-                if not info.is_frozen:
-                    parts.masters.make_flat(flat)
+                parts.masters.make_flat(flat)
             parts.parameters.flatten(flat, with_values=has_values, owned=owned)
             streams = parts.parameters.streams(info.params[0])
             if not streams and not moves:
@@ -314,7 +312,8 @@ class HeldModel:
                     assert number_of is not None
                     alias.follow(parts.parameters.data_of(number_of))
             if info.is_frozen and self._choice.commits.every is not None:
-                self._frozen_digests |= self._digests_of(flat)
+                for number in info.params:
+                    parts.parameters.held[number].digest = digest_of(parts.parameters.params[number])
             if streams and has_values:
                 transfers.store_and_free(flat)
             elif streams:
@@ -375,12 +374,6 @@ class HeldModel:
             if shard_dim is None:
                 broadcast_from_first(comm.tensor_parallel, [tensor])
             broadcast_from_first(comm, [tensor])
-
-    def _digests_of(self, flat: int) -> dict[str, str]:
-        """The digest of each parameter of a flat parameter, by name."""
-        specs, params = self._parts.parameters.layout.specs, self._parts.parameters.params
-        numbers = self._parts.parameters.layout.flats[flat].params
-        return {specs[number].name: digest_of(params[number]) for number in numbers}
 
     def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
         """Gives values to parameters on the meta device, and yields each flat parameter when all of it has values.

@@ -6,13 +6,14 @@ elements; the gaps belong to no parameter. With one rank the flat parameter is a
 several ranks it is padded to as many equal *shards*. A layout is that of one rank: whole flat parameters, and the
 chunks of its own shards.
 
-Trained parameters come first, then frozen ones that stream; no flat parameter holds both. So what is trained has the
-same numbers with and without the frozen ones: `Layout.trained` is the layout without them, which is all that the
-optimizer knows. The chunks of frozen parameters, `frozen`, have values only: no states and no gradients.
+A *frozen* parameter is one without states, since it is in no param group. Trained parameters come first, then frozen
+ones that stream; no flat parameter holds both. So what is trained has the same numbers with and without the frozen
+ones: `Layout.trained` is the layout without them, which is all that the optimizer knows.
 
 With `replicas` the ranks form as many groups of consecutive ranks, and each group keeps all parameters. Of the
-parameters alone, a rank then also keeps the shards of its counterparts in the other groups, as *copies*. With groups of
-one rank (stages 1 and 2 where parameters stream) these are the shards of all other ranks.
+parameters alone, a rank then also keeps the shards of its counterparts in the other groups. With groups of one rank
+(stages 1 and 2 where parameters stream) these are the shards of all other ranks. The counterparts have their states: of
+`Layout.param_chunks` the first ones, `chunks`, have states and gradients here; the others, `stateless`, only values.
 
 A *chunk* is a slice of at most `chunk_numel` elements of a shard, with its place in the flat parameter. A *piece* is
 the part of one parameter that lies in one chunk. A *segment* is a run of pieces that one Adam call can do, because
@@ -56,9 +57,8 @@ class ParamSpec:
         numel: how many elements it has.
         unit: the unit that it belongs to.
         dtype: the dtype of its copy for compute.
-        group: the number of its param group. It means nothing if the parameter is frozen.
+        group: the number of its param group; None: it is in none, and so is frozen: it has no states, and no step.
         tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit.
-        is_frozen: whether it is never stepped.
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
     """
 
@@ -66,10 +66,14 @@ class ParamSpec:
     numel: int
     unit: str
     dtype: torch.dtype
-    group: int
+    group: int | None
     tile: int = 0
-    is_frozen: bool = False
     shard_dim: int | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it has no states."""
+        return self.group is None
 
 
 @dataclass(frozen=True)
@@ -159,13 +163,13 @@ class Layout:
     Attributes:
         specs: the parameters, the trained ones first.
         flats: the flat parameters.
-        chunks: the chunks of this rank's shards of trained parameters.
+        chunks: the chunks that have states: those of this rank's shards of trained parameters.
         chunk_numel: the most elements of a chunk. With several ranks, chunks begin at multiples of it within a shard.
         ranks: the number of ranks that the flats are sharded over.
         rank: the rank whose shards the chunks are.
         replicas: the number of groups of ranks, each of which keeps all parameters.
-        copies: the chunks of trained parameters that this rank keeps for its counterparts in the other groups.
-        frozen: the chunks of frozen parameters that this rank keeps, those for its counterparts included.
+        stateless: the chunks of which this rank keeps only values: those of trained parameters for its counterparts in
+            the other groups, then those of frozen parameters.
         trained_replicas: how many groups keep all trained parameters, if only frozen ones are kept `replicas` times;
             None: `replicas`.
     """
@@ -177,8 +181,7 @@ class Layout:
     ranks: int = 1
     rank: int = 0
     replicas: int = 1
-    copies: tuple[Chunk, ...] = ()
-    frozen: tuple[Chunk, ...] = ()
+    stateless: tuple[Chunk, ...] = ()
     trained_replicas: int | None = None
 
     @cached_property
@@ -188,8 +191,14 @@ class Layout:
             return self
         specs = tuple(spec for spec in self.specs if not spec.is_frozen)
         flats = tuple(flat for flat in self.flats if not flat.is_frozen)
+        stateless = tuple(chunk for chunk in self.stateless if chunk.flat < len(flats))
         replicas = self.trained_replicas or self.replicas
-        return replace(self, specs=specs, flats=flats, frozen=(), replicas=replicas, trained_replicas=None)
+        return replace(self, specs=specs, flats=flats, stateless=stateless, replicas=replicas, trained_replicas=None)
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The number of each trained parameter's param group."""
+        return tuple(spec.group for spec in self.specs if spec.group is not None)
 
     @property
     def shard_group_size(self) -> int:
@@ -206,13 +215,8 @@ class Layout:
 
     @cached_property
     def param_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of which this rank keeps the parameters: `chunks`, then `copies`, then `frozen`."""
-        return self.chunks + self.copies + self.frozen
-
-    @property
-    def first_frozen(self) -> int:
-        """The number in `param_chunks` of the first frozen chunk."""
-        return len(self.chunks) + len(self.copies)
+        """The chunks of which this rank keeps the parameters: `chunks`, then `stateless`, each at its number."""
+        return self.chunks + self.stateless
 
     def shard_numel(self, flat: int) -> int:
         """Elements of each rank's shard of a flat, padding included."""
@@ -358,24 +362,23 @@ def build(
     whole = Layout(
         tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas, trained_replicas=trained_replicas
     )
-    trained, frozen = ([flat for flat in flats if flat.is_frozen is those] for those in (False, True))
-    chunks = _chunks_of(whole, trained, (rank,), 0)
     others = [other for other in whole.replicated_shards if other != rank]
-    copies = _chunks_of(whole, trained, others, len(chunks)) if trained_replicas in (None, replicas) else ()
-    rest = _chunks_of(whole, frozen, (rank, *others), len(chunks) + len(copies))
-    return replace(whole, chunks=chunks, copies=copies, frozen=rest)
+    counterparts = others if trained_replicas in (None, replicas) else []
+    own = [(flat, rank) for flat in flats if not flat.is_frozen]
+    kept = [(flat, other) for flat in flats for other in ((rank, *others) if flat.is_frozen else counterparts)]
+    chunks = _chunks_of(whole, own, 0)
+    return replace(whole, chunks=chunks, stateless=_chunks_of(whole, kept, len(chunks)))
 
 
-def _chunks_of(layout: Layout, flats: Sequence[Flat], ranks: Sequence[int], first: int) -> tuple[Chunk, ...]:
-    """The chunks of these ranks' shards, flat by flat, numbered from `first`."""
+def _chunks_of(layout: Layout, shards: Iterable[tuple[Flat, int]], first: int) -> tuple[Chunk, ...]:
+    """The chunks of these shards, each a flat and the rank that owns the shard, numbered from `first`."""
     chunks: list[Chunk] = []
-    for flat in flats:
-        for rank in ranks:
-            start, last = layout.shard_range(flat.index, rank)
-            for begin, end in _cuts(layout, flat, start, last):
-                pieces = tuple(pieces_between(flat, layout.specs, begin, end))
-                if pieces:
-                    chunks.append(Chunk(first + len(chunks), flat.index, begin, end - begin, pieces))
+    for flat, rank in shards:
+        start, last = layout.shard_range(flat.index, rank)
+        for begin, end in _cuts(layout, flat, start, last):
+            pieces = tuple(pieces_between(flat, layout.specs, begin, end))
+            if pieces:
+                chunks.append(Chunk(first + len(chunks), flat.index, begin, end - begin, pieces))
     return tuple(chunks)
 
 

@@ -261,8 +261,6 @@ class OffloadZero(torch.optim.Optimizer):
             super().__init__(given.param_groups, dict(given.defaults))
             move_hooks(given, self)
             self._adopted = True
-            # By parameter: how often it was stepped.
-            self._steps = [0] * len(self._layout.specs)
             original = self._hold(undo, source, found)
             self._watch = Watch(self._model, self.param_groups, self._held.answers.is_live_of)
             undo.callback(self._watch.settle)
@@ -371,7 +369,7 @@ class OffloadZero(torch.optim.Optimizer):
         if found is not None:
             self._resumed = Resumed(found.commit.step, found.extra.extra)
             self._begin_at(found)
-        streams = self._plan.held.frozen and self._choice.commits.every is not None
+        streams = any(spec.is_frozen for spec in self._plan.held.specs) and self._choice.commits.every is not None
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
@@ -478,8 +476,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._consume(active)
 
     def _begin_step(self, active: Sequence[int], factor: float) -> None:
-        specs, scale = self._layout.specs, self._parts.scale
-        keys: dict[int, StepKey] = {n: (specs[n].group, self._steps[n] + 1, scale.relative(n)) for n in active}
+        held, groups, scale = self._parts.parameters.held, self._layout.groups, self._parts.scale
+        keys: dict[int, StepKey] = {n: (groups[n], held[n].steps + 1, scale.relative(n)) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
@@ -488,7 +486,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
         self._step += 1
         for number in active:
-            self._steps[number] += 1
+            held[number].steps += 1
 
     @training_entry
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -780,7 +778,8 @@ class OffloadZero(torch.optim.Optimizer):
         first, last = self._layout.param_shard_range(number)
         view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
         view[first:last] = self._parts.gradients.values(number).float() * self._parts.scale.of(number)
-        return self._whole(number, all_gather_shards(self._comm, self._layout, number, view))
+        all_gather_shards(self._comm, self._layout, number, [view])
+        return self._whole(number, view)
 
     def _has_gradient(self, number: int) -> bool:
         """Whether a parameter has a gradient, on any rank, which is final then."""
@@ -842,9 +841,9 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.pending.apply_all()
         self._held.take_outside_writes([number])
         views = self._parts.masters.states(number, self._step)
-        whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
-        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in whole.items()}
-        return shaped | {"step": self._steps[number]}
+        all_gather_shards(self._comm, self._layout, number, [*views.values()])
+        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in views.items()}
+        return shaped | {"step": self._parts.parameters.held[number].steps}
 
     def stats(self) -> dict[str, Any]:
         """What was moved, waited for and taken since training began, and what runs where.
@@ -954,15 +953,15 @@ class OffloadZero(torch.optim.Optimizer):
             number: the parameter's number.
             view: its flattened view, without the parts of other tensor-parallel ranks.
         """
-        parameters = self._parts.parameters
+        held = self._parts.parameters.held[number]
         with DisableTorchFunctionSubclass():
-            local = parameters.shaped(number, view)
-        return whole_of(self._comm, parameters.params[number], local)
+            local = held.shaped(view)
+        return whole_of(self._comm, held.tensor, local)
 
     def _times_stepped(self, param: Any) -> int:
         """How often a parameter was stepped; 0 for all else."""
         number = self._parts.parameters.index.get(param)
-        return self._steps[number] if number is not None and number < len(self._steps) else 0
+        return 0 if number is None else self._parts.parameters.held[number].steps
 
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):
@@ -1104,7 +1103,7 @@ class OffloadZero(torch.optim.Optimizer):
             extra = carried_in(extra)._replace(source=self._first.name)
         prepare = self._held.take_outside_writes
         with self._together():
-            self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
+            self._commits.commit(prepare, self._step, self._parts.parameters.steps, self.param_groups, extra)
         self._attached.commit_ends()
 
     @contextmanager
@@ -1195,14 +1194,16 @@ class OffloadZero(torch.optim.Optimizer):
         steps = {param.name: param.age for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step
-        self._steps = [steps.get(spec.name, 0) for spec in self._layout.specs]
+        parameters = self._parts.parameters
+        for held in parameters.held[: parameters.trained]:
+            held.steps = steps.get(held.spec.name, 0)
 
     def _begin_at(self, found: RecoveryPlan) -> None:
         if found.manifest is not None:
             self._take_progress(self._commits.restore())
             return
         self._take_progress(found.first)
-        self._commits.reshard(found, self._steps, self.param_groups)
+        self._commits.reshard(found, self._parts.parameters.steps, self.param_groups)
 
     @exclusive_entry("export")
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -1459,7 +1460,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._roll_back()
             try:
                 self._take_progress(reader.manifests[0])
-                self._commits.go_back_to(reader, self._steps, self.param_groups)
+                self._commits.go_back_to(reader, self._parts.parameters.steps, self.param_groups)
                 self._commits.name_last()
             except BaseException as error:
                 self._health.fail(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
 from offload.storage.arena import Arena, Lender, Reserved
 from offload.storage.chunk_cache import Store
+from offload.storage.slot_map import ChunkKind
 
 OpenEngine = Callable[[str, Sequence[Path]], IOEngine]
 """Of `io.select.open_engine`."""
@@ -56,15 +57,14 @@ class Memory:
         device: memory of the model's device; None: none is reserved.
         reserved: the pieces of both that the parts of the run get.
         copier: copies between the model and the memory where states and gradients wait for the step.
-        frozen_copier: copies frozen parameters between RAM and the device, if they are in RAM and the states are on the
-            device; None: `copier` does that, too.
+        param_copier: copies between the model and the memory where parameters that stream wait for their use.
     """
 
     ram: Arena
     device: Lender | None
     reserved: Reserved
     copier: Copier
-    frozen_copier: Copier | None = None
+    param_copier: Copier
 
     def take(self, what: str) -> list[Tensor]:
         """The pieces of the regions of a name; see `Reserved`."""
@@ -104,29 +104,26 @@ class Run:
     health: Health = field(default_factory=Health)
 
 
-class Stores(NamedTuple):
-    """The chunk caches of a run.
-
-    Attributes:
-        states: of the optimizer states.
-        params: of the 16-bit parameters, if they are streamed or committed.
-        grads: of the gradients, with grad_tier="nvme".
-        frozen: of frozen parameters that stream.
-    """
-
-    states: Store
-    params: Store | None
-    grads: Store | None
-    frozen: Store | None = None
+class Stores(dict[ChunkKind, Store]):
+    """The chunk caches of a run, by the kind of their chunks. Kinds that are kept elsewhere have none."""
 
     @property
     def all(self) -> list[Store]:
-        return [store for store in self if store is not None]
+        return [*self.values()]
+
+    @property
+    def states(self) -> Store:
+        return self[ChunkKind.STATES]
+
+    @property
+    def params(self) -> Store | None:
+        """That of the trained 16-bit parameters, if they are streamed or committed."""
+        return self.get(ChunkKind.PARAMS)
 
     @property
     def trained(self) -> list[Store]:
-        """All stores but `frozen`."""
-        return [store for store in self[:-1] if store is not None]
+        """Those whose chunks steps change."""
+        return [store for kind, store in self.items() if kind is not ChunkKind.FROZEN]
 
 
 @dataclass

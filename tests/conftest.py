@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -35,13 +36,20 @@ if DEVICE.startswith("cuda"):
 settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("offload")
 
-OF_RANKS = ("tests/distributed/", "tests/checkpoint/test_stored_runs_of_ranks.py")
+OF_RANKS = (
+    "tests/distributed/",
+    "tests/checkpoint/test_stored_runs_of_ranks.py",
+    "tests/threads/test_beside.py::test_what_needs_all_ranks",
+)
 """What uses `worlds`."""
+SHARING = ("tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
+"""Where the tests of a file compare with the same few trainings, each of which a process keeps."""
 PRODUCTS = (
     "tests/accelerator/",
     "tests/cli/",
     "tests/distributed/",
     "tests/faults/",
+    "tests/gpu/",
     "tests/model/",
     "tests/native/",
     "tests/oracle/",
@@ -57,12 +65,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where several workers run tests, one runs all of ranks: they share processes, which are started once."""
+    """Where several workers run tests, one runs all of ranks: they share processes, which are started once. Likewise
+    for files whose tests share trainings."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Ranks(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(OF_RANKS) else nodeid
+            if nodeid.startswith(OF_RANKS):
+                return "ranks"
+            return nodeid.partition("::")[0] if nodeid.startswith(SHARING) else nodeid
+
+        def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+            """The newest scopes up to one that is through: a worker runs them in order. Counting all of them, as xdist
+            does, takes time that grows with the square of the number of tests."""
+            pending = 0
+            for tests in reversed(workload.values()):
+                left = [*tests.values()].count(False)
+                if not left:
+                    break
+                pending += left
+            return pending
 
     return Ranks(config, log)
 
@@ -90,10 +112,13 @@ def copied_by() -> Iterator[CopiedBy]:
         yield lambda make: until_the_end.enter_context(copying_by(make))
 
 
+CACHES = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes what is remembered of this machine's disks."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    """No test reads or writes what is remembered of this machine's disks. Whoever writes makes the directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(CACHES)}"))
 
 
 @pytest.fixture(autouse=True)

@@ -138,8 +138,10 @@ def test_no_parameters_make_no_chunks() -> None:
 def test_parameters_that_a_rank_keeps_are_numbered_through(
     specs: list[ParamSpec], chunk_numel: int, frozen: set[int], replicas: int
 ) -> None:
-    marked = [replace(spec, is_frozen=number in frozen) for number, spec in enumerate(specs)]
+    marked = [replace(spec, group=None if number in frozen else 0) for number, spec in enumerate(specs)]
     layout = build(sorted(marked, key=lambda spec: spec.is_frozen), chunk_numel, ranks=4, rank=1, replicas=replicas)
     assert [chunk.index for chunk in layout.param_chunks] == [*range(len(layout.param_chunks))]
-    assert layout.param_chunks[layout.first_frozen :] == layout.frozen
-    assert all(not layout.flats[chunk.flat].is_frozen for chunk in layout.param_chunks[: layout.first_frozen])
+    are_frozen = [layout.flats[chunk.flat].is_frozen for chunk in layout.param_chunks]
+    assert are_frozen == sorted(are_frozen), "those of trained parameters come first"
+    assert layout.trained.param_chunks == layout.param_chunks[: are_frozen.count(False)]
+    assert all(layout.specs[piece.param].group is not None for chunk in layout.chunks for piece in chunk.pieces)

@@ -533,11 +533,13 @@ def parameters_of(
             order=memory_order(shape, stride),
             unit=spec.unit,
             dtype=str(spec.dtype).removeprefix("torch."),
-            group=spec.group,
+            group=group,
             age=step,
             shard_dim=spec.shard_dim,
         )
-        for spec, shape, stride, step in zip(layout.specs, shapes, strides, param_steps, strict=True)
+        for spec, group, shape, stride, step in zip(
+            layout.specs, layout.groups, shapes, strides, param_steps, strict=True
+        )
     )
 
 

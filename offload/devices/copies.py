@@ -10,13 +10,17 @@ A copier may perform a copy at any moment after `after` and before the end of it
 then `dst` must not be read or reused, nor `src` changed or freed. After `wait_on_device()` this holds for what the host
 does only, until `done()` is true or `wait()` has returned. The tests have a copier that copies at the last moment.
 Where an interrupt comes before anybody has noted the `Copy`, that is dropped, and waits as it goes.
+
+[Note: gathered copies]
+`gather_to_host` brings several tensors to the host in one copy, through device memory in which they lie as they will
+lie there. Copies that go through the same memory do so one after the other. So nobody has to wait for it.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -73,6 +77,31 @@ class Copy(DeviceEvent):
     """A copy under way: the event after which `dst` holds `src`."""
 
 
+Part = tuple[int, Tensor]
+"""A tensor, shape (n,), and the element at which it begins among others."""
+
+
+def gather(parts: Sequence[Part], into: Tensor) -> None:
+    """Writes tensors where each begins, and zeros between them. What lies side by side takes one kernel.
+
+    Args:
+        parts: the tensors, in the order of their places.
+        into: shape (n,), of their dtype and on their device.
+    """
+    end = 0
+    side_by_side: list[tuple[int, list[Tensor]]] = []
+    with torch.no_grad():
+        for start, part in parts:
+            if start > end:
+                into[end:start].zero_()
+            if start > end or not side_by_side:
+                side_by_side.append((start, []))
+            side_by_side[-1][1].append(part)
+            end = start + len(part)
+        for start, tensors in side_by_side:
+            torch.cat(tensors, out=into[start : start + sum(map(len, tensors))])
+
+
 class Copier(ABC):
     """Copies between a device and host memory.
 
@@ -85,13 +114,34 @@ class Copier(ABC):
     pins: bool = False
     """Whether `pin` locks memory."""
 
+    def current(self) -> object:
+        """The current stream. What is queued on streams that are equal runs in the order in which it was queued."""
+        return None
+
     @abstractmethod
-    def mark(self) -> DeviceEvent:
-        """An event at the end of what the current stream has queued."""
+    def mark(self, stream: object = None) -> DeviceEvent:
+        """An event at the end of what a stream has queued.
+
+        Args:
+            stream: what `current` gave; None: the current stream.
+        """
 
     @abstractmethod
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         """Starts copying device tensor `src` into host tensor `dst` (same shape; dtypes may differ)."""
+
+    @abstractmethod
+    def gather_to_host(
+        self, parts: Sequence[Part], staging: Tensor, dst: Tensor, after: DeviceEvent | None = None
+    ) -> Copy:
+        """Starts copying device tensors, with zeros between them, into one host tensor; see [Note: gathered copies].
+
+        Args:
+            parts: the tensors, in the order of their places: the first begins at element 0, the last ends with `dst`.
+            staging: device memory of the shape and dtype of `dst`, that of the tensors.
+            dst: 1-D.
+            after: as for all copies.
+        """
 
     @abstractmethod
     def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
@@ -160,11 +210,17 @@ class HostCopier(Copier):
 
     direct = True
 
-    def mark(self) -> DeviceEvent:
+    def mark(self, stream: object = None) -> DeviceEvent:
         return DONE
 
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         dst.copy_(src)
+        return DONE
+
+    def gather_to_host(
+        self, parts: Sequence[Part], staging: Tensor, dst: Tensor, after: DeviceEvent | None = None
+    ) -> Copy:
+        gather(parts, dst)
         return DONE
 
     def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
@@ -202,14 +258,16 @@ class _StreamEvent(Copy):
         event: torch's.
         device: the device of its stream.
         current: returns the current stream.
-        src: the source of the copy that ends with the event, kept until then.
+        src: the sources of the copy that ends with the event, kept until then; None: it is no copy's.
     """
 
-    def __init__(self, event: Any, device: torch.device, current: Callable[[], Any], src: Tensor | None) -> None:
+    def __init__(
+        self, event: Any, device: torch.device, current: Callable[[], Any], src: Sequence[Tensor] | None
+    ) -> None:
         self._event = event
         self._device = device
         self._current = current
-        # Keeps the source from the caching allocator until the copy has read it.
+        # Keeps the sources from the caching allocator until the copy has read them.
         self._src = src
         self._process = os.getpid()
 
@@ -273,12 +331,26 @@ class DeviceCopier(Copier):
         self.pins = self._runtime is not None
         self._process = os.getpid()
 
-    def mark(self) -> DeviceEvent:
+    def current(self) -> object:
+        return self._current()
+
+    def mark(self, stream: object = None) -> DeviceEvent:
         with _calling(self._device):
-            return self._record(self._current())
+            return self._record(self._current() if stream is None else stream)
 
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         return self._copy(self._down, src, dst, after)
+
+    @uninterrupted
+    def gather_to_host(
+        self, parts: Sequence[Part], staging: Tensor, dst: Tensor, after: DeviceEvent | None = None
+    ) -> Copy:
+        begins = after or self.mark()
+        with self._on(self._down):
+            begins.wait_on_device()
+            gather(parts, staging)
+            dst.copy_(staging, non_blocking=True)
+            return self._record(self._down, [src for _, src in parts])
 
     def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         return self._copy(self._up, src, dst, after)
@@ -328,9 +400,9 @@ class DeviceCopier(Copier):
         with self._on(stream):
             begins.wait_on_device()
             dst.copy_(src, non_blocking=True)
-            return self._record(stream, src)
+            return self._record(stream, [src])
 
-    def _record(self, stream: Any, src: Tensor | None = None) -> Copy:
+    def _record(self, stream: Any, src: Sequence[Tensor] | None = None) -> Copy:
         event = self._new_event()
         event.record(stream)
         return _StreamEvent(event, self._device, self._current, src)

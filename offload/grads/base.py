@@ -5,8 +5,9 @@ Each of these files calls the next one, and none is called back:
 
 1. model/gradient.py takes each gradient as soon as autograd has accumulated it, and passes it on: `accumulate`. Its
    micro-batch is counted (passes.py).
-2. With one rank it is brought to RAM at once (local.py). With several it is first averaged over the ranks, and each
-   rank keeps the average of its own shards (reduce_scatter.py).
+2. With one rank it is brought to RAM (local.py): from a device at once if it is large, else with others of its unit
+   (staging.py). With several it is first averaged over the ranks, and each rank keeps the average of its own shards
+   (reduce_scatter.py).
 3. There it waits for the step (shards.py): in RAM, or with `grad_tier="nvme"` in a store of its own, which writes it to
    the swap file. With more than one micro-batch a step, gradients are summed in fp32, in the order they come in.
 4. On the way the squares are summed (sums.py), in blocks fixed by an element's position in its parameter. The norm and

@@ -3,14 +3,16 @@
 On the CPU all of this file happens inside the hook. On a device with memory of its own the copies run on streams, and
 one worker thread does what follows each copy, in the order in which the gradients came. What is to be summed or stored
 goes through two bounce buffers in RAM; while both are in use, the hook waits. The device goes on while gradients leave
-it, and waits for those of UNITS_LEAVING units ago, whose memory it then uses again.
+it, and waits for those of UNITS_LEAVING units ago, whose memory it then uses again. Small gradients leave together:
+[Note: gathered gradients] in staging.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from queue import SimpleQueue
 from typing import ParamSpec
 
@@ -18,14 +20,15 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.choices import GradChoice
-from offload.devices.copies import Copy
-from offload.grads import shards
+from offload.devices.copies import Copy, DeviceEvent
+from offload.grads import shards, staging
 from offload.grads.base import GradientBuffer
 from offload.grads.shards import GradShards, Place
+from offload.grads.staging import STAGING, Common, Share, Staging, side_by_side
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
-from offload.layout import Layout
-from offload.profiling import GRADIENTS, TO_HOST
+from offload.layout import Chunk, Layout
+from offload.profiling import GRADIENTS, TO_HOST, Event
 from offload.regions import Region
 from offload.run import Run
 
@@ -42,8 +45,8 @@ BOUNCE = "gradients on their way from the device"
 def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Region]:
     """What LocalGradients reserves.
 
-    That is the gradients, unless they are in slots; their sums of squares; and bounce buffers, if gradients that are
-    copied from the device have to be summed or stored.
+    That is the gradients, unless they are in slots; their sums of squares; where the device has memory of its own, a
+    region of that for those that leave it together; and bounce buffers, if they then have to be summed or stored.
 
     Args:
         layout: of the trained parameters.
@@ -52,6 +55,8 @@ def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Regio
     """
     tier = choice.tier
     reserved = shards.regions(layout, choice)
+    if not in_place:
+        reserved += staging.regions(layout)
     if not in_place and (choice.passes > 1 or tier.is_durable):
         nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
         reserved.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
@@ -71,6 +76,11 @@ class LocalGradients(GradientBuffer):
         self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         self._leaving: dict[str, list[Copy]] = {}  # by unit, the first that left first
+        self._staging = Staging(run.layout, run.memory.take(STAGING))
+        self._untiled: dict[str, list[int]] = {}  # by unit, the parameters without tiles
+        for param, spec in enumerate(run.layout.specs):
+            if not spec.tile:
+                self._untiled.setdefault(spec.unit, []).append(param)
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
             for memory in run.memory.take(BOUNCE):
@@ -91,33 +101,119 @@ class LocalGradients(GradientBuffer):
 
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
         number = self.passes.count(param, tile)
-        is_last = number == self.passes.expected
         size = grad.numel() * grad.element_size()
         if not self._copier.direct:
             self._timeline.count("device_to_host_bytes", size)
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
-            memory = self._shards.tile_memory(param, tile)
-            if memory is not None:
-                self._queue(param, self._copy(param, grad, memory))
+            if self._staging.takes(param, grad):
+                self._wait_with_others(param, grad, number)
             else:
-                self._add(param, tile, grad, is_first=number == 1, is_last=is_last)
-            if is_last:
-                self._queue(param, self._shards.tile_has_come, param, tile)
+                self._come(param, tile, grad, number)
+            if self._staging.common is not None and self._is_complete(self._staging.common.unit):
+                self._leave_together()
+
+    def _come(self, param: int, tile: int, grad: Tensor, number: int) -> None:
+        """Brings the gradient of a tile to the shards.
+
+        Args:
+            param: the parameter's index.
+            tile: the tile's index.
+            grad: shape (numel of the tile,).
+            number: which micro-batch of the step it is of, from 1.
+        """
+        is_last = number == self.passes.expected
+        memory = self._shards.tile_memory(param, tile)
+        if memory is not None:
+            self._queue(param, self._copy(param, grad, memory))
+        else:
+            self._add(param, tile, grad, is_first=number == 1, is_last=is_last)
+        if is_last:
+            self._queue(param, self._shards.tile_has_come, param, tile)
+
+    def _wait_with_others(self, param: int, grad: Tensor, number: int) -> None:
+        """Makes a gradient wait on the device for those that it leaves with."""
+        common = Common(self._layout.specs[param].unit, number, self._copier.current())
+        if not self._staging.has_room(grad, common):
+            self._leave_together()
+        self._staging.add(param, grad, common)
+
+    def _is_complete(self, unit: str) -> bool:
+        """Whether equally many gradients of each parameter of a unit have come."""
+        return self.passes.are_equal(self._untiled[unit])
+
+    def _leave_together(self) -> None:
+        """Sends the gradients that wait on the device to RAM."""
+        common = self._staging.common
+        if common is None:
+            return
+        gradients = self._staging.take()
+        made = self._copier.mark(common.stream)
+        is_last = common.number == self.passes.expected
+        if self._shards.come_whole:
+            for shares in side_by_side(self._whole(gradients)):
+                params = [one.param for one in shares]
+                memory = self._shards.memory_of(params)
+                assert memory is not None
+                self._queue(params[0], self._have_come, params if is_last else (), self._send(shares, memory, made))
+            return
+        groups = list(side_by_side(self._by_chunk(gradients)))
+        for shares, then in zip_longest(groups, groups[1:]):
+            chunk, start = self._layout.chunks[shares[0].within], shares[0].start
+            is_unfinished = self._is_unfinished(chunk) or (then is not None and then[0].within == chunk.index)
+            place = Place(chunk, start - chunk.start, common.number == 1, is_last, is_unfinished)
+            bounce = self._bounce_for(shares[0].param)
+            values = shares[0].values
+            copied = bounce[: (shares[-1].stop - start) * values.element_size()].view(values.dtype)
+            self._queue(shares[0].param, self._add_copied, self._send(shares, copied, made), bounce, copied, place)
+        if is_last:
+            self._queue(next(iter(gradients)), self._have_come, list(gradients))
+
+    def _whole(self, gradients: Mapping[int, Tensor]) -> Iterator[Share]:
+        """Gradients, by parameter, in their flat parameters."""
+        for param, grad in gradients.items():
+            flat, start = self._layout.locations[param]
+            yield Share(flat, start, grad, param)
+
+    def _by_chunk(self, gradients: Mapping[int, Tensor]) -> Iterator[Share]:
+        """Gradients, by parameter, cut where their chunks begin: a bounce has room for one."""
+        for param, grad in gradients.items():
+            for chunk, piece in self._layout.pieces_of(param):
+                values = grad[piece.param_offset : piece.param_offset + piece.numel]
+                yield Share(chunk.index, chunk.start + piece.chunk_offset, values, param)
+
+    def _have_come(self, params: Iterable[int], wait: Callable[[], None] | None = None) -> None:
+        """Waits for a copy, if there is one, and sums the squares of what came last.
+
+        Args:
+            params: parameters without tiles, which are there with their last gradient.
+            wait: waits for the copy.
+        """
+        if wait is not None:
+            wait()
+        for param in params:
+            self._shards.tile_has_come(param, 0)
 
     def _add(self, param: int, tile: int, grad: Tensor, *, is_first: bool, is_last: bool) -> None:
         """Adds a tile's gradient to its chunks, piece by piece: a bounce has room for one."""
         start, stop = self._tiles[param][tile]
         for chunk, piece in self._layout.pieces_of(param):
             if start <= piece.param_offset < stop:  # no piece has elements of two tiles
-                # A chunk with a tile holds nothing else. Only in slots is a chunk written when all of it has come.
-                is_shared = not self.is_in_memory and len(chunk.pieces) > 1
-                is_unfinished = is_shared and not self.passes.are_equal(self._params_of[chunk.index])
                 first = piece.param_offset - start
                 self._through_bounce(
                     param,
                     grad[first : first + piece.numel],
-                    Place(chunk, piece.chunk_offset, is_first, is_last, is_unfinished),
+                    Place(chunk, piece.chunk_offset, is_first, is_last, self._is_unfinished(chunk)),
                 )
+
+    def _is_unfinished(self, chunk: Chunk) -> bool:
+        """Whether more elements of a chunk are about to come.
+
+        Only in slots is a chunk written when all of it has come. One with a tile holds nothing else.
+        """
+        if self.is_in_memory or len(chunk.pieces) == 1:
+            return False
+        params = self._params_of[chunk.index]
+        return not self.passes.are_equal(params) or self._staging.has_any(params)
 
     def _has_come_in_this_backward(self, param: int, tile: int) -> bool:
         """Whether a tile has a gradient from the backward that runs."""
@@ -137,11 +233,20 @@ class LocalGradients(GradientBuffer):
         values += grad.to(values.device)
         self._shards.write(param, values, start)
 
+    def clear(self, param: int) -> None:
+        self._staging.drop(param)
+        super().clear(param)
+
+    def clear_all(self) -> None:
+        self._staging.take()
+        super().clear_all()
+
     def _collect(self, params: Collection[int]) -> list[int]:
         self.drain()
         return list(params)
 
     def drain(self) -> None:
+        self._leave_together()
         while self._under_way:
             # Removed only when it is done: a call that is interrupted here has to wait again.
             param, work = self._under_way[0]
@@ -159,6 +264,7 @@ class LocalGradients(GradientBuffer):
         self.clear_all()
 
     def close(self) -> None:
+        self._staging.take()
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
@@ -169,11 +275,14 @@ class LocalGradients(GradientBuffer):
         if self._copier.direct:
             self._shards.add(values, place)
             return
-        # The memory is bounded, so the device has to wait while both bounces are in use.
-        with self._waiting("wait for bounce", param):
-            bounce = self._bounces.get()
+        bounce = self._bounce_for(param)
         copied = bounce[: values.numel() * values.element_size()].view(values.dtype)
         self._queue(param, self._add_copied, self._copy(param, values, copied), bounce, copied, place)
+
+    def _bounce_for(self, param: int) -> Tensor:
+        """A bounce. The memory is bounded, so the device has to wait while both are in use."""
+        with self._waiting("wait for bounce", param):
+            return self._bounces.get()
 
     def _add_copied(self, wait: Callable[[], None], bounce: Tensor, copied: Tensor, place: Place) -> None:
         """Adds values that are being copied to a bounce, which is free then."""
@@ -183,14 +292,41 @@ class LocalGradients(GradientBuffer):
         finally:
             self._bounces.put(bounce)
 
-    def _copy(self, param: int, src: Tensor, dst: Tensor) -> Callable[[], None]:
+    def _copy(self, param: int, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Callable[[], None]:
         """Starts a copy into RAM, and returns the function that waits for it."""
         if self._copier.direct:
             return self._copier.to_host(src, dst).wait
         chunk, parameter = self._labels(param)
-        size = src.numel() * src.element_size()
-        moving = self._timeline.begin(TO_HOST, "copy", chunk=chunk, parameter=parameter, size=size, tier="device")
-        copy = self._copier.to_host(src, dst)
+        moving = self._timeline.begin(TO_HOST, "copy", chunk=chunk, parameter=parameter, size=src.nbytes, tier="device")
+        return self._leaves(param, self._copier.to_host(src, dst, after), moving)
+
+    def _send(self, shares: Sequence[Share], dst: Tensor, made: DeviceEvent) -> Callable[[], None]:
+        """Starts a copy of gradients that lie side by side into RAM.
+
+        Args:
+            shares: the gradients, in the order of their places.
+            dst: where all of them go, with the gaps between them.
+            made: the event after which they are there.
+
+        Returns:
+            The function that waits for the copy.
+        """
+        param, begin = shares[0].param, shares[0].start
+        if len(shares) == 1:
+            return self._copy(param, shares[0].values, dst, made)
+        parts = [(one.start - begin, one.values) for one in shares]
+        chunk, _ = self._labels(param)
+        moving = self._timeline.begin(TO_HOST, "copy", chunk=chunk, size=dst.nbytes, tier="device")
+        return self._leaves(param, self._copier.gather_to_host(parts, self._staging.memory_for(dst), dst, made), moving)
+
+    def _leaves(self, param: int, copy: Copy, moving: Event | None) -> Callable[[], None]:
+        """Makes the device wait for the copies of UNITS_LEAVING units ago, and returns what waits for this one.
+
+        Args:
+            param: the parameter that is copied, or the first one.
+            copy: the copy.
+            moving: its event in the timeline.
+        """
         self._leaving.setdefault(self._layout.flats[self._layout.locations[param][0]].unit, []).append(copy)
         while len(self._leaving) > 1 + UNITS_LEAVING:
             for earlier in self._leaving.pop(next(iter(self._leaving))):

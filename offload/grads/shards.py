@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -74,10 +74,10 @@ class Place(NamedTuple):
 class GradShards(ABC):
     """The gradients of this rank's shards, and the sums of their squares.
 
-    Gradients come in one of two ways. Those that come whole are copied to the memory that `tile_memory` or
-    `bucket_memory` gives. All others come through `add` or `add_bucket`.
+    Gradients come in one of two ways. Those that come whole are copied to the memory that `tile_memory`,
+    `memory_of` or `bucket_memory` gives. All others come through `add` or `add_bucket`.
 
-    One thread at a time calls it; beside it another one may call `tile_memory`.
+    One thread at a time calls it; beside it another one may call `tile_memory` and `memory_of`.
 
     Args:
         passes: the most micro-batches that a step may have.
@@ -86,10 +86,12 @@ class GradShards(ABC):
         is_in_memory: whether all gradients are in memory that the step's kernels use. Then squares are summed when all
             of a gradient is there; if not, then as the elements of its last micro-batch come.
         dtypes: of the gradients, for each flat parameter.
+        come_whole: whether all gradients come whole.
         sums: the sums of squares.
     """
 
     is_in_memory: bool
+    come_whole: bool = False
 
     def __init__(self, run: Run, passes: int) -> None:
         self._layout = run.layout
@@ -113,6 +115,16 @@ class GradShards(ABC):
         Args:
             param: the parameter's index, with one rank.
             tile: the tile's index.
+        """
+
+    @abstractmethod
+    def memory_of(self, params: Sequence[int]) -> Tensor | None:
+        """The memory to which gradients are copied together, from the first one's beginning to the last one's end.
+
+        It is None if they have to come through `add`, as for `tile_memory`.
+
+        Args:
+            params: parameters that lie side by side in a flat parameter, none of which has tiles, with one rank.
         """
 
     @abstractmethod
@@ -251,17 +263,25 @@ class ShardsInMemory(GradShards):
             (flat, offset), (first, last) = layout.locations[param], layout.param_shard_range(param)
             self._params.append(self._flats[flat][max(offset + first - starts[flat], 0) :][: last - first])
         self._tiles = [self._tiles_of(param) for param in range(len(layout.specs))]
-        self._come_whole = passes == 1
+        self.come_whole = passes == 1
 
     def _tiles_of(self, param: int) -> list[Tensor]:
         spans, values = self.sums.spans[param], self._params[param]
         return [values[span.first - spans[0].first :][: span.numel] for span in spans]
 
     def tile_memory(self, param: int, tile: int) -> Tensor | None:
-        if not self._come_whole:
+        if not self.come_whole:
             return None
         self.sums.changes(param, tile)
         return self._tiles[param][tile]
+
+    def memory_of(self, params: Sequence[int]) -> Tensor | None:
+        if not self.come_whole:
+            return None
+        for param in params:
+            self.sums.changes(param)
+        (flat, start), (_, last) = (self._layout.locations[param] for param in (params[0], params[-1]))
+        return self._flats[flat][start : last + self._layout.specs[params[-1]].numel]
 
     def bucket_memory(self, bucket: Bucket) -> Tensor:
         for param in bucket.params:
@@ -305,6 +325,9 @@ class ShardsInSlots(GradShards):
         self._store = store
 
     def tile_memory(self, param: int, tile: int) -> None:
+        return None
+
+    def memory_of(self, params: Sequence[int]) -> None:
         return None
 
     def bucket_memory(self, bucket: Bucket) -> None:

@@ -49,7 +49,6 @@ class HeldUnits:
     Attributes:
         entries: the threads in the run.
         running: which units' forwards run.
-        written_frozen: the frozen parameters that stream and that somebody wrote to.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class HeldUnits:
         self._root = self._units[ROOT]
         self.entries = run.entries
         self.running = RunningUnits(parameters, run.entries)
-        self.written_frozen: set[int] = set()
         self._tasks: dict[int, threading.Thread] = {}  # of autograd, that run now, and the thread whose backward it is
 
     @entry
@@ -646,10 +644,10 @@ class StreamedUnits(HeldUnits):
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._units[self._layout.flats[flat].unit])  # refuses what an update would overwrite
-        trained = [number for number in numbers if number < self._parameters.trained]
-        self.written_frozen.update(numbers[len(trained) :])
+        for number in numbers:
+            self._parameters.held[number].was_written = True
         if self._masters.takes_writes_late:
-            self._masters.note_stored_writes(trained)
+            self._masters.note_stored_writes(numbers)
         else:
             self._masters.take_outside_writes(self._owner.step(), within)
         self._parameters.forget_writes(numbers)

@@ -163,17 +163,6 @@ class FlatParameters:
         if flat in self._streamed:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
 
-    def flattened(self, number: int, tensor: Tensor) -> Tensor:
-        """The elements of a tensor with a parameter's shape, in the order of its flat parameter: a view if they are.
-
-        That order stays while the parameter is pointed at memory of other strides (`p.data = x`).
-        """
-        return self.held[number].flattened(tensor)
-
-    def shaped(self, number: int, values: Tensor) -> Tensor:
-        """The inverse of `flattened`: a view of `values`, shape (numel,), with the shape of a parameter."""
-        return self.held[number].shaped(values)
-
     def _flatten_tiles(self, flat: int) -> None:
         columns = self.params[self.layout.flats[flat].params[0]].shape[1]
         for one in self.layout.slices:
@@ -225,6 +214,11 @@ class FlatParameters:
     def streams_any(self) -> bool:
         """Whether any parameter streams."""
         return len(self._streamed) > 0
+
+    @property
+    def steps(self) -> list[int]:
+        """How many steps each trained parameter has taken."""
+        return [one.steps for one in self.held[: self.trained]]
 
     def flat_streams(self, flat: int) -> bool:
         """Whether the parameters of a flat parameter stream."""

@@ -36,6 +36,7 @@ from offload.layout import Layout
 from offload.model.dense import flattened_like
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.held_param import HeldParam
 from offload.model.pending import PendingUpdates
 from offload.model.torch_functions import Kind, answer_without_values, counting, kind_of
 from offload.model.torch_helpers import bits_of, call_eagerly, in_backward, instances_in, tensors_in
@@ -133,47 +134,6 @@ def is_stand_in(grad: Tensor | None) -> bool:
     return type(grad) is StandIn
 
 
-class _Norms:
-    """The norms of gradients that are known, by order of the norm and number of the parameter."""
-
-    def __init__(self) -> None:
-        self._values: dict[float, dict[int, float]] = {}
-        self._tensors: dict[tuple[float, torch.device], dict[int, Tensor]] = {}
-
-    def missing(self, order: float, numbers: Sequence[int]) -> list[int]:
-        known = self._values.get(order, {})
-        return [number for number in numbers if number not in known]
-
-    def has(self, order: float, numbers: Sequence[int]) -> bool:
-        return not self.missing(order, numbers)
-
-    def learn(self, order: float, number: int, norm: float) -> None:
-        self._values.setdefault(order, {})[number] = norm
-
-    def tensor(self, order: float, number: int, device: torch.device) -> Tensor:
-        """A norm that is known, as a new fp32 tensor of shape ().
-
-        All norms that are known go to a device in one copy. If each had a copy of its own, the host would wait as
-        often.
-        """
-        if device.type == "cpu":
-            return torch.tensor(self._values[order][number], dtype=torch.float32, device=device)
-        there = self._tensors.setdefault((order, device), {})
-        if number not in there:
-            known = self._values[order]
-            copied = torch.tensor(list(known.values()), dtype=torch.float32, device="cpu").to(device)
-            there.update(zip(known, copied.unbind(), strict=True))
-        return there[number].clone()
-
-    def forget(self, number: int) -> None:
-        for known in (*self._values.values(), *self._tensors.values()):
-            known.pop(number, None)  # type: ignore[attr-defined]
-
-    def clear(self) -> None:
-        self._values.clear()
-        self._tensors.clear()
-
-
 class Answers:
     """Passes gradients on to the gradient buffer as autograd makes them, and answers for them in `p.grad`."""
 
@@ -189,8 +149,6 @@ class Answers:
     ) -> None:
         self.entries = units.entries
         self._units = units
-        self._names = [spec.name for spec in layout.specs]
-        self._tiled = {number for number, spec in enumerate(layout.specs) if spec.tile}
         self._ranks = layout.ranks
         self._parameters = parameters
         self._gradients = gradients
@@ -199,20 +157,15 @@ class Answers:
         self._owner = owner
         self._pid = os.getpid()
         self._is_removed = False
-        self._params = parameters.params[: parameters.trained]
-        self._stand_ins = self._new_stand_ins()
-        # Copies of values of which somebody has a view, and their versions when they were last written back.
-        self._copies: dict[int, tuple[Tensor, int]] = {}
-        self._zeroed: set[int] = set()
-        self._norms = _Norms()
+        self._held = parameters.held[: parameters.trained]
+        for held in self._held:
+            self._make_stand_in(held)
+        self._knows_norms = False
         # The last tensor that gradients were multiplied by, its version, and its value.
         self._factor: tuple[Tensor, int, float] | None = None
-        # By what the last step multiplied the gradients that it used.
-        self._used: dict[int, float] = {}
 
-    def _new_stand_ins(self) -> list[StandIn]:
-        named = enumerate(zip(self._params, self._names, strict=True))
-        return [StandIn.of(param, number, name, self) for number, (param, name) in named]
+    def _make_stand_in(self, held: HeldParam) -> None:
+        held.gradient.stand_in = StandIn.of(held.tensor, held.number, held.spec.name, self)
 
     # What hooks call. Autograd holds these functions where the garbage collector cannot look: they must not keep an
     # optimizer alive that nobody refers to, with its memory and files.
@@ -250,32 +203,30 @@ class Answers:
         self._units.backward_runs()
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
-            param = self._params[number]
-            if number in self._tiled and param.grad is not None and not self._is_own(param.grad, number):
+            held = self._held[number]
+            if held.spec.tile and held.grad is not None and not held.is_marked:
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
             self._require_no_factors()
             self._pending.require_applied(number)
             self._pending.before_gradients()
-            self._forget_norm(number)
-            self._used.pop(number, None)
+            self._forget_norms_of(number)
             # With a stand-in there the gradient is added; without, the user dropped what was there.
-            if self._is_own(param.grad, number):
-                param.grad = None
+            if held.is_marked:
+                held.grad = None
                 self._store_copy(number)
             else:
                 self._gradients.clear(number)
-            self._copies.pop(number, None)
-            self._zeroed.discard(number)
+            held.gradient.forget()
 
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Called when autograd has accumulated a gradient of a leaf; see `pass_on`."""
         if not self._is_frozen(number):
             self.pass_on(number, leaf, start)
-        elif leaf is not self._params[number]:
+        elif leaf is not self._held[number].tensor:
             leaf.grad = None
 
     def _is_frozen(self, number: int) -> bool:
-        return not self._parameters.held[number].requires_grad
+        return not self._held[number].requires_grad
 
     @entry
     def pass_on(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -287,35 +238,31 @@ class Answers:
             start: the element of the parameter at which the leaf begins.
         """
         with torch_private.DisableTorchFunctionSubclass():
-            param = self._params[number]
-            grad = leaf.grad
-            if number in self._tiled and leaf is param and (grad is None or self._is_own(grad, number)):
+            held = self._held[number]
+            param, grad = held.tensor, leaf.grad
+            if held.spec.tile and leaf is param and (grad is None or held.is_marked):
                 return  # the graph of its tiles gets here, too, without a gradient: see tiling.py
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
-            self._forget_norm(number)
+            self._forget_norms_of(number)
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
-            param.grad = self._stand_ins[number]
+            held.grad = held.gradient.stand_in
             local = local_gradient(param, grad.detach())
             is_tile = leaf is not param
-            values = flattened_like(leaf, local) if is_tile else self._parameters.flattened(number, local)
+            values = flattened_like(leaf, local) if is_tile else held.flattened(local)
             self._gradients.accumulate(number, values, start)
 
     # What the optimizer calls.
 
-    def is_marked(self, number: int) -> bool:
-        """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
-        return self._is_own(self._parameters.held[number].grad, number)
-
     @property
     def active(self) -> list[int]:
         """The parameters that have a gradient."""
-        return list(filter(self.has, range(len(self._names))))
+        return list(filter(self.has, range(len(self._held))))
 
     def has(self, number: int) -> bool:
         """Whether a parameter has a gradient that the user did not drop, and no step has used."""
-        return self.is_live(number) and self.is_marked(number)
+        return self.is_live(number) and self._held[number].is_marked
 
     def take_changes(self, numbers: Collection[int] | None = None) -> None:
         """Takes over what the user did to `p.grad`: gradients assigned to it, zeros, and writes to views of its values.
@@ -327,21 +274,20 @@ class Answers:
             ConfigError: if the model is parked, and cannot go on.
         """
         self._require_home()
-        numbers = range(len(self._params)) if numbers is None else numbers
-        for number in [number for number in self._copies if number in numbers]:
-            self._store_copy(number)
-        for number in sorted(number for number in self._zeroed if number in numbers):
-            self._zeroed.discard(number)
-            if self.is_marked(number):
-                param = self._parameters.locals[number]
-                with torch_private.DisableTorchFunctionSubclass():
-                    self._gradients.accumulate(
-                        number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
-                    )
-        for number in numbers:
-            held = self._parameters.held[number]
-            grad = held.grad
-            if grad is not None and not self._is_own(grad, number):
+        changed = self._held if numbers is None else [self._held[number] for number in sorted(numbers)]
+        for held in changed:
+            self._store_copy(held.number)
+        for held in changed:
+            if held.gradient.is_zeroed:
+                held.gradient.is_zeroed = False
+                if held.is_marked:
+                    with torch_private.DisableTorchFunctionSubclass():
+                        like = held.local
+                        zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+                        self._gradients.accumulate(held.number, zeros)
+        for held in changed:
+            number, grad = held.number, held.grad
+            if grad is not None and not held.is_marked:
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
                 self._require_no_factors()
@@ -349,8 +295,8 @@ class Answers:
                     grad = self.values_of(grad.number)
                 held.grad = grad
                 self._gradients.clear(number)
-                self._used.pop(number, None)
-                self._zeroed.discard(number)
+                held.gradient.used_by = None
+                held.gradient.is_zeroed = False
                 self.pass_on(number, held.tensor)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
@@ -359,36 +305,38 @@ class Answers:
         Args:
             used: the parameters whose gradients a step has used.
         """
-        self._used = {number: self._scale.of(number) for number in used}
-        self._copies.clear()
-        self._zeroed.clear()
-        self._norms.clear()
+        for held in self._held:
+            held.gradient.forget()
+        for number in used:
+            self._held[number].gradient.used_by = self._scale.of(number)
+        self._knows_norms = False
         self._factor = None
 
     def become_zeros(self, params: Sequence[Tensor]) -> None:
         """Gives these parameters, which have no gradient, a gradient of zeros."""
         for param in params:
             number = self._parameters.number_of(param)
-            if number is not None and number >= len(self._params):
-                number = None  # it is frozen
-            with torch_private.DisableTorchFunctionSubclass():
-                param.grad = torch.zeros_like(param) if number is None else self._stand_ins[number]
-            if number is not None:
+            if number is None or number >= len(self._held):  # it is frozen
+                with torch_private.DisableTorchFunctionSubclass():
+                    param.grad = torch.zeros_like(param)
+            else:
+                self._held[number].grad = self._held[number].gradient.stand_in
                 self.zero(number)
 
     def move(self) -> None:
         """Makes new stand-ins, when the parameters are on another device."""
-        marked = list(filter(self.is_marked, range(len(self._names))))
-        self._copies.clear()
-        self._stand_ins = self._new_stand_ins()
-        for number in marked:
-            self._parameters.held[number].grad = self._stand_ins[number]
+        for held in self._held:
+            was_marked = held.is_marked
+            held.gradient.copy = None
+            self._make_stand_in(held)
+            if was_marked:
+                held.grad = held.gradient.stand_in
 
     def remove(self) -> None:
         """Takes the stand-ins away. Those that somebody still has give no answers any more."""
         self._is_removed = True
         self.begin_anew()
-        for held in self._parameters.held[: len(self._params)]:
+        for held in self._held:
             if is_stand_in(held.grad):
                 held.grad = None
 
@@ -396,16 +344,17 @@ class Answers:
 
     def is_live(self, number: int) -> bool:
         """Whether a parameter has a gradient that no step has used."""
-        return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
+        return not self._is_removed and (self._held[number].gradient.is_zeroed or self._gradients.has(number))
 
     def is_readable(self, number: int) -> bool:
         """Whether the values of a gradient can be read. A step may have used it, if it has left it in its memory."""
-        return self.is_live(number) or (number in self._used and self._gradients.outlives_step(number))
+        was_used = self._held[number].gradient.used_by is not None
+        return self.is_live(number) or (was_used and self._gradients.outlives_step(number))
 
     def is_live_of(self, param: Tensor) -> bool:
         """Whether a tensor is a trained parameter that has a gradient which no step has used."""
         number = self._parameters.number_of(param)
-        return number is not None and number < len(self._params) and self.is_live(number)
+        return number is not None and number < len(self._held) and self.is_live(number)
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answers `func(*args, **kwargs)`, where some of the arguments are stand-ins."""
@@ -439,22 +388,27 @@ class Answers:
         """A copy of the gradient as it is now, in the parameter's shape, dtype and device."""
         self._require_home()
         self._require_values(number)
-        if number in self._copies:
-            self._store_copy(number)
-            return self._copies[number][0].clone()
-        param, values = self._params[number], self._current(number)
+        self._store_copy(number)
+        held = self._held[number]
+        if held.gradient.copy is not None:
+            return held.gradient.copy[0].clone()
+        param, values = held.tensor, self._current(number)
         with torch_private.DisableTorchFunctionSubclass():
-            local = self._parameters.shaped(number, values.to(param.dtype)).to(param.device).clone()
+            local = held.shaped(values.to(param.dtype)).to(param.device).clone()
             return whole_like(param, local)
 
     def _current(self, number: int) -> Tensor:
         """A copy of the gradient as the step would use it: 1-D, in the dtype in which it waits."""
-        if number in self._zeroed:
+        if self._held[number].gradient.is_zeroed:
             self.take_changes()
         self._gradients.finalize([number])
-        values = self._gradients.values(number)
-        factor = self._scale.of(number) if self.is_live(number) else self._used[number]
+        values, factor = self._gradients.values(number), self._factor_of(number)
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
+
+    def _factor_of(self, number: int) -> float:
+        """The factor by which the step will multiply a gradient, or has multiplied it."""
+        used_by = self._held[number].gradient.used_by
+        return self._scale.of(number) if used_by is None or self.is_live(number) else used_by
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls `func` with copies of the values.
@@ -462,7 +416,8 @@ class Answers:
         If it changes a copy, or somebody does so later through a view, the gradient changes, too.
         """
         numbers = list(dict.fromkeys(one.number for one in instances_in((args, kwargs), StandIn)))
-        values = {n: self._copies[n][0] if n in self._copies else self.values_of(n) for n in numbers}
+        copies = {n: self._held[n].gradient.copy for n in numbers}
+        values = {n: self.values_of(n) if copy is None else copy[0] for n, copy in copies.items()}
         versions = {n: one._version for n, one in values.items()}
         result = counting(func)(*_replaced(args, values), **_replaced(kwargs, values))
         for n, one in values.items():
@@ -473,25 +428,25 @@ class Answers:
         views = [t for t in plain if _storage_of(t) in number_at]
         viewed = {number_at[_storage_of(t)] for t in views if t is not values[number_at[_storage_of(t)]]}
         for number, one in values.items():
-            is_kept = number in self._copies or number in viewed
-            self._copies.setdefault(number, (one, versions[number]))
+            gradient = self._held[number].gradient
+            is_kept = gradient.copy is not None or number in viewed
+            gradient.copy = gradient.copy or (one, versions[number])
             self._store_copy(number)
             if not is_kept:
-                del self._copies[number]
+                gradient.copy = None
         returned = [n for n, one in values.items() if one is result]
-        return self._stand_ins[returned[0]] if returned else result
+        return self._held[returned[0]].gradient.stand_in if returned else result
 
     def _store_copy(self, number: int) -> None:
         """Puts what was written to the copy of a gradient's values where the gradient is."""
-        copy, version = self._copies.get(number, (None, 0))
+        held = self._held[number]
+        copy, version = held.gradient.copy or (None, 0)
         if copy is None or copy._version == version or not self.is_live(number):
             return
-        self._copies[number] = (copy, copy._version)
-        param = self._params[number]
+        held.gradient.copy = copy, copy._version
         with torch_private.DisableTorchFunctionSubclass():
             stored = self._current(number)
-            local = local_gradient(param, copy.detach())
-            new = self._parameters.flattened(number, local).to(stored.device)
+            new = held.flattened(local_gradient(held.tensor, copy.detach())).to(stored.device)
             if stored.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
                 rounded = stored.to(new.dtype)
                 stored = torch.where(bits_of(rounded) == bits_of(new), stored, new.to(stored.dtype))
@@ -499,23 +454,24 @@ class Answers:
                 stored = new
         self._gradients.write(number, stored)
         self._scale.use_as_is(number)
-        self._forget_norm(number)
+        self._forget_norms_of(number)
 
     def _require_values(self, number: int) -> None:
-        name = self._names[number]
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: the gradients are in the process that made the optimizer")
         if not self.is_readable(number):
             raise self._used_up(number)
         if self._ranks > 1:
+            name = self._held[number].spec.name
             raise GradientMovedError(
                 f"the gradient of {name} is sharded over {self._ranks} ranks, and this one has not all values: call "
                 "optimizer.grad(p) on every rank to read it, optimizer.zero_grad() to drop it"
             )
 
     def _used_up(self, number: int) -> GradientMovedError:
+        name = self._held[number].spec.name
         return GradientMovedError(
-            f"the gradient of {self._names[number]} was used by step(), or dropped, and its values are gone, or cannot "
+            f"the gradient of {name} was used by step(), or dropped, and its values are gone, or cannot "
             "be changed any more: read or change p.grad between backward() and step(), and copy there what is to be "
             "read later, {p: p.grad.clone() for p in params}"
         )
@@ -534,53 +490,76 @@ class Answers:
         stand_ins: list[Any] = list(ones) if is_list else [ones]  # type: ignore[arg-type]
         if not all(isinstance(one, StandIn) for one in stand_ins):
             return NotImplemented
-        if any(one.number in self._copies and not self.is_live(one.number) for one in stand_ins):
+        numbers = [one.number for one in stand_ins]
+        if any(self._held[n].gradient.copy is not None and not self.is_live(n) for n in numbers):
             return NotImplemented  # somebody has a view, and may have written to it
         order = 2.0 if order in (None, "fro") else order
         if isinstance(order, str) or (order != 2 and self._ranks == 1):
             return NotImplemented
-        self._learn_norms([one.number for one in stand_ins], float(order))
-        made = [self._norms.tensor(float(order), one.number, one.device) for one in stand_ins]
+        self._learn_norms(numbers, float(order))
+        made = [self._norm_on(one.device, float(order), one.number) for one in stand_ins]
         return made if is_list else made[0]
 
     def _learn_norms(self, numbers: Sequence[int], order: float) -> None:
-        """Makes sure that `_norms` has the norms of these gradients.
+        """Makes sure that the norms of these gradients are known.
 
         Outside of a backward it gets the norms of all gradients, since whoever asks for one is likely to ask for the
         next, and each time the host would wait for the device.
         """
         for number in numbers:
-            if not self.is_live(number) and number not in self._used:
+            if not self.is_live(number) and self._held[number].gradient.used_by is None:
                 self._require_values(number)
-        if self._norms.has(order, numbers):
+        if not self._unknown(order, numbers):
             return
         self.take_changes()
         every: Sequence[int] = numbers
         if self._ranks == 1:
-            every = self._norms.missing(order, numbers if in_backward() else self._with_live(numbers))
+            every = self._unknown(order, numbers if in_backward() else self._with_live(numbers))
             self._gradients.finalize([n for n in every if self.is_live(n)])
-        elif any(map(self.is_live, range(len(self._names)))):
+        elif any(map(self.is_live, range(len(self._held)))):
             every = self._owner.collect()
         else:
-            every = list(self._used)
+            every = [held.number for held in self._held if held.gradient.used_by is not None]
+        self._knows_norms = True
         for number, norm in zip(every, self._gradients.norms(every, order), strict=True):
-            factor = self._scale.of(number) if self.is_live(number) else self._used.get(number, 1.0)
-            self._norms.learn(order, number, norm * abs(factor))
+            self._held[number].gradient.norms[order] = norm * abs(self._factor_of(number))
+
+    def _unknown(self, order: float, numbers: Sequence[int]) -> list[int]:
+        """The parameters among `numbers` whose norm is not known."""
+        return [number for number in numbers if order not in self._held[number].gradient.norms]
 
     def _with_live(self, numbers: Sequence[int]) -> list[int]:
         """These parameters, and all others whose gradients are live."""
-        return list(dict.fromkeys([*numbers, *filter(self.is_live, range(len(self._names)))]))
+        return list(dict.fromkeys([*numbers, *filter(self.is_live, range(len(self._held)))]))
 
-    def _forget_norm(self, number: int) -> None:
-        """Forgets the norm of a gradient, which changes.
+    def _norm_on(self, device: torch.device, order: float, number: int) -> Tensor:
+        """A norm that is known, as a new fp32 tensor of shape ().
+
+        All norms that are known go to a device in one copy. If each had a copy of its own, the host would wait as
+        often.
+        """
+        gradient, key = self._held[number].gradient, (order, device)
+        if device.type == "cpu":
+            return torch.tensor(gradient.norms[order], dtype=torch.float32, device=device)
+        if key not in gradient.norms_on:
+            known = [held.gradient for held in self._held if order in held.gradient.norms]
+            norms = torch.tensor([one.norms[order] for one in known], dtype=torch.float32, device="cpu")
+            for one, norm in zip(known, norms.to(device).unbind(), strict=True):
+                one.norms_on[key] = norm
+        return gradient.norms_on[key].clone()
+
+    def _forget_norms_of(self, number: int) -> None:
+        """Forgets the norms of a gradient, which changes.
 
         Over several ranks all norms are forgotten. The gradient that changes may be another one on each rank, and all
         ranks have to ask for the same norms.
         """
         if self._ranks == 1:
-            self._norms.forget(number)
-        else:
-            self._norms.clear()
+            self._held[number].gradient.forget_norms()
+        elif self._knows_norms:
+            for held in self._held:
+                held.gradient.forget_norms()
+            self._knows_norms = False
 
     def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Records an in-place product with numbers."""
@@ -596,12 +575,12 @@ class Answers:
             if not self.is_live(one.number):
                 raise self._used_up(one.number)
             self._store_copy(one.number)
-            if one.number in self._copies:
+            if self._held[one.number].gradient.copy is not None:
                 return NotImplemented  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(self._value_of, factors), strict=True):
             by = (1.0 / by if by else math.copysign(math.inf, by)) if _FACTORS[func] else by
             self._scale.multiply(one.number, by)
-            self._forget_norm(one.number)
+            self._forget_norms_of(one.number)
         return _itself(args[0])
 
     def _value_of(self, factor: Any) -> float:
@@ -619,11 +598,10 @@ class Answers:
         """Makes a gradient zeros, to which the next ones are added. Unlike None, the step uses them."""
         if self._gradients.has(number):
             self._gradients.clear(number)
-        self._copies.pop(number, None)
-        self._used.pop(number, None)
         self._scale.use_as_is(number)
-        self._zeroed.add(number)
-        self._forget_norm(number)
+        self._forget_norms_of(number)
+        self._held[number].gradient.forget()
+        self._held[number].gradient.is_zeroed = True
 
     def _make_zeros(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         ones = _listed(args[0]) if args else []
@@ -660,7 +638,7 @@ class Answers:
         """
         met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
         is_beside = False
-        for held in self._parameters.held[: len(self._params)]:
+        for held in self._held:
             name, grad = held.spec.name, held.grad
             if grad is None:
                 continue
@@ -680,9 +658,6 @@ class Answers:
                 f"the model was moved to the CPU and trains on {home}: move it back with model.to({str(home)!r}) "
                 "before it goes on; its gradients and states are kept"
             )
-
-    def _is_own(self, grad: Any, number: int) -> bool:
-        return grad is self._stand_ins[number]
 
     def _require_no_factors(self) -> None:
         """Requires that a gradient may come. Factors of gradients that the user has dropped are dropped, too.

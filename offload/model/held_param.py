@@ -34,8 +34,43 @@ guards, raises before it reads a saved parameter that is not there."""
 DATA: Any = Tensor.data  # as torch has it, without the guards
 
 
+class HeldGrad:
+    """What is known of the gradient of one held parameter, beside its values. gradient.py alone changes it.
+
+    Attributes:
+        stand_in: what `p.grad` is while the gradient is elsewhere; None for a parameter that is not trained.
+        copy: a copy of the values, of which somebody has a view, and its version when it was last written back; None:
+            nobody has one.
+        is_zeroed: whether it was made zeros, which the gradient buffer does not have yet.
+        used_by: the factor by which the last step multiplied it; None: that step did not use it.
+        norms: those that are known, in fp64, by their order.
+        norms_on: the same as fp32 tensors of shape (), by their order and device.
+    """
+
+    __slots__ = ("copy", "is_zeroed", "norms", "norms_on", "stand_in", "used_by")
+
+    def __init__(self) -> None:
+        self.stand_in: Tensor | None = None
+        self.copy: tuple[Tensor, int] | None = None
+        self.is_zeroed = False
+        self.used_by: float | None = None
+        self.norms: dict[float, float] = {}
+        self.norms_on: dict[tuple[float, torch.device], Tensor] = {}
+
+    def forget_norms(self) -> None:
+        """Forgets the norms, because the gradient changes."""
+        self.norms.clear()
+        self.norms_on.clear()
+
+    def forget(self) -> None:
+        """Forgets the gradient, and keeps what stands for it."""
+        self.copy = self.used_by = None
+        self.is_zeroed = False
+        self.forget_norms()
+
+
 class HeldParam:
-    """What is known of one held parameter. Its gradient is in gradient.py.
+    """What is known of one held parameter.
 
     Methods that look at the tensor are called with torch's functions of subclasses off. `grad` and `requires_grad` turn
     them off themselves.
@@ -54,6 +89,14 @@ class HeldParam:
         is_sharded: whether `tensor` is a DTensor.
         strides: those of its elements in the flat parameter, also while it is pointed elsewhere (`p.data = x`).
         version: see [Note: versions].
+        digest: of its values when the model was taken, if it has no states and commits say so (written_frozen.py).
+        was_written: whether others wrote to it since then, as far as that was looked for.
+        gradient: what is known of its gradient.
+        steps: how many steps it has taken, also in the runs before which this one goes on from; 0 if it is frozen.
+        value_before: its flattened values, in RAM, from before a state_dict was loaded, until its split master follows;
+            None: they are not kept.
+        has_stored_write: whether others wrote to it, and its store has what they wrote, which its master does not
+            follow yet.
     """
 
     __slots__ = (
@@ -63,17 +106,23 @@ class HeldParam:
         "_kind",
         "_pin",
         "_watched",
+        "digest",
         "flat",
+        "gradient",
+        "has_stored_write",
         "is_sharded",
         "local",
         "number",
         "offset",
         "spec",
+        "steps",
         "streams",
         "strides",
         "tensor",
         "unit",
+        "value_before",
         "version",
+        "was_written",
     )
 
     def __init__(
@@ -92,6 +141,12 @@ class HeldParam:
         self._pin = weakref.ref(tensor) if self.is_sharded else None
         self.strides: tuple[int, ...] = ()
         self.version = 0
+        self.digest: str | None = None
+        self.was_written = False
+        self.gradient = HeldGrad()
+        self.steps = 0
+        self.value_before: Tensor | None = None
+        self.has_stored_write = False
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
         self._guarded: type[Tensor] = self._kind
@@ -118,6 +173,12 @@ class HeldParam:
             self.tensor.grad = grad
 
     @property
+    def is_marked(self) -> bool:
+        """Whether `tensor.grad` is its own stand-in: it has a gradient that the user did not drop."""
+        grad = self.grad
+        return grad is not None and grad is self.gradient.stand_in
+
+    @property
     def requires_grad(self) -> bool:
         """Whether autograd makes gradients for it, and the user has not frozen it since the model was taken."""
         with torch_private.DisableTorchFunctionSubclass():
@@ -126,7 +187,10 @@ class HeldParam:
     # Elements.
 
     def flattened(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor of its shape, in the order of its flat parameter: a view if they are."""
+        """The elements of a tensor of its shape, in the order of its flat parameter: a view if they are.
+
+        That order stays while the parameter is pointed at memory of other strides (`p.data = x`).
+        """
         return flattened(with_strides(tensor, self.strides))
 
     def shaped(self, values: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ class Hooks:
         self._nodes.clear()
         with torch_private.DisableTorchFunctionSubclass():
             for number, leaf in self._leaves:
-                is_frozen = not leaf.requires_grad  # since the model was taken
+                needs_grad = leaf.requires_grad  # the user may have changed that since the model was taken
                 node = torch.autograd.graph.get_gradient_edge(leaf.requires_grad_()).node
-                leaf.requires_grad_(not is_frozen)
+                leaf.requires_grad_(needs_grad)
                 self._nodes.append((node, node.register_prehook(self._answers.before_accumulation(number))))

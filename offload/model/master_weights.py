@@ -19,6 +19,7 @@ from offload.errors import StaleParameterError
 from offload.layout import CopyRange, Piece
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
+from offload.model.held_param import HeldParam
 from offload.model.torch_helpers import bits_of
 from offload.native import JOIN, SPLIT
 from offload.run import Run
@@ -50,9 +51,7 @@ class MasterWeights:
         self._kernels = run.kernels
         self._split_master = choice.split_master
         self._params = params
-        self._before: dict[int, Tensor] = {}
-        # Streamed parameters that were written to, whose masters follow before the next step.
-        self._stored_writes: set[int] = set()
+        self._held = parameters.held
 
     @property
     def takes_writes_late(self) -> bool:
@@ -64,12 +63,16 @@ class MasterWeights:
         return not self._params.in_model and not self._split_master
 
     def note_stored_writes(self, numbers: Iterable[int]) -> None:
-        """Records that the store of streamed parameters has new values of these, for the next `take_outside_writes`."""
-        self._stored_writes.update(numbers)
+        """Records that the store of streamed parameters has new values of these, for the next `take_outside_writes`.
+
+        Those without states have no masters that would follow.
+        """
+        for number in numbers:
+            self._held[number].has_stored_write = number < len(self._layout.specs)
 
     @torch.no_grad()
     def make_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat parameter, which are dense."""
+        """Makes the masters from the uncast values of a flat parameter, which are dense. A frozen one has none."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
@@ -90,8 +93,12 @@ class MasterWeights:
         else:
             self._round_masters(step)
         self._parameters.bump_versions(range(len(self._layout.specs)))
-        self._before.clear()
-        self._stored_writes.clear()
+        self._forget_writes(self._held)
+
+    def _forget_writes(self, held: Iterable[HeldParam]) -> None:
+        """Forgets what was written to parameters, which their masters follow now."""
+        for one in held:
+            one.value_before, one.has_stored_write = None, False
 
     def _round_masters(self, step: int) -> None:
         for chunk in self._layout.chunks:
@@ -137,8 +144,7 @@ class MasterWeights:
                         self._copy_range(lease, values, one, states)
         assert not any(missing.values())
         self._parameters.bump_versions(range(len(self._layout.specs)))
-        self._before.clear()
-        self._stored_writes.clear()
+        self._forget_writes(self._held)
 
     def _copy_range(self, lease: Lease, values: Tensor, copied: CopyRange, states: Mapping[str, Tensor]) -> None:
         """Copies one range of committed states, and makes the parameters from it."""
@@ -163,13 +169,13 @@ class MasterWeights:
         if not self._split_master or not self._params.in_model:
             return
         known = (n for n in map(self._parameters.number_of, params) if n is not None)
-        numbers = [n for n in known if n < len(self._layout.specs) and n not in self._before]
+        numbers = [n for n in known if n < len(self._layout.specs) and self._held[n].value_before is None]
         self._parameters.return_repointed(numbers)
         written = self._parameters.find_outside_writes(numbers)  # the upper halves of their masters are gone
         for number in numbers:
             param = self._parameters.locals[number]
             if param.dtype is torch.bfloat16 and number not in written:
-                self._before[number] = flattened(param.detach()).cpu().clone()
+                self._held[number].value_before = flattened(param.detach()).cpu().clone()
 
     @torch.no_grad()
     def take_outside_writes(self, step: int, numbers: Collection[int] | None = None) -> None:
@@ -184,9 +190,9 @@ class MasterWeights:
         Raises:
             StaleParameterError: with a split master, if the value before the write is not known.
         """
-        numbers = range(len(self._layout.specs)) if numbers is None else frozenset(numbers)
+        numbers = range(len(self._layout.specs)) if numbers is None else numbers
         if self.takes_writes_late:
-            changed = {number for number in self._stored_writes if number in numbers}
+            changed = {number for number in numbers if self._held[number].has_stored_write}
         else:
             changed = set(self._parameters.find_outside_writes(numbers))
         if changed:
@@ -201,9 +207,7 @@ class MasterWeights:
                         self._take(lease, block, values)
             if not self.takes_writes_late:
                 self._parameters.forget_writes(changed)
-        self._stored_writes -= changed
-        for number in [number for number in self._before if number in numbers]:
-            del self._before[number]
+        self._forget_writes(self._held[number] for number in numbers)
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
         """Copies of the states of parameter `number`: fp32, shape (numel,), on the CPU, in the order of its memory."""
@@ -237,7 +241,7 @@ class MasterWeights:
     def _require_known(self, changed: Collection[int]) -> None:
         for number in sorted(changed):
             spec = self._layout.specs[number]
-            is_known = number in self._before or not self._params.in_model
+            is_known = self._held[number].value_before is not None or not self._params.in_model
             if self._split_master and spec.dtype is torch.bfloat16 and not is_known:
                 raise StaleParameterError(
                     f"{spec.name} was written to from outside, and with Tuning(split_master=True) the upper half of "
@@ -255,7 +259,7 @@ class MasterWeights:
         """
         is_late = self.takes_writes_late
         new = _in_chunk(values, block) if is_late else self._of_model(block).to(lease.master.device)
-        old = self._before.get(block.param)
+        old = self._held[block.param].value_before
         if old is not None:
             old = old[block.param_offset : block.param_offset + block.numel].to(new.device)
         elif not self._params.in_model and not is_late:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -59,13 +59,11 @@ class StreamedStores:
     """The stores of streamed parameters, as one. Chunks are numbered as in `Layout.param_chunks`.
 
     Args:
-        trained: the store of trained parameters; None: they are resident.
-        frozen: the store of frozen parameters; None: there are none.
-        first: the number of its first chunk.
+        stores: each with the number of its first chunk, in the order of these.
     """
 
-    def __init__(self, trained: Store | None, frozen: Store | None, first: int) -> None:
-        self._stores = [(store, start) for store, start in ((trained, 0), (frozen, first)) if store is not None]
+    def __init__(self, stores: Sequence[tuple[Store, int]]) -> None:
+        self._stores = stores
 
     def _of(self, chunk: int) -> tuple[Store, int]:
         return next((store, start) for store, start in reversed(self._stores) if chunk >= start)
@@ -130,7 +128,7 @@ class UnitTransfers:
         limit: int | None,
     ) -> None:
         self._layout = parameters.layout
-        self._copier = run.memory.frozen_copier or run.memory.copier
+        self._copier = run.memory.param_copier
         self._timeline = run.timeline
         self._comm = run.comm
         self._parameters = parameters
@@ -390,11 +388,11 @@ class UnitTransfers:
             chunk: the chunk.
             values: shape (chunk.numel,), in the compute dtype.
         """
-        not_updated = self._unit_of(chunk.flat).not_updated
-        if chunk.index in not_updated:
+        unit = self._unit_of(chunk.flat)
+        if unit.presence is Presence.UPDATING:  # of an earlier update too, if an interrupt came before the fetch
             self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()
             self._timeline.count("gathered_bytes", values.numel() * values.element_size())
-            not_updated.discard(chunk.index)
+            unit.not_updated.discard(chunk.index)
 
     def flat_updated(self, flat: int) -> None:
         """Called when all new values of a flat parameter are in the store, to replace old ones on the device."""

@@ -193,7 +193,9 @@ def specs_of(
     chosen: Chosen = None,
     planned: bool = False,
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
-    """The model's parameters that the optimizer's `groups` train, in the model's order.
+    """The model's parameters: those that the optimizer's `groups` train, then those that need no gradient.
+
+    Both are in the model's order. A parameter that needs a gradient and is in no group is left out.
 
     Args:
         model: the model.
@@ -224,26 +226,19 @@ def specs_of(
     _refuse_overlaps(names, trained)
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
-    specs = [
-        ParamSpec(names[p], local_of(p).numel(), units[p], dtypes[p], group_of[p], shard_dim=shard_dim_of(p))
-        for p in trained
-    ]
-    return specs, trained
-
-
-def frozen_of(
-    model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype, *, chosen: Chosen = None
-) -> tuple[list[ParamSpec], list[nn.Parameter]]:
-    """The model's parameters that need no gradient, in the model's order. For the arguments see `specs_of`."""
-    units, dtypes = units_of(model, chosen), compute_dtypes(model, keep_fp32, dtype)
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    params = trained + [param for param in names if not param.requires_grad]
     specs = [
         ParamSpec(
-            name, local_of(p).numel(), units[p], dtype_of(p, dtypes[p]), 0, is_frozen=True, shard_dim=shard_dim_of(p)
+            names[p],
+            local_of(p).numel(),
+            units[p],
+            dtype_of(p, dtypes[p]),
+            group_of[p] if p.requires_grad else None,
+            shard_dim=shard_dim_of(p),
         )
-        for name, p in frozen
+        for p in params
     ]
-    return specs, [param for _, param in frozen]
+    return specs, params
 
 
 def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
@@ -470,7 +465,7 @@ def _is_quantised(param: Tensor) -> bool:
 
 
 def dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter which is not trained has on the device.
+    """The dtype that a parameter has on the device.
 
     It is `dtype`, the compute dtype, but quantised weights keep their own.
     """
@@ -492,8 +487,8 @@ def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
 def untrained_bytes(model: nn.Module, counted: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
     """How many bytes buffers, and parameters that are not among `counted`, take on the device."""
     left = set(model.parameters()) - set(counted)
-    frozen = sum(resident_bytes_of(p, local_of(p).numel(), dtype_of(p, dtypes[p])) for p in left)
-    return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
+    of_params = sum(resident_bytes_of(p, local_of(p).numel(), dtype_of(p, dtypes[p])) for p in left)
+    return of_params + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 
 def device_for(given: torch.device | str | None, model_device: torch.device) -> torch.device:

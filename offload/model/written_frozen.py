@@ -7,7 +7,7 @@ values is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ResumeError
-from offload.layout import ParamSpec
 from offload.model.dense import flattened
 from offload.model.fetch import HeldUnits
+from offload.model.held_param import HeldParam
 from offload.model.state_dict import Access
 from offload.ranks.tensor_parallel import local_of, repoint
 from offload.sizes import format_bytes
@@ -31,6 +31,11 @@ def digest_of(param: Tensor) -> str:
     """The XXH3-64 of a parameter's elements, in the order of its memory."""
     values = flattened(local_of(param).detach()).cpu()
     return xxhash.xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.numel() else ""
+
+
+def digests_of(held: Iterable[HeldParam]) -> dict[str, str]:
+    """The digests of those parameters that have one, by name."""
+    return {one.spec.name: one.digest for one in held if one.digest is not None}
 
 
 def was_frozen(state: object) -> Container[str]:
@@ -79,8 +84,7 @@ class WrittenFrozen:
 
     Args:
         model: the model.
-        specs: of all parameters that are held.
-        digests: of the frozen ones before anybody wrote to them, by name.
+        held: all parameters that are held. Those without states have a digest from before anybody wrote to them.
         units: fetches parameters.
         access: lets their values be written.
         budget_bytes: how much RAM copies may take.
@@ -89,15 +93,14 @@ class WrittenFrozen:
     def __init__(
         self,
         model: nn.Module,
-        specs: Sequence[ParamSpec],
-        digests: Mapping[str, str],
+        held: Sequence[HeldParam],
         units: HeldUnits,
         access: Access,
         budget_bytes: int,
     ) -> None:
         self._named = dict(model.named_parameters())
-        self._specs = specs
-        self._digests = dict(digests)
+        self._held = held
+        self._digests = digests_of(held)
         self._units = units
         self._access = access
         self._budget_bytes = budget_bytes
@@ -130,7 +133,7 @@ class WrittenFrozen:
 
     def _written(self) -> set[str]:
         self._units.store_outside_writes()
-        return {self._specs[number].name for number in self._units.written_frozen}
+        return {one.spec.name for one in self._held if one.spec.is_frozen and one.was_written}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from offload.model.units import (
     ROOT,
     compute_dtypes,
     device_for,
-    frozen_of,
     resident_bytes_of,
     rows_of,
     specs_of,
@@ -72,8 +71,6 @@ class ModelShape:
         """
         keep_fp32, dtype = options.fp32_modules, options.compute_dtype
         specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
-        frozen, frozen_params = frozen_of(model, keep_fp32, dtype, chosen=options.units)
-        specs, params = [*specs, *frozen], [*params, *frozen_params]
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
@@ -89,30 +86,31 @@ class ModelShape:
         ]
         return replace(self, specs=specs, rows={})
 
-    @property
-    def frozen_bytes(self) -> int:
-        """How many bytes the frozen parameters take on the device."""
+    def nbytes(self, *, is_frozen: bool) -> int:
+        """How many bytes the trained, or the frozen, parameters take on the device."""
         both = zip(self.specs, self.params, strict=True)
-        return sum(resident_bytes_of(param, spec.numel, spec.dtype) for spec, param in both if spec.is_frozen)
+        return sum(
+            resident_bytes_of(param, spec.numel, spec.dtype) for spec, param in both if spec.is_frozen is is_frozen
+        )
 
     def situation(self, *, ranks: int = 1, ranks_on_node: int = 1, slices: int = 1) -> Situation:
         """What the options are read for; see `Situation` for the arguments."""
-        trained_bytes = sum(spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_frozen)
-        return Situation(trained_bytes, self.frozen_bytes, ranks, ranks_on_node, slices)
+        trained_bytes, frozen_bytes = (self.nbytes(is_frozen=is_frozen) for is_frozen in (False, True))
+        return Situation(trained_bytes, frozen_bytes, ranks, ranks_on_node, slices)
 
     def room(self, options: Options, available_bytes: int | None = None, *, ranks_on_node: int = 1) -> Room:
         """What there is room for; see `Room` for the arguments."""
         return Room(
             self.resident_bytes,
             available_bytes,
-            self.frozen_bytes,
+            self.nbytes(is_frozen=True),
             cpu_memory=options.cpu_bytes,
             device_memory=options.device_bytes,
             ranks_on_node=ranks_on_node,
         )
 
     def layout(self, choice: Choice, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
-        """The layout of what is trained, and of frozen parameters if they stream.
+        """The layout of the parameters that are trained or stream.
 
         Args:
             choice: what was decided.
@@ -120,14 +118,12 @@ class ModelShape:
             rank: which one this is.
             replicas: how many groups of ranks each keep all trained parameters.
         """
-        streams = {False: choice.params.tier > DEVICE, True: choice.params.frozen_tier > DEVICE}
-        rows = {number: row for number, row in self.rows.items() if streams[self.specs[number].is_frozen]}
+        streams = [choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE for spec in self.specs]
+        rows = {number: row for number, row in self.rows.items() if streams[number]}
         specs = tiled(self.specs, rows, choice.params.tile_bytes)
-        if choice.params.frozen_tier == DEVICE:
-            specs = [spec for spec in specs if not spec.is_frozen]
-            return build(specs, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
-        kept = replicas if choice.grads.stage == 3 else ranks
-        return build(specs, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
+        held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
+        kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
+        return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
 
 
 def choose(

@@ -102,8 +102,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
     stage = _stage(options, situation, params)
     if stage == 3 and situation.ranks > 1:
         # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.
-        frozen = CPU if params.has_frozen and not params.streams else params.frozen_tier
-        params = _params(options, situation, wish, trained=max(CPU, params.tier), frozen=frozen)
+        params = _params(options, situation, wish, least=CPU)
     tuning, split = options.tuned, options.splits_masters
     ahead = tuning.prefetch_chunks
     return Choice(
@@ -141,28 +140,22 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
     )
 
 
-def _params(
-    options: Options, situation: Situation, wish: Wish, trained: Tier | None = None, frozen: Tier | None = None
-) -> ParamChoice:
+def _params(options: Options, situation: Situation, wish: Wish, least: Tier = DEVICE) -> ParamChoice:
     """The choice for parameters.
 
     Args:
         options: what the user said.
         situation: what they are read for.
         wish: what is tried.
-        trained: the tier of trained parameters. None: that of the wish, but none slower than their states', or the
-            device if they are few.
-        frozen: the tier of frozen parameters; None: that of the wish.
+        least: the fastest tier that they may have outside their use.
     """
     has_frozen = situation.frozen_bytes > 0
-    if trained is None:
-        trained = DEVICE if situation.keeps_trained else min(wish.params, options.states)
-    if frozen is None:
-        frozen = wish.params if has_frozen else DEVICE
+    # Trained ones are on no slower tier than their states, or on the device if they are few.
+    trained = DEVICE if situation.keeps_trained else min(wish.params, options.states)
     tile_bytes = wish.tile_bytes if situation.is_alone else 0
     return ParamChoice(
-        trained,
-        frozen,
+        max(trained, least),
+        max(wish.params, least) if has_frozen else DEVICE,
         has_frozen=has_frozen,
         keeps_trained=situation.keeps_trained,
         prefetch_units=wish.prefetch_units,

@@ -13,7 +13,8 @@ state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 
 With `tier="device"` all of this is on the device, and only the buffers of commits are in RAM.
 
-`grad` includes the sums of squares, bounce buffers, and the buffers in which gradients travel between ranks.
+`grad` includes the sums of squares, bounce buffers, and the buffers in which gradients travel between ranks; on the
+device the region through which small gradients leave it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ would be in RAM is on the device, and in RAM are only the buffers through which 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +34,6 @@ from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (
     STATE_KINDS,
     SlotArrays,
-    frozen_slot_arrays,
     param_slot_arrays,
     state_slot_arrays,
 )
@@ -83,11 +83,7 @@ class Placement:
         regions: what the parts of a run reserve in RAM, on the device and on the disk.
         arrays: the arrays of each chunk, by kind.
         slots: which of the chunks have slots on the disk, and the numbers of these.
-        states: the pool in which the states wait for the step.
-        params: the pool of trained parameters that stream, or are copied to RAM for commits; None: they stay on the
-            device.
-        grads: the pool of gradients in slots; None: gradients are in memory.
-        frozen: the pool of frozen parameters; None: they stay on the device.
+        pools: the pools of the chunks, by kind, of those kinds that have some: see `Needs.pools`, and the states'.
         staged: the pool through which states on the device go to the disk; None: such states are not committed.
         budget_bytes: the most bytes that may be held in RAM.
         device_budget_bytes: the most bytes that may be held on the device; None: any number.
@@ -104,10 +100,7 @@ class Placement:
     regions: Sequence[Region]
     arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
     slots: SlotMap
-    states: Pool
-    params: Pool | None
-    grads: Pool | None
-    frozen: Pool | None
+    pools: Mapping[ChunkKind, Pool]
     staged: Pool | None
     budget_bytes: int
     device_budget_bytes: int | None
@@ -118,6 +111,11 @@ class Placement:
     read_bytes: int
     written_bytes: int
     held_bytes: Mapping[str, int]
+
+    @property
+    def states(self) -> Pool:
+        """The pool in which the states wait for the step."""
+        return self.pools[ChunkKind.STATES]
 
     @cached_property
     def arena_bytes(self) -> int:
@@ -205,13 +203,13 @@ class Placement:
         """In words: which frozen parameters stream, and which stay on the device."""
         choice = self.choice
         stays = f"{format_bytes(self.resident_bytes)} of other parameters and buffers stay on the device; "
-        if not layout.frozen:
+        if choice.params.frozen_tier == DEVICE:
             return stays if choice.params.has_frozen else ""
         frozen = [spec for spec in layout.specs if spec.is_frozen]
         nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
         kept = trained_bytes(layout) if choice.params.tier == DEVICE else 0
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
-        in_ram = self.frozen.resident_bytes if self.frozen is not None and choice.params.frozen_tier.is_durable else 0
+        in_ram = self.pools[ChunkKind.FROZEN].resident_bytes if choice.params.frozen_tier.is_durable else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
         where = choice.params.frozen_tier.words
         return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
@@ -315,7 +313,7 @@ def unit_bytes(layout: Layout, choice: Choice) -> dict[str, int]:
     """Bytes that the streamed parameters of each unit take on the device, in the order of the layout."""
     sizes: dict[str, list[int]] = {}
     for one in layout.slices:
-        if choice.params.tier == DEVICE and not layout.flats[one.flat].is_frozen:
+        if choice.params.tier_of(is_frozen=layout.flats[one.flat].is_frozen) == DEVICE:
             continue
         if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
             sizes.setdefault(one.unit, []).append(one.numel * layout.flats[one.flat].dtype.itemsize)
@@ -326,7 +324,7 @@ def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
     """For each unit, what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
     sizes: dict[str, dict[str, int]] = {}
     for spec in layout.specs:
-        if not spec.tile and (choice.params.tier > DEVICE or spec.is_frozen):
+        if not spec.tile and choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE:
             unit, module = sizes.setdefault(spec.unit, {}), spec.name.rpartition(".")[0]
             unit[module] = unit.get(module, 0) + spec.numel * spec.dtype.itemsize
     return sizes
@@ -388,11 +386,22 @@ def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArray
         held: the layout of all parameters that are trained or stream.
         choice: what was decided.
     """
+    params, trained = param_slot_arrays(held), len(held.trained.param_chunks)
     return {
         ChunkKind.STATES: state_slot_arrays(held, split_master=choice.states.split_master),
-        ChunkKind.PARAMS: param_slot_arrays(held),
+        ChunkKind.PARAMS: params[:trained],
         ChunkKind.GRADS: gradient_slot_arrays(held, choice.grads.passes),
-        ChunkKind.FROZEN: frozen_slot_arrays(held),
+        ChunkKind.FROZEN: params[trained:],
+    }
+
+
+def tiers_of(choice: Choice) -> dict[ChunkKind, Tier]:
+    """Where the chunks of each kind are outside their use."""
+    return {
+        ChunkKind.STATES: choice.states.tier,
+        ChunkKind.PARAMS: choice.params.tier,
+        ChunkKind.GRADS: choice.grads.tier,
+        ChunkKind.FROZEN: choice.params.frozen_tier,
     }
 
 
@@ -403,14 +412,10 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
         choice: what was decided.
         arrays: what `chunk_arrays` returned.
     """
-    commits, params = choice.commits, choice.params
-    has_slots = {
-        ChunkKind.STATES: choice.states.tier.is_durable or commits.every is not None,
-        ChunkKind.PARAMS: params.tier.is_durable or commits.holds_params,
-        ChunkKind.GRADS: choice.grads.tier.is_durable,
-        ChunkKind.FROZEN: params.frozen_tier.is_durable,
-    }
-    kinds = {kind: arrays[kind] for kind, is_there in has_slots.items() if is_there}
+    commits = choice.commits
+    is_committed = {ChunkKind.STATES: commits.every is not None, ChunkKind.PARAMS: commits.holds_params}
+    tiers = tiers_of(choice).items()
+    kinds = {kind: arrays[kind] for kind, tier in tiers if tier.is_durable or is_committed.get(kind, False)}
     # With replicas the other parameters are committed by other ranks.
     committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
     return SlotMap(kinds, commits.slots_per_chunk, None if commits.every is None else committed)
@@ -450,6 +455,11 @@ class Needs:
         """Which slots this rank has."""
         return slot_map(self.choice, self.arrays)
 
+    @cached_property
+    def tiers(self) -> dict[ChunkKind, Tier]:
+        """Where the chunks of each kind are outside their use."""
+        return tiers_of(self.choice)
+
     @property
     def states(self) -> list[SlotArrays]:
         """The arrays of each chunk's optimizer states."""
@@ -463,78 +473,43 @@ class Needs:
     def state_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.states)
 
-    @cached_property
-    def params(self) -> Pool | None:
-        """The pool of trained parameters that stream, or are copied to RAM for commits; None: they stay on the device.
+    def pools(self, spare_bytes: int | None = None) -> dict[ChunkKind, Pool]:
+        """The pools of the chunks of parameters and gradients, by kind.
 
-        If they stream from NVMe, it has as few buffers as work: the same RAM saves as many bytes of the disk when
-        states have it. If they stream from RAM, all are in it.
+        What streams from NVMe has as few buffers as work: the same RAM saves as many bytes of the disk when states have
+        it, which are written as well. What streams from RAM is all there. Parameters that stay on the device have a
+        pool only if commits hold them, and gradients only if they are in slots.
+
+        Args:
+            spare_bytes: RAM that states leave, for frozen parameters on NVMe; None: these have few buffers, too.
         """
-        sizes = self._sizes(ChunkKind.PARAMS)
-        if self.choice.params.tier.is_durable:
-            return self._few(sizes)
-        if self.choice.params.tier > DEVICE:
-            return _resident(sizes)
-        if not self.choice.commits.holds_params:
-            return None
-        # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
-        return Pool(sizes, frozenset(), min(IN_FLIGHT, len(sizes)))
+        found = {}
+        for kind in (ChunkKind.PARAMS, ChunkKind.GRADS, ChunkKind.FROZEN):
+            tier, sizes = self.tiers[kind], self._sizes(kind)
+            if tier.is_durable:
+                pool = self._few(sizes)
+                if kind is ChunkKind.FROZEN and spare_bytes is not None and self._memory_of(kind) == CPU:
+                    pool = _within(pool.nbytes + max(spare_bytes, 0), sizes, pool.in_flight)
+                found[kind] = pool
+            elif tier > DEVICE and kind is not ChunkKind.GRADS:
+                found[kind] = _resident(sizes)
+            elif kind is ChunkKind.PARAMS and self.choice.commits.holds_params:
+                # At a commit some are written while another is copied: with two, the drive would wait half of the time.
+                found[kind] = Pool(sizes, frozenset(), min(IN_FLIGHT, len(sizes)))
+        return found
 
-    @cached_property
-    def grads(self) -> Pool | None:
-        """The pool of gradients in slots; None if they are not in slots."""
-        if not self.choice.grads.tier.is_durable:
-            return None
-        return self._few(self._sizes(ChunkKind.GRADS))
+    def _memory_of(self, kind: ChunkKind) -> Tier:
+        """The tier whose memory the pool of a kind is in: that of the states.
+
+        But if all that is trained stays on the device, what streams comes from RAM.
+        """
+        return CPU if kind is ChunkKind.FROZEN and self.choice.params.tier == DEVICE else self.memory
 
     @cached_property
     def staged(self) -> Pool | None:
         """The pool through which states on the device go to the disk; None: such states are not committed."""
         is_staged = self.choice.states.tier == DEVICE and self.choice.commits.paths
         return self._few(self._sizes(ChunkKind.STATES)) if is_staged else None
-
-    @cached_property
-    def frozen_chunks(self) -> list[int]:
-        """Bytes of each chunk of frozen parameters."""
-        return self._sizes(ChunkKind.FROZEN)
-
-    @cached_property
-    def frozen(self) -> Pool | None:
-        """The pool of frozen parameters that stream; None: they are on the device.
-
-        If they stream from NVMe, it has as few buffers as work. If they stream from RAM, all are in it.
-        """
-        if not self.frozen_chunks:
-            return None
-        streams = self.choice.params.frozen_tier.is_durable
-        return self._few(self.frozen_chunks) if streams else _resident(self.frozen_chunks)
-
-    def frozen_with(self, spare_bytes: int) -> Pool | None:
-        """The pool of frozen parameters if RAM has `spare_bytes` more for those on NVMe."""
-        if self.frozen is None or not self.choice.params.frozen_tier.is_durable or self._has_frozen_in_slab:
-            return self.frozen
-        return _within(self.frozen.nbytes + max(spare_bytes, 0), self.frozen_chunks, self.frozen.in_flight)
-
-    def frozen_read_bytes(self, frozen: Pool | None) -> int:
-        """Bytes of frozen parameters that a step reads from the disk.
-
-        Each forward and each backward reads all that are not resident.
-
-        Args:
-            frozen: the pool of frozen parameters.
-        """
-        if frozen is None or not self.choice.params.frozen_tier.is_durable:
-            return 0
-        return 2 * self.choice.grads.passes * sum(frozen.streamed)
-
-    @property
-    def frozen_beside_slab(self) -> bool:
-        """Whether frozen parameters are in RAM or on NVMe, and all else is on the device."""
-        return self.choice.states.tier == DEVICE and self.choice.params.tier == DEVICE
-
-    @property
-    def _has_frozen_in_slab(self) -> bool:
-        return self.choice.states.tier == DEVICE and not self.frozen_beside_slab
 
     def _few(self, sizes: list[int]) -> Pool:
         return Pool(sizes, frozenset(), min(self.choice.states.in_flight or IN_FLIGHT, len(sizes)))
@@ -556,16 +531,12 @@ class Needs:
 
     @cached_property
     def regions(self) -> list[Region]:
-        """What everything takes but states, the buffers of their commits, frozen parameters and activations."""
+        """What everything takes but pools and activations."""
         choice, memory = self.choice, self.memory
         bounces = choice.grads.passes > 1 or choice.states.split_master
         found = self._gradients + exchange.regions(self.layout, self.communication)
         is_in_model = self.in_place or choice.params.tier > DEVICE
         found += new_params.regions(self.layout, memory, bounces=bounces and not is_in_model)
-        if self.params is not None:
-            found += self.params.regions(memory, ChunkKind.PARAMS, "param")
-        if self.grads is not None:
-            found += self.grads.regions(memory, ChunkKind.GRADS, "grad")
         if choice.states.tier == DEVICE and not self.direct:
             largest = max((spec.numel for spec in self.layout.specs), default=0)
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
@@ -577,11 +548,12 @@ class Needs:
             return self.reduction.regions(self.communication)
         return gradients.regions(self.layout, self.choice.grads, in_place=self.in_place)
 
-    def of_frozen(self, frozen: Pool | None) -> list[Region]:
-        """What the pool of frozen parameters takes."""
-        if frozen is None:
-            return []
-        return list(frozen.regions(CPU if self.frozen_beside_slab else self.memory, ChunkKind.FROZEN, "frozen"))
+    def of_pools(self, pools: Mapping[ChunkKind, Pool]) -> list[Region]:
+        """What pools of parameters and gradients take."""
+        found: list[Region] = []
+        for kind, pool in pools.items():
+            found += pool.regions(self._memory_of(kind), kind, ARRAYS[kind][0])
+        return found
 
     def of_states(self, states: Pool) -> list[Region]:
         """What the states take, and the buffers of their commits."""
@@ -629,7 +601,7 @@ class Needs:
         That is for everything but the states, and for as few buffers as the states can stream through.
         """
         largest = max((slot.nbytes for slot in self.states), default=0)
-        fixed = [*self.regions, *self.of_frozen(self.frozen), *self.of_activations(self.activation_bytes, 0)]
+        fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
         return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     def of_files(self, states: Pool) -> list[Region]:
@@ -642,17 +614,11 @@ class Needs:
         found, slots = [Region(NVME, SUPERBLOCK, PAGE_BYTES)], self.slots
         for kind, arrays in slots.arrays.items():
             for chunk, one in enumerate(arrays):
-                stays = chunk in states.resident if kind is ChunkKind.STATES else not self._moves(kind)
+                # Parameters that are not on NVMe are in slots for commits only.
+                stays = chunk in states.resident if kind is ChunkKind.STATES else not self.tiers[kind].is_durable
                 found.append(_slot(kind, one, is_moved=not stays))
         second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
         return found + [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
-
-    def _moves(self, kind: ChunkKind) -> bool:
-        """Whether steps read or write the slots of a kind.
-
-        Parameters that are not on NVMe are in slots for commits only.
-        """
-        return kind is not ChunkKind.PARAMS or self.choice.params.tier.is_durable
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -670,23 +636,22 @@ class Needs:
         states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
         return {"param": params, "grad": grads} | dict.fromkeys(STATE_KINDS, states)
 
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of trained parameters and gradients that a step reads from the disk, and that it writes to it.
+    def moved_bytes(self, pools: Mapping[ChunkKind, Pool]) -> tuple[int, int]:
+        """Bytes that a step reads from the disk, and that it writes to it.
 
-        A forward after a step finds its parameters in RAM, where they were just made. Every other pass reads them. A
-        tile is the exception: it is fetched when its whole weight has been updated, so that forward reads it too.
-        Gradients are written by each micro-batch, and read by the next one or the step.
+        States are read and written. Gradients are written by each micro-batch, and read by the next one or the step.
+        Parameters are read by each forward and each backward. Only the forward after a step finds those in RAM that
+        were just made there, but for tiles: they are fetched when their whole weight has been updated.
+
+        Args:
+            pools: of all kinds.
         """
-        passes = self.choice.grads.passes
-        params = tiled = grads = 0
-        if self.choice.params.tier.is_durable:
-            for chunk, slot in zip(self.layout.param_chunks, self.arrays[ChunkKind.PARAMS], strict=True):
-                params += slot.nbytes
-                tiled += slot.nbytes if self.layout.tile_of(chunk.flat) else 0
-        if self.choice.grads.tier.is_durable:
-            grads = passes * sum(self._sizes(ChunkKind.GRADS))
-        return (2 * passes - 1) * params + tiled + grads, params + grads
+        streamed = Counter({kind: sum(pool.streamed) for kind, pool in pools.items() if self.tiers[kind].is_durable})
+        passes, new = self.choice.grads.passes, streamed[ChunkKind.PARAMS]
+        sizes = zip(self.layout.param_chunks, self._sizes(ChunkKind.PARAMS), strict=True) if new else ()
+        found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
+        both = streamed[ChunkKind.STATES] + passes * streamed[ChunkKind.GRADS]
+        return both + 2 * passes * (new + streamed[ChunkKind.FROZEN]) - found, both + new
 
 
 def _slot(kind: ChunkKind, one: SlotArrays, *, is_moved: bool) -> Region:
@@ -730,7 +695,7 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
     sizes, tier = [one.nbytes for one in needs.states], choice.states.tier
     is_on_device, streams = tier == DEVICE, tier.is_durable
     activations = needs.of_activations(needs.activation_bytes, 0)
-    fixed = [*needs.regions, *needs.of_frozen(needs.frozen)]
+    fixed = [*needs.regions, *needs.of_pools(needs.pools())]
     on_device = [*fixed, *(needs.of_states(_resident(sizes)) if is_on_device else ()), *activations]
     model_bytes = _require_room(layout, choice, room, total_bytes(on_device, DEVICE))
     given = room.cpu_memory
@@ -762,20 +727,17 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
             available=free,
             option="cpu_memory",
         )
-    # States come first: they would be written as well.
-    frozen = needs.frozen_with(min(budget, free) - used)
+    pools = needs.pools(min(budget, free) - used)
     # The states' memory comes first: a resume reads into it while the rest is made.
-    regions = [*needs.of_states(pool), *needs.regions, *needs.of_frozen(frozen), *activations, *needs.of_files(pool)]
-    read, written = needs.moved_bytes
+    regions = [*needs.of_states(pool), *needs.regions, *needs.of_pools(pools), *activations, *needs.of_files(pool)]
+    pools[ChunkKind.STATES] = pool
+    read_bytes, written_bytes = needs.moved_bytes(pools)
     return Placement(
         choice,
         regions,
         arrays=needs.arrays,
         slots=needs.slots,
-        states=pool,
-        params=needs.params,
-        grads=needs.grads,
-        frozen=frozen,
+        pools=pools,
         staged=needs.staged,
         budget_bytes=budget,
         device_budget_bytes=room.limit,
@@ -783,8 +745,8 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
         model_bytes=model_bytes,
         resident_bytes=room.resident(choice),
         streamed_bytes=streamed_bytes(layout, choice),
-        read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
-        written_bytes=sum(pool.streamed) + written,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
         held_bytes=needs.held_bytes,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,31 +40,29 @@ def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
                 tensor.detach().copy_(view)
 
 
-def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tensor) -> Tensor:
-    """Completes the elements of a parameter from all ranks. Each of them has to call it.
+def all_gather_shards(comm: Communicator, layout: Layout, param: int, views: Sequence[Tensor]) -> None:
+    """Completes values of a parameter's elements from all ranks. Each of them has to call it.
 
     Args:
         comm: the ranks.
         layout: the layout.
         param: the parameter's index.
-        view: shape (numel,), on the CPU. This rank's shard of it, `layout.param_shard_range(param)`, is sent; the rest
-            is overwritten.
-
-    Returns:
-        `view`.
+        views: of one dtype, each of shape (numel,), on the CPU. This rank's shard of them,
+            `layout.param_shard_range(param)`, is sent; the rest is overwritten.
 
     Raises:
         RankError: another rank failed, or cannot be reached.
     """
     if comm.size == 1:
-        return view
-    for start in range(0, view.numel(), BLOCK):
-        stop = min(start + BLOCK, view.numel())
-        rows = comm.all_gather(view[start:stop])
-        for rank, row in enumerate(rows):
+        return
+    numel, at_once = views[0].numel(), BLOCK // len(views)
+    for start in range(0, numel, at_once):
+        stop = min(start + at_once, numel)
+        rows = comm.all_gather(torch.cat([view[start:stop] for view in views]))
+        for rank, row in enumerate(rows.view(comm.size, len(views), -1)):
             first, last = (min(max(edge, start), stop) for edge in layout.param_shard_range(param, rank))
-            view[first:last] = row[first - start : last - start]
-    return view
+            for view, values in zip(views, row, strict=True):
+                view[first:last] = values[first - start : last - start]
 
 
 def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, TypedDict
 
@@ -35,7 +35,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from offload.errors import CorruptionError, ResumeError
-from offload.layout import Chunk, Layout
+from offload.layout import Layout
 from offload.sizes import PAGE_BYTES, round_up
 
 FORMAT = 1
@@ -105,17 +105,8 @@ def state_slot_arrays(layout: Layout, *, split_master: bool) -> list[SlotArrays]
 
 
 def param_slot_arrays(layout: Layout) -> list[SlotArrays]:
-    """The arrays of each chunk of trained parameters, those of replicas included, where parameters are streamed."""
-    return _values_of(layout, layout.chunks + layout.copies)
-
-
-def frozen_slot_arrays(layout: Layout) -> list[SlotArrays]:
-    """The arrays of each chunk of frozen parameters."""
-    return _values_of(layout, layout.frozen)
-
-
-def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[SlotArrays]:
-    return [SlotArrays(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in chunks]
+    """The array of each of `Layout.param_chunks`: its values in the compute dtype."""
+    return [SlotArrays(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
 
 
 class Chunks(TypedDict, total=False):

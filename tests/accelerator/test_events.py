@@ -104,8 +104,10 @@ def kernels_ignore_new_values(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_leave_before_they_are_made(patch: pytest.MonkeyPatch) -> None:
-    to_host = DeviceCopier.to_host
-    patch.setattr(DeviceCopier, "to_host", lambda self, src, dst, after=None: to_host(self, src, dst, DONE))
+    gather = DeviceCopier.gather_to_host
+    patch.setattr(
+        DeviceCopier, "gather_to_host", lambda self, parts, by, dst, after: gather(self, parts, by, dst, DONE)
+    )
 
 
 MISSING: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Any]] = {
@@ -262,6 +264,30 @@ def test_activations_that_wait_allocate_nothing(
         options |= {"activation_memory": "12KiB" if recompute else "32KiB"}
     plain: dict[str, Any] = {"activation_tier": "device"} if recompute else {}
     assert allocations(**options) == allocations(**plain)
+
+
+@pytest.mark.parametrize("options", [RESIDENT, STREAMED], ids=["resident", "streamed"])
+def test_the_gradients_of_a_unit_leave_in_one_copy(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two events: they are made, and the copy has ended."""
+    training, events = Training(options), 0
+    record = DeviceCopier._record
+
+    def counted(self: DeviceCopier, *args: Any) -> Any:
+        nonlocal events
+        events += 1
+        return record(self, *args)
+
+    with training.optimizer:
+        for _ in range(3):
+            training.step()
+        loss = training.forward()
+        monkeypatch.setattr(DeviceCopier, "_record", counted)
+        with simulated_device.counted() as counts:
+            loss.backward()
+        assert all(param.grad is not None for param in training.model.parameters())
+        assert counts["to_host"] == BLOCKS
+        if options is RESIDENT:  # others are of parameters
+            assert events == 2 * BLOCKS
 
 
 def test_the_device_waits_for_gradients_so_that_few_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadZero, Tuning
+from offload.grads import staging
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
 from offload.optim.adam import Step
@@ -62,7 +63,7 @@ class Shape(NamedTuple):
     """Of a unit.
 
     forward, backward: products in them; last_backward: in that of the first unit, which comes last; chunks: of its
-    states, on a rank; weights: that have as many elements, and hold most of its gradient.
+    states, on a rank; weights: that have as many elements, and hold most of its gradient; gradients: of all parameters.
     """
 
     forward: int = 1
@@ -70,10 +71,11 @@ class Shape(NamedTuple):
     last_backward: int = 1  # nobody wants a gradient of its input
     chunks: int = 1
     weights: int = 1
+    gradients: int = 2
 
 
 ONE = Shape()
-LAYER = Shape(7, 20, 20, 10, 7)
+LAYER = Shape(7, 20, 20, 10, 7, 11)
 """Of `Layer`. Its forward is computed again but for the last product, whose result nobody needs."""
 CLOCKS = {"offload-gradients": 1, "offload-step": 2}
 """Of the workers, by name; all other threads are one after the other, and have clock 0."""
@@ -288,10 +290,20 @@ SEVEN = Times(
 )
 """Of such a layer at 4,096 tokens, at 420e12 operations a second; on a link of 55e9 bytes a second each way, also
 between two ranks, which send half of a gradient; and with Adam at 220e9 bytes a second."""
+TOY_BYTES = LAYER_WIDTH**2 / (PARAMETERS / LAYER.weights)
+"""Of a layer that stands for such a one, for each byte of that."""
 SEVEN_TUNING = {"tuning": Tuning(chunk="12KiB", bucket="4608B")}
 """10 chunks a layer, 5 of each of two ranks; 26 buckets."""
 
 
+@pytest.fixture
+def to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are large in such a layer leave the device alone, as there."""
+    monkeypatch.setattr(staging, "LARGE_BYTES", int(staging.LARGE_BYTES * TOY_BYTES))
+    monkeypatch.setattr(staging, "STAGED_BYTES", int(staging.STAGED_BYTES * TOY_BYTES))
+
+
+@pytest.mark.usefixtures("to_scale")
 @pytest.mark.parametrize("case", CASES)
 def test_a_launching_host_hardly_delays_a_large_layer(case: str) -> None:
     found, _ = measured(CASES[case] | SEVEN_TUNING, times=SEVEN._replace(host=HOST), shape=LAYER)
@@ -313,6 +325,18 @@ def test_a_launching_host_hardly_delays_a_large_layer_of_two_ranks(case: str) ->
     assert all(0.99 <= step_s / wanted <= 1.05 for step_s in steps), (steps, wanted)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_that_leave_together_cost_the_host_less(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers whose host is behind: each gradient has a hook, and one copy and two events if it leaves alone."""
+    small = SEVEN._replace(**{part: getattr(SEVEN, part) / 50 for part in ("product_s", "copy_s", "adam_s")}, host=HOST)
+    together, _ = measured(CASES[case] | SEVEN_TUNING, times=small, shape=LAYER)
+    monkeypatch.setattr(staging, "LARGE_BYTES", 0)
+    alone, _ = measured(CASES[case] | SEVEN_TUNING, times=small, shape=LAYER)
+    saved = UNITS * (LAYER.gradients - 1) * (HOST.launch_s + 2 * HOST.event_s)
+    assert alone - together >= 0.9 * saved, (alone, together, saved)
+
+
+@pytest.mark.usefixtures("to_scale")
 def test_a_host_that_cannot_keep_up_is_seen() -> None:
     """Its launches take longer than what they launch: all else is hidden behind them."""
     slow = SEVEN._replace(host=HOST._replace(launch_s=4e-4), adam_s=0.0)

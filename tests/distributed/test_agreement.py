@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from offload.errors import ConfigError, OtherRankError, TierIOError
-from offload.ranks.agreement import together
+from offload.ranks import agreement
+from offload.ranks.agreement import all_gather_shards, together
 from offload.ranks.communicator import Communicator, SingleProcess
+from tests.support.runs import layout_of
 from tests.support.threads import Threads
 
 
@@ -64,3 +68,23 @@ def test_a_process_alone_raises_its_own() -> None:
         raise ConfigError("own")
     with together(SingleProcess()):
         pass
+
+
+@pytest.mark.parametrize("block", [4, 9, 1 << 20])
+def test_several_values_of_each_element_are_gathered_at_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its shard, whose borders do not fall together with those of a block."""
+    numel = 501
+    monkeypatch.setattr(agreement, "BLOCK", block)
+
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        layout = layout_of([3, numel], ranks=3, rank=comm.rank, chunk_numel=64)
+        first, last = layout.param_shard_range(1)
+        views = [torch.full((numel,), torch.nan) for _ in range(3)]
+        for kind, view in enumerate(views):
+            view[first:last] = torch.arange(first, last) + 1000.0 * kind
+        all_gather_shards(comm, layout, 1, views)
+        return views
+
+    for views in Threads(3).run(work):
+        for kind, view in enumerate(views):
+            assert np.array_equal(view.numpy(), np.arange(numel, dtype=np.float32) + 1000 * kind)

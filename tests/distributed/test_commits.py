@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero, Tuning
@@ -523,3 +523,30 @@ def test_all_ranks_killed_at_any_instant_go_on_with_the_same_bits(tmp_path: Path
 @pytest.mark.timeout(3600)
 def test_all_ranks_killed_fifty_times(tmp_path: Path) -> None:
     kill_all(tmp_path, 50, seed=2)
+
+
+def _write_to_a_frozen_bias(path: str) -> Tensor:
+    """It has fewer elements than one rank's part of it may have, so the other rank keeps none of it."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(10))
+        model[1].bias.requires_grad_(False)
+        return model
+
+    options: dict[str, Any] = {"path": path, "stage": 3, "param_tier": "nvme", "commit_every": 0}
+    model, again = made(), made()
+    with OffloadZero(model, tuning=Tuning(threads=1), **options) as optimizer:
+        with optimizer.gathered(model[1].bias), torch.no_grad():
+            model[1].bias += 0.5
+        optimizer.commit()
+    resumed = OffloadZero(again, tuning=Tuning(threads=1), resume=True, **options)
+    with resumed, resumed.gathered(again[1].bias):
+        return again[1].bias.detach().clone()
+
+
+def test_what_is_written_to_a_frozen_parameter_of_which_a_rank_keeps_nothing_is_committed(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for bias in worlds(2).run(_write_to_a_frozen_bias, str(tmp_path / "run")):
+        assert torch.equal(bias, torch.full((10,), 0.5).bfloat16())

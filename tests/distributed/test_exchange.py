@@ -104,7 +104,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
             with store.lease(chunk.index, Use.READ, step=1) as lease:
                 if not np.array_equal(lease.arrays[0].view(torch.uint8).numpy(), expected):
                     wrong.append(f"chunk {chunk}")
-        expected_of = {copy.index: part(new if is_new(copy) else old, layout, copy) for copy in layout.copies}
+        expected_of = {copy.index: part(new if is_new(copy) else old, layout, copy) for copy in layout.stateless}
         wrong += [f"said of chunk {index}" for index in updated.keys() ^ expected_of.keys()]
         return wrong + [f"said of {n}" for n, bits in expected_of.items() if not np.array_equal(updated[n], bits)]
 

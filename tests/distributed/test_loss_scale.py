@@ -34,7 +34,7 @@ def wanted(kind: str, ranks: int, accumulation: int, stage: int) -> sharded.Refe
         made = sharded.Reference(
             kind,
             ranks,
-            build(specs, 1024, ranks=ranks),
+            build(specs, 1024, ranks=ranks).trained,
             accumulation,
             stage == 1,
             stage=stage,

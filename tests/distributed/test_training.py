@@ -26,7 +26,7 @@ KINDS = ("gpt", "mlp", "conv", "sums")
 def layout_of(kind: str, ranks: int) -> Layout:
     model = models.build(kind)
     specs, _ = specs_of(model, models.groups(model), models.keep_fp32(kind), torch.bfloat16)
-    return build(specs, 1024, ranks=ranks)
+    return build(specs, 1024, ranks=ranks).trained
 
 
 @cache

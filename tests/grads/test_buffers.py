@@ -159,7 +159,7 @@ def test_no_copy_of_a_gradient_is_under_way_after(end: str) -> None:
     for param, grad in enumerate(gradients_of(layout, 1)):
         buffer.accumulate(param, grad)
     getattr(buffer, end)()
-    assert copier.copies == len(NUMELS)
+    assert copier.copies == 1  # they left together
     assert all(copy.done() for copy in copier._late)
     buffer.close()
 

@@ -31,7 +31,7 @@ class Noted:
     values_given: list[Tensor] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     fails: bool = False
-    is_in_memory = False
+    is_in_memory = come_whole = False
 
     def __post_init__(self) -> None:
         self.sums = SimpleNamespace(norms={})
@@ -134,9 +134,24 @@ def test_on_a_device_one_worker_does_all_that_follows_a_copy_in_the_order_of_the
         threads = set(shards.threads)
         buffer.finalize([0, 1, 2])
     assert threads == {"offload-gradients_0"}
-    assert [what for what, _ in shards.calls] == ["add", "has come"] * 3 + ["sum"]
-    assert [about[0] for what, about in shards.calls if what == "has come"] == [2, 0, 1]
-    assert [values.tolist() for values in shards.values_given] == [ones(param).tolist() for param in (2, 0, 1)]
+    (chunk,), (together,) = THREE.chunks, shards.values_given
+    place = Place(chunk, 0, is_first=True, is_last=True, is_unfinished=False)
+    assert shards.calls == [("add", place), *(("has come", (param, 0)) for param in (2, 0, 1)), ("sum", [0, 1, 2])]
+    for param, piece in enumerate(chunk.pieces):
+        assert torch.equal(together[piece.chunk_offset :][: piece.numel], ones(param))
+
+
+def test_a_chunk_is_unfinished_while_gradients_of_it_wait_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second leaves alone, after the others have come and before they leave."""
+    monkeypatch.setattr("offload.grads.staging.LARGE_BYTES", 39)
+    layout = layout_of((10, 20, 15))
+    with noted(layout, late=True) as (buffer, shards):
+        for param in (2, 0, 1):
+            buffer.accumulate(param, torch.ones(layout.specs[param].numel).bfloat16())
+        buffer.drain()
+    found = [(place.start, place.is_unfinished) for what, place in shards.calls if what == "add"]
+    starts = [piece.chunk_offset for piece in layout.chunks[0].pieces]
+    assert found == [(starts[1], True), (starts[0], True), (starts[2], False)]
 
 
 def test_what_fails_in_the_worker_is_raised_when_gradients_are_waited_for_and_bounces_are_free_again() -> None:

@@ -45,7 +45,7 @@ class SlowDevice(HostCopier):
         self.marks = 0
         self.ahead: list[int] = []
 
-    def mark(self) -> DeviceEvent:
+    def mark(self, stream: object = None) -> DeviceEvent:
         return _Later(self)
 
 

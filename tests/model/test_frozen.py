@@ -20,6 +20,7 @@ from offload.errors import ConfigError
 from offload.planner import decide
 from offload.planner.explain import explain, plan_of
 from offload.planner.placement import Placement
+from offload.storage.slot_map import ChunkKind
 from tests.support.streamed import in_little_memory
 from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
@@ -248,19 +249,16 @@ def test_ram_that_is_left_keeps_frozen_chunks_which_are_not_read(tier: str, tmp_
     found: list[dict[str, Tensor]] = []
     least, _ = run(in_little_memory)
     most, read = run(OffloadZero)
-    assert least.frozen is not None
-    assert most.frozen is not None
-    assert not least.frozen.resident
+    assert not least.pools[ChunkKind.FROZEN].resident
     assert read == most.read_bytes == 0
     # All of the states stay in RAM, and some of the frozen parameters.
-    whole = most.frozen.resident_bytes
+    whole = most.pools[ChunkKind.FROZEN].resident_bytes
     less = most.arena_bytes - whole // 4
     some, read = run(OffloadZero, cpu_memory=less)
-    assert some.frozen is not None
-    assert some.frozen.resident
+    assert some.pools[ChunkKind.FROZEN].resident
     assert some.arena_bytes <= less
     # By each forward and each backward; chunks are also retained in the buffers of others.
-    assert 0 < read <= some.read_bytes == 2 * (whole - some.frozen.resident_bytes) < least.read_bytes
+    assert 0 < read <= some.read_bytes == 2 * (whole - some.pools[ChunkKind.FROZEN].resident_bytes) < least.read_bytes
     for values in found:
         for name, value in values.items():
             assert torch.equal(value, found[0][name]), name

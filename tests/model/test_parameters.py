@@ -35,8 +35,8 @@ def test_a_line_is_the_memory_order_and_comes_back_to_the_shape(shape: list[int]
     # So it does where the parameter has been pointed at memory of other strides.
     parameters = taken(param, dtype=torch.float32)
     parameters.repoint(0, gradient.contiguous())
-    line = parameters.flattened(0, gradient)
-    assert torch.equal(parameters.shaped(0, line), gradient)
+    line = parameters.held[0].flattened(gradient)
+    assert torch.equal(parameters.held[0].shaped(line), gradient)
     parameters.return_repointed()
     assert torch.equal(parameters.flats[0][: line.numel()], line)
 

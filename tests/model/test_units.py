@@ -89,7 +89,7 @@ def test_a_parameter_shared_with_a_kept_module_is_refused_by_name() -> None:
         compute_dtypes(Gpt(tied=True), [nn.Embedding], torch.bfloat16)
 
 
-def test_specs_follow_the_model_and_leave_out_what_nobody_trains() -> None:
+def test_specs_follow_the_model_trained_ones_first_and_leave_out_what_nobody_trains() -> None:
     model = Gpt()
     model.blocks[0].requires_grad_(False)
     groups = [
@@ -103,6 +103,10 @@ def test_specs_follow_the_model_and_leave_out_what_nobody_trains() -> None:
         ("blocks.1.2.weight", 1),
         ("blocks.1.2.bias", 1),
         ("head.weight", 0),
+        ("blocks.0.0.weight", None),
+        ("blocks.0.0.bias", None),
+        ("blocks.0.2.weight", None),
+        ("blocks.0.2.bias", None),
     ]
     assert [param.numel() for param in params] == [spec.numel for spec in specs]
 

@@ -75,6 +75,7 @@ class OneParameter:
         spec: Any = self.layout.specs[0]
         unit: Any = UNIT
         self.held = (HeldParam(0, spec, param, unit, 0, 0, streams=streams),)
+        self.held[0].remember()
         self.home = self.device = torch.device("cpu")
         self.is_parked = False
         self.streams_any = streams
@@ -87,12 +88,6 @@ class OneParameter:
 
     def flat_at(self, tensor: Tensor) -> int | None:
         return None
-
-    def flattened(self, number: int, tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1)
-
-    def shaped(self, number: int, numbers: Tensor) -> Tensor:
-        return numbers.view(4, 4)
 
 
 class Guarded:
@@ -222,7 +217,7 @@ class Answered:
         self.buffer: Any = Buffer()
         rest: Any = SimpleNamespace(entries=Entries(), backward_runs=None)
         self.answers = Answers(parameters.layout, parameters, self.buffer, StepScale(), rest, rest, rest)
-        self.param.grad = self.answers._stand_ins[0]
+        self.param.grad = parameters.held[0].gradient.stand_in
 
     @property
     def grad(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from tests.support.late_copier import CopiedBy, LateCopier
 class SlowCopier(LateCopier):
     """Every copy takes its time to be waited for, so the worker is behind."""
 
-    def _start(self, src: torch.Tensor, dst: torch.Tensor, *, is_kept: bool) -> Copy:
-        copy = super()._start(src, dst, is_kept=is_kept)
+    def _start(self, *args: Any, **options: Any) -> Copy:
+        copy = super()._start(*args, **options)
         wait = copy.wait
 
         def slowly() -> None:

@@ -38,6 +38,10 @@ PLANS: dict[str, tuple[str, ...]] = {
     "frozen blocks on NVMe beside cached ones": (
         *(*_SMALL, "--tier", "nvme", "--param-tier", "nvme", "--frozen", "5", "--cpu-memory", "14MiB"),
     ),
+    "frozen blocks on NVMe in fewer chunks than buffers": (
+        *(*_SMALL, "--tier", "nvme", "--param-tier", "nvme", "--frozen", "2", "--cpu-memory", "least"),
+        *("--chunk", "4MiB"),
+    ),
     "split masters, committed, some resident": (
         *(*_SMALL, "--split-master", "--param-tier", "device", "--cpu-memory", "40MiB", "--gpu", "--accumulation", "2"),
         *("--activation-tier", "device"),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.scripts import run_code
+
 MIB = 1 << 20
 
 SCRIPT = """
-import sys
+import ctypes, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -25,6 +24,9 @@ def status(field):
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024
 
+# What torch frees goes back at once: how much of it malloc would keep differs from run to run.
+M_MMAP_THRESHOLD = -3
+assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536) == 1
 torch.set_num_threads(1)
 path, share, accumulation, split = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "split"
 model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24))).bfloat16()
@@ -64,16 +66,8 @@ print(budget, stats["peak_cpu_bytes"], planned.arena_bytes, peak, 2 * numel)
 )
 def test_the_process_uses_what_the_plan_said(share: float, accumulation: int, split: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / "run"), str(share), str(accumulation), split]
-    # What torch frees goes back at once: how much of it malloc would keep differs from run to run.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env=environment,
-    )
+    ended = run_code(SCRIPT, *arguments)
+    assert ended.returncode == 0, ended.stderr
     budget, used, planned, peak, model = map(int, ended.stdout.split())
     assert used == planned <= budget
     # The model moved into tensors of the library's: for a while there are two of a unit, and a gradient on its way.
@@ -166,13 +160,8 @@ def test_no_values_stay_behind_when_a_model_is_taken(
     frozen = options.pop("frozen", 0)
     options |= {"path": str(tmp_path / "run")} if options["tier"] == "nvme" else {}
     # Malloc is as the system has it: what it keeps of freed values is what is looked for.
-    ended = subprocess.run(
-        [sys.executable, "-c", PLACED, json.dumps([source, tensor_mib * MIB, frozen, options])],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    ended = run_code(PLACED, json.dumps([source, tensor_mib * MIB, frozen, options]))
+    assert ended.returncode == 0, ended.stderr
     arena, slab, on_device, in_model, built, stays, trained = json.loads(ended.stdout)
     plan, more = arena + on_device, 32 * MIB
     # A model on the CPU is there as a whole before it is taken, and all that is reserved beside it.

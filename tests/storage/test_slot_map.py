@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.choices import Choice
-from offload.layout import Layout, ParamSpec, build
+from offload.layout import Chunk, Layout, ParamSpec, build
 from offload.options import Options, Tuning
 from offload.planner.decide import Situation, decide
 from offload.planner.placement import chunk_arrays, slot_map
@@ -115,11 +115,15 @@ SPECS = st.lists(
         numel=st.one_of(st.integers(0, 3), st.integers(0, 3000)),
         unit=st.sampled_from(["", "blocks.0"]),
         dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-        group=st.just(0),
-        is_frozen=st.booleans(),
+        group=st.sampled_from([0, None]),
     ),
     max_size=8,
 )
+
+
+def frozen_in(held: Layout) -> list[Chunk]:
+    """The chunks of frozen parameters."""
+    return [chunk for chunk in held.param_chunks if held.flats[chunk.flat].is_frozen]
 
 
 def counted(held: Layout, choice: Choice) -> dict[tuple[ChunkKind, int], int]:
@@ -129,13 +133,13 @@ def counted(held: Layout, choice: Choice) -> dict[tuple[ChunkKind, int], int]:
         for chunk in held.chunks:
             found[STATES, chunk.index] = next(numbers)
     if choice.params.tier.is_durable or choice.commits.holds_params:
-        for chunk in (*held.chunks, *held.copies):
+        for chunk in held.trained.param_chunks:
             found[PARAMS, chunk.index] = next(numbers)
     if choice.grads.tier.is_durable:
         for chunk in held.chunks:
             found[GRADS, chunk.index] = next(numbers)
     if choice.params.frozen_tier.is_durable:
-        for number, _ in enumerate(held.frozen):
+        for number, _ in enumerate(frozen_in(held)):
             found[FROZEN, number] = next(numbers)
     return found
 
@@ -163,7 +167,7 @@ def test_every_slot_is_where_counting_one_by_one_finds_it(
         assert [*slots.of(kind)] == [number for (one, _), number in expected.items() if one is kind]
     numels = {slot: slots.all_arrays[slot].numel for slot in range(slots.total)}
     chunks = {
-        STATES: held.chunks, PARAMS: held.chunks + held.copies, GRADS: held.chunks, FROZEN: held.frozen
+        STATES: held.chunks, PARAMS: held.trained.param_chunks, GRADS: held.chunks, FROZEN: frozen_in(held)
     }  # fmt: skip
     assert numels == {number: chunks[kind][chunk].numel for (kind, chunk), number in expected.items()}
     # What is committed: all states, and with split masters the own parameters.

@@ -7,8 +7,10 @@ one of its steps: the values that the same training gave without any reader.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +132,13 @@ class Expected:
     def steps_of(self, read: Values) -> set[int]:
         """The steps after which the model had just these values. Norms have names that begin with "norm of "."""
         return {step for step, values in enumerate(self.values) if all(_is_of(values, *one) for one in read.items())}
+
+
+@functools.cache
+def expected_of(lr: float, *, commits: bool, **options: Any) -> Expected:
+    """Trained once for all tests of a process."""
+    with tempfile.TemporaryDirectory() as path:
+        return Expected(Path(path), lr, commits=commits, **options)
 
 
 def _is_of(values: Values, name: str, tensor: Tensor) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from offload.devices.copies import COPIER_FOR, DONE, Copier, Copy, DeviceEvent
+from offload.devices.copies import COPIER_FOR, DONE, Copier, Copy, DeviceEvent, Part, gather
 
 CopiedBy = Callable[[Callable[[], Copier]], None]
 """The fixture `copied_by`: `copying_by` until the test ends."""
@@ -27,9 +27,12 @@ def copying_by(make: Callable[[], Copier]) -> Iterator[None]:
 
 
 class _LateCopy(Copy):
-    def __init__(self, owner: LateCopier, src: Tensor, dst: Tensor, *, is_kept: bool) -> None:
+    def __init__(
+        self, owner: LateCopier, src: Tensor, dst: Tensor, *, is_kept: bool, parts: Sequence[Part] = ()
+    ) -> None:
         self._owner = owner
         self._src, self._dst = src, dst
+        self._parts = parts  # of the source, which it gets as late
         self._complete = False
         self.is_kept = is_kept
         self._kept: Tensor | None = None  # the source, while only the device has waited
@@ -63,8 +66,16 @@ class _LateCopy(Copy):
         with self._owner.lock:
             if not self._complete:
                 with torch.no_grad():
+                    if self._parts:
+                        gather(self._parts, self._src)
                     self._dst.copy_(self._src)
+                    if self._parts:
+                        poison(self._src)  # the memory is another copy's now
                 self._complete = True
+
+
+def poison(tensor: Tensor) -> None:
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0xA5)
 
 
 class LateCopier(Copier):
@@ -97,24 +108,34 @@ class LateCopier(Copier):
         if copy not in self._late:
             self._late.append(copy)
 
-    def mark(self) -> DeviceEvent:
+    def mark(self, stream: object = None) -> DeviceEvent:
         return DONE
 
-    def _start(self, src: Tensor, dst: Tensor, *, is_kept: bool) -> Copy:
+    def _start(self, src: Tensor, dst: Tensor, *, is_kept: bool, parts: Sequence[Part] = ()) -> Copy:
         assert src.shape == dst.shape
         assert src.dtype is dst.dtype
         with self.lock, torch.no_grad():
-            dst.fill_(float("nan") if dst.is_floating_point() else 0xA5)
-            copy = _LateCopy(self, src, dst, is_kept=is_kept)
+            poison(dst)
+            copy = _LateCopy(self, src, dst, is_kept=is_kept, parts=parts)
             self._late.append(copy)
             self.copies += 1
         return copy
 
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
+        self._end_late()
+        return self._start(src, dst, is_kept=False)
+
+    def gather_to_host(
+        self, parts: Sequence[Part], staging: Tensor, dst: Tensor, after: DeviceEvent | None = None
+    ) -> Copy:
+        self._end_late()
+        return self._start(staging, dst, is_kept=False, parts=parts)
+
+    def _end_late(self) -> None:
+        """A copy to the host begins after what the device has waited for, and may write over the sources of that."""
         with self.lock:
             for copy in self._late:
-                copy.end()  # this one begins after what the device has waited for, and may write over its source
-        return self._start(src, dst, is_kept=False)
+                copy.end()
 
     def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         return self._start(src, dst, is_kept=True)

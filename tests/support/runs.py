@@ -85,7 +85,7 @@ def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | No
     arena = Arena(64 * MIB, copier, at_once=False)
     regions = (replace(region, tier=CPU) for region in Needs(layout, choice, copier.direct).regions)
     commits = choice.commits
-    memory = Memory(arena, None, Reserved(regions, {CPU: arena}), copier)
+    memory = Memory(arena, None, Reserved(regions, {CPU: arena}), copier, copier)
     return RunByHand(commits, commits.paths, layout, memory, native.load(1), comm, Timeline(), choice=choice)
 
 

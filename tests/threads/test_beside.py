@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from offload import OffloadZero
 from offload.errors import BudgetError, ConfigError, OffloadError, ReleasedParameterError
 from tests.support import models
-from tests.support.beside import PLACEMENTS, Block, Expected, Model, batch, hold, train
+from tests.support.beside import PLACEMENTS, Block, Model, batch, expected_of, hold, train
 from tests.support.processes import holds_in_child
 from tests.support.ranks import Worlds
 
@@ -69,7 +69,7 @@ def placement(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_a_thread_that_a_forward_waits_for_reads_all_parameters_there(
     placement: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = Expected(tmp_path / "expected", 1e-2, commits=False, **placement)
+    expected = expected_of(1e-2, commits=False, **placement)
     model = calling()
     reads: list[dict[str, Tensor]] = []
 
@@ -203,7 +203,7 @@ def test_a_write_from_another_thread_during_a_forward_counts(placement: dict[str
 
 @pytest.mark.parametrize("what", ["commit", "p.grad"])
 def test_what_changes_the_run_waits_for_the_end_of_a_pass(what: str, placement: dict[str, Any], tmp_path: Path) -> None:
-    expected = Expected(tmp_path / "expected", 1e-2, commits=True, **placement)
+    expected = expected_of(1e-2, commits=True, **placement)
     model = calling()
     threads: list[threading.Thread] = []
     order: list[str] = []
@@ -240,7 +240,7 @@ def test_what_changes_the_run_waits_for_the_end_of_a_pass(what: str, placement: 
 
 @pytest.mark.parametrize("placement", list(STREAMED))
 def test_a_training_forward_waits_for_one_of_another_thread(placement: str, tmp_path: Path) -> None:
-    expected = Expected(tmp_path / "expected", 1e-2, commits=False, **PLACEMENTS[placement])
+    expected = expected_of(1e-2, commits=False, **PLACEMENTS[placement])
     model = calling()
     inside, may_end = threading.Event(), threading.Event()
     outputs: list[Tensor] = []
@@ -271,7 +271,7 @@ def test_a_training_forward_waits_for_one_of_another_thread(placement: str, tmp_
 
 @pytest.mark.parametrize("placement", list(STREAMED))
 def test_a_forward_of_another_thread_is_refused_during_a_backward(placement: str, tmp_path: Path) -> None:
-    expected = Expected(tmp_path / "expected", 1e-2, commits=False, **PLACEMENTS[placement])
+    expected = expected_of(1e-2, commits=False, **PLACEMENTS[placement])
     model = calling()
     refused: list[str] = []
 
@@ -289,7 +289,7 @@ def test_a_forward_of_another_thread_is_refused_during_a_backward(placement: str
 
 def test_where_the_device_lacks_room_the_other_thread_alone_is_told(tmp_path: Path) -> None:
     options = {"tier": "cpu", "param_tier": "cpu", "device_memory": "240KiB"}
-    expected = Expected(tmp_path / "expected", 1e-2, commits=False, **options)
+    expected = expected_of(1e-2, commits=False, **options)
     model = calling()
     found: list[object] = []
 
@@ -331,7 +331,7 @@ def test_a_forked_child_is_not_locked_out_by_a_thread_of_its_parent(tmp_path: Pa
 
 
 def test_two_models_train_in_two_threads_at_once(placement: dict[str, Any], tmp_path: Path) -> None:
-    expected = Expected(tmp_path / "expected", 1e-2, commits=False, **placement)
+    expected = expected_of(1e-2, commits=False, **placement)
     losses: dict[int, list[float]] = {}
     models = [Model(), Model()]  # here, because their values are drawn from one generator
 

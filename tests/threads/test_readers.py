@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from offload import OffloadZero
-from tests.support.beside import PLACEMENTS, Expected, Model, Reader, Readers, Values, hold, often_switching, train
+from tests.support.beside import PLACEMENTS, Model, Reader, Readers, Values, expected_of, hold, often_switching, train
 from tests.support.cases import each_value_often
 
 
@@ -83,15 +82,10 @@ READERS: dict[str, Reader] = {
 }
 
 
-@functools.cache
-def expected_for(path: Path, lr: float, placement: str, commits: bool) -> Expected:
-    return Expected(path, lr, commits=commits, **PLACEMENTS[placement])
-
-
-def check(path: Path, base: Path, lr: float, placement: str, readers: list[str]) -> int:
+def check(path: Path, lr: float, placement: str, readers: list[str]) -> int:
     """Trains beside readers. Returns: how often they read."""
     needs_commits = bool({"commit", "snapshot"} & set(readers))
-    expected = expected_for(base, lr, placement, needs_commits)
+    expected = expected_of(lr, commits=needs_commits, **PLACEMENTS[placement])
     model = Model()
     options: dict[str, Any] = {"commits": needs_commits, **PLACEMENTS[placement]}
     with hold(model, path, lr, **options) as optimizer, often_switching():
@@ -109,30 +103,22 @@ def check(path: Path, base: Path, lr: float, placement: str, readers: list[str])
     return len(beside.seen)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("expected")
-
-
 # A resident model's state_dict has its tensors themselves, as in plain torch, and they go on.
 LIVE = {("resident", "state_dict"), ("states on nvme", "state_dict")}
 CASES = [(p, r) for p, r in itertools.product(PLACEMENTS, READERS) if (p, r) not in LIVE]
 
 
 @pytest.mark.parametrize(("placement", "reader"), each_value_often(CASES))
-def test_a_reader_sees_values_of_one_step_and_the_training_its_own(
-    placement: str, reader: str, tmp_path: Path, base: Path
-) -> None:
-    assert check(tmp_path / "run", base / f"{placement}-{reader}", 1e-2, placement, [reader])
+def test_a_reader_sees_values_of_one_step_and_the_training_its_own(placement: str, reader: str, tmp_path: Path) -> None:
+    assert check(tmp_path / "run", 1e-2, placement, [reader])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("placement", "lr"), [(p, lr) for p in PLACEMENTS for lr in (0.0, 1e-2)])
-def test_many_readers_beside_many_trainings(placement: str, lr: float, tmp_path: Path, base: Path) -> None:
+def test_many_readers_beside_many_trainings(placement: str, lr: float, tmp_path: Path) -> None:
     names = [name for name in READERS if (placement, name) not in LIVE]
     reads = 0
     for run in range(84):
         chosen = [names[run % len(names)], names[run // len(names) % len(names)]]
-        where = base / f"{placement}-{lr}-{bool({'commit', 'snapshot'} & set(chosen))}"
-        reads += check(tmp_path / str(run), where, lr, placement, chosen)
+        reads += check(tmp_path / str(run), lr, placement, chosen)
     assert reads > 84
