@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -354,10 +354,6 @@ class RecoveryPlan:
             for path in owned:
                 withdraw(path, replaced, self.files)
         collect_together(owned, commit, dead, comm, self.files, held=replaced)
-        for path in owned:  # a directory that the run has left
-            if path not in self.paths and LOCK_NAME in names_in(path, self.files):
-                with suppress(PathError), claim(path, new_run_id(), self.files):
-                    leave(path, self.files)
 
     def lock(self, *, alone: bool) -> None:
         """Locks the swap files that are read, or that are going to be replaced.
@@ -531,6 +527,10 @@ def find_together(
         _tag(undo, choice.paths, run_id, comm, files)
         return Start(choice.paths, None, run_id, files)
     found = _plan(undo, choice, comm, layout, wanted, files, frozen, target, seen)
+    with together(comm):
+        for path in target.owned:
+            if path not in choice.paths and LOCK_NAME in names_in(path, files):
+                _take(undo, path, run_id, files)
     found.collect(target.here, comm)
     with together(comm):
         found.lock(alone=comm.size == 1)
@@ -552,11 +552,21 @@ def _enter(undo: ExitStack, directories: RunDirectories, start: bytes, files: Fi
         if make_directory(path, files):
             undo.callback(remove_if_empty, path, files)
         files.hold(path)
-        undo.callback(claim(path, start, files).close)
-        undo.callback(leave, path, files)
+        _take(undo, path, start, files)
     for path in directories.origins:
         if files.is_directory(path, follows=True):
             files.hold(path)
+
+
+def _take(undo: ExitStack, path: Path, start: bytes, files: Files) -> None:
+    """Takes the lock of a directory. Giving it back removes it, too, if there is nothing else of ours.
+
+    Raises:
+        PathInUseError: a live run, or another start, has the directory.
+        PathError: it cannot be locked.
+    """
+    undo.callback(claim(path, start, files).close)
+    undo.callback(leave, path, files)
 
 
 def _require_no_strange_record(paths: Sequence[Path], files: Files) -> None:
@@ -686,7 +696,7 @@ def _plan(
     with together(comm):
         first = _require_this_model(target, manifests, wanted, files, frozen)
         _require_no_other(choice.paths, target, seen.runs)
-        _require_current(choice.origins if target.is_elsewhere else target.owned, target.last[1], files)
+        _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
         can_stay = not target.is_elsewhere and not target.last[1].is_older
         manifest = _own_of(manifests, wanted) if can_stay else None
         paths = None if manifest is None else _directories_in_order(choice, layout, wanted, manifest, files)
@@ -752,7 +762,8 @@ def _target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -
         everywhere = directories.runs + directories.named
         last = last_of(seen.runs + seen.named, everywhere)
         if last is not None:
-            return Target(last, False, last[1], everywhere, directories.own + directories.origins)
+            moves = directories.origins if choice.every is not None else ()  # else that is only read
+            return Target(last, False, last[1], everywhere, directories.own + moves)
         if choice.resume not in (False, "auto"):
             raise ResumeError(
                 f'{listed(everywhere)}: no commit to resume from: give resume="auto" to begin anew where none is'

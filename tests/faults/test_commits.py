@@ -159,7 +159,7 @@ class Cuts:
         model, made = Tiny(), []
         try:
             with on_disk(self.files, disk):
-                made.append(self._make(model, commit_every=0, resume="auto"))
+                made.append(self._make(model, commit_every=0, **{"resume": "auto"} | self._options(chance)))
             self._go_on(model, made[0], clock, chance)
         except PowerCut:
             pass
@@ -169,6 +169,10 @@ class Cuts:
         seed = chance.randrange(1 << 30)
         disk.crash(seed)
         self.files = self.files.after_cut(seed)
+
+    def _options(self, chance: random.Random) -> dict[str, Any]:
+        """Of the next start."""
+        return {}
 
     def _go_on(self, model: Tiny, optimizer: OffloadZero, clock: Clock, chance: random.Random) -> None:
         step = 0 if optimizer.resumed is None else optimizer.resumed.step

@@ -20,7 +20,7 @@ from offload.io.files import Files
 from offload.planner import least_cpu_memory
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, file_name, older_swap_name
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
-from tests.faults.test_commits import committed, kill
+from tests.faults.test_commits import Cuts, committed, cut_power, kill
 from tests.support.damage import flip
 from tests.support.disks import FreeFiles, SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
@@ -209,6 +209,51 @@ def test_a_first_commit_and_the_start_after_it_may_both_be_cut_off_anywhere(tmp_
             break
     assert outcomes.count(False) > 2
     assert outcomes[-1]
+
+
+class LayoutCuts(Cuts):
+    """Every start has other chunks and directories, and is given those that the start before may have left."""
+
+    def __init__(self, make: Make, path: Path) -> None:
+        path.mkdir()
+        self._places = [path / name for name in "abc"]
+        self.layouts: list[tuple[int, ...]] = []
+        super().__init__(make, path)
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self._path.mkdir()
+
+    def _options(self, chance: random.Random) -> dict[str, Any]:
+        given: dict[str, Any] = {"tuning": chance.choice([SMALL, LARGER]), "cpu_memory": "1MiB"}
+        there = [place for place in self._places if place.is_dir()]
+        if not any(COMMIT_NAME in self.files.names(place) for place in there):
+            return {"path": self._places, "resume": "auto"} | given
+        chosen = chance.sample(self._places, chance.randrange(1, 4))
+        return {"path": chosen, "resume": there} | given
+
+    def _after_step(self, optimizer: OffloadZero, chance: random.Random) -> None:
+        used = [Path(file).parent for file in optimizer.files]
+        self.layouts.append(tuple(self._places.index(place) for place in used))
+        for place in self._places:
+            if place.is_dir():
+                # The tag in a home stays as long as not all directories of its run were given.
+                named = [name for name in map(file_name, self.files.names(place)) if name is not None]
+                found = [name for name in named if name.kind not in ("older", "tag")]
+                assert {name.run_id for name in found} <= {optimizer._parts.slots.run_id.hex()}  # type: ignore[union-attr]
+                assert bool(found) == (place in used)
+
+
+def test_power_cuts_in_ever_other_layouts_lose_nothing_that_was_committed(make: Make, path: Path) -> None:
+    training = LayoutCuts(make, path)
+    cut_power(training, 20, seed=7)
+    assert len(set(training.layouts)) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_power_cuts_in_ever_other_layouts(make: Make, path: Path) -> None:
+    cut_power(LayoutCuts(make, path), 1000, seed=8)
 
 
 def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:
