@@ -520,7 +520,7 @@ def collect(
     *,
     rank: int | None = None,
     held: Container[str] = (),
-) -> None:
+) -> set[str]:
     """Removes, durably, what `garbage` finds.
 
     Args:
@@ -530,6 +530,9 @@ def collect(
         files: the file system.
         rank: see `garbage`.
         held: the dead runs whose files this process holds itself.
+
+    Returns:
+        The dead runs of which a process holds a file here, and nothing was removed.
 
     Raises:
         PathError: a file or directory cannot be read.
@@ -545,6 +548,7 @@ def collect(
                 files.remove(directory / name)
         if those and rank is None:
             sync_directory(files, directory)
+    return live
 
 
 def _is_held(directory: Path, run_id: str, names: Sequence[str], files: Files) -> bool:

@@ -659,13 +659,13 @@ def collect_together(
         RankError: another rank failed, or cannot be reached.
     """
     with together(comm):
-        for path in owned:
-            collect(path, record, dead, files, held=held)
+        left = [run for path in owned for run in collect(path, record, dead, files, held=held)]
     if dead:
-        given = {one for those in all_gather_object(comm, [*map(spelled, owned)], list[str]) for one in those}
+        told = all_gather_object(comm, [[*map(spelled, owned)], left], list[list[str]])
+        given, gone = {place for places, _ in told for place in places}, {*dead}.difference(*(runs for _, runs in told))
         with together(comm):
             for path in owned:
-                collect_homes(path, dead, given, files)
+                collect_homes(path, gone, given, files)
 
 
 def _plan(
@@ -704,7 +704,8 @@ def _plan(
             # The record stays where it is, if it can: then replacing it is one rename.
             homes = {directory for directory, record in seen.mine if record == target.here}
             manifest, paths = None, tuple(sorted(choice.paths, key=lambda path: path not in homes))
-        found = RecoveryPlan(paths, first, manifest, target, seen.runs.dead, at, files)
+        dead = (seen.runs if target.owned == choice.paths else seen.runs + seen.named).dead
+        found = RecoveryPlan(paths, first, manifest, target, dead, at, files)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
