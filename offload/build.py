@@ -434,14 +434,8 @@ def _open_files(
     undo.callback(memory.ram.join)
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
-    run_files = RunFiles(
-        resumed=None if resumed is None else resumed[1],
-        is_temporary=start.found is not None and resumed is None,
-        is_known=True,
-        run_id=start.run_id if resumed is None else resumed[0],
-        rank=run.comm.everyone.rank,
-        files=run.files,
-    )
+    run_id, chosen = (start.run_id, None) if resumed is None else resumed
+    run_files = RunFiles(run_id, run.comm.everyone.rank, chosen, run.files)
     # With commits, another budget has to find the same order of slots.
     stays = placement.states.resident if plan.choice.commits.every is None else ()
     resident = {slot for chunk, slot in enumerate(placement.slots.of(ChunkKind.STATES)) if chunk in stays}

@@ -278,6 +278,8 @@ class OffloadZero(torch.optim.Optimizer):
                 if found is not None:
                     print(f"offload: resumed at step {self._step}, committed {found.committed_at}", file=sys.stderr)
             self._held.take_others()
+            if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
+                self._parts.slots.make_permanent()
             original.kept = None  # the last instruction: no interrupt comes between it and the end
         except BaseException as error:
             self._give_back(error)
@@ -335,6 +337,8 @@ class OffloadZero(torch.optim.Optimizer):
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
             )
             self._commits.read_ahead()
+            if parts.slots is not None and found is None:
+                parts.slots.shut_out_older()
         return given, source, found
 
     @uninterrupted

@@ -1,16 +1,21 @@
-"""The one decision: which manifests are the committed ones.
+"""The one decision: which manifests are the committed ones, and which files live.
 
 Order of a commit: the swap files are synced; every rank writes its manifest (`write_manifest`) into each directory of
 its own swap files, durable when the call returns; then rank 0 writes the COMMIT record with the digests of all of them
 (`write_commit`) into its first directory, and only there. That decides, for all ranks at once. Whatever
 is cut off before leaves the commit before; once the call has returned the new one is found, whatever happens then.
-Only after that may a rank clear away its older manifests (`remove_superseded`) and let go of the older slots.
+Only after that may a rank clear away what the record does not name (live.py) and let go of the older slots.
 
-[Note: COMMIT format 1]
-Two lines: {"schema": "offload commit", "version": 1, "run_id", "step", "replaces", "manifests": [[bytes, XXH3-128] of
-each rank's manifest, by rank]}, spelled by `canonical`, and the XXH3-128 of that line. Where a commit
-is written anew in another layout, under another run id, `replaces` is the id that the same run had before; else null.
+[Note: COMMIT format 2]
+Two lines: {"schema": "offload commit", "version": 2, "run_id", "step", "replaces", "manifests": [[bytes, XXH3-128] of
+each rank's manifest, by rank], "files": [[directories, names] of each rank, by rank]}, spelled by `canonical`, and
+the XXH3-128 of that line. `files` are all files of the commit: each name is in each of the rank's directories.
+Directories are absolute paths, of which all bytes but letters, digits and -._~/ are written as %XX. Where a commit is
+written anew in another layout, under another run id, `replaces` is the id that the same run had before; else null.
 The record of a snapshot (snapshot.py) has the schema "offload snapshot", and replaces nothing.
+
+Format 1 has no `files`: its swap files are called as `older_swap_name` says, or with .new at the end. It is read, never
+written.
 
 If `write_commit` raises, the older commit is what is found, with one exception: when renaming or the sync of the
 directory failed, either may be. Then nothing of either may be overwritten by this process.
@@ -18,12 +23,15 @@ directory failed, either may be. Then nothing of either may be overwritten by th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
+import msgspec
 from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -33,7 +41,6 @@ from offload.checkpoint import extra as extra_state
 from offload.checkpoint.atomic_file import (
     atomic_replace,
     copy_temporary,
-    failing,
     read_whole,
     sync_directory,
     write_temporary,
@@ -55,26 +62,54 @@ from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
 from offload.io.files import LOCAL, Files
 from offload.sizes import format_bytes
-from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
-from offload.storage.swap_format import RunId
+from offload.storage.directories import COMMIT_NAME, file_name, swap_name, tag_name
+from offload.storage.swap_format import MAX_PATHS, RunId
 
 SCHEMA = "offload commit"
 SNAPSHOT_SCHEMA = "offload snapshot"
-VERSION = 1
-MAX_COMMIT_BYTES = 4 << 20
+VERSION = 2
+MAX_COMMIT_BYTES = 64 << 20
 MAX_TENSORS_BYTES = 16 << 30
 """The most bytes of the file with the tensors of the user's extra state, which is read as a whole."""
 
 
+Directory = Annotated[str, Meta(max_length=3 * 4096, pattern=r"^(?:[A-Za-z0-9_.~/-]|%[0-9A-F]{2})*\Z")]
+"""The path of a directory, as a record has it."""
+Name = Annotated[str, Meta(max_length=255, pattern=r"^[A-Za-z0-9.-]+\Z")]
+
+
+def spelled(path: Path) -> str:
+    """A path as a record has it. `path_of` is the inverse."""
+    return quote_from_bytes(bytes(path), safe="/")
+
+
+def path_of(directory: str) -> Path:
+    """The path that a record names."""
+    return Path(os.fsdecode(unquote_to_bytes(directory)))
+
+
+class RankFiles(NamedTuple):
+    """The files of one rank that live with a commit.
+
+    Attributes:
+        directories: the rank's directories, in the order of its swap files; see `spelled`.
+        names: the names of its files, which are in each of these.
+    """
+
+    directories: Annotated[tuple[Directory, ...], Meta(min_length=1, max_length=MAX_PATHS)]
+    names: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=8)]
+
+
 @dataclass(frozen=True)
 class Commit:
-    """What was decided; see [Note: COMMIT format 1].
+    """What was decided; see [Note: COMMIT format 2].
 
     Attributes:
         run_id: 32 hex digits.
         step: the step that is committed.
         manifests: the digest of each rank's manifest, by rank.
         replaces: the id that the same run had before, if it was written anew in another layout.
+        files: the files of each rank, by rank; none in a record of format 1.
         is_snapshot: whether it is the record of a snapshot.
     """
 
@@ -82,7 +117,18 @@ class Commit:
     step: Natural
     manifests: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_WORLD)]
     replaces: RunId | None = None
+    files: Annotated[tuple[RankFiles, ...], Meta(max_length=MAX_WORLD)] = ()
     is_snapshot: bool = False
+
+    @property
+    def is_older(self) -> bool:
+        """Whether an older version of this library wrote it, in format 1."""
+        return not self.files
+
+    def names_in(self, directory: Path) -> frozenset[str]:
+        """The names of the files that live in a directory; none if the record does not name the directory."""
+        place = spelled(directory)
+        return frozenset(name for rank in self.files if place in rank.directories for name in rank.names)
 
 
 def manifest_name(of: Commit | Manifest, rank: int) -> str:
@@ -94,7 +140,29 @@ def tensors_name(of: Commit | Manifest, rank: int) -> str:
     return f"extra-{of.run_id}-{of.step}-rank{rank}.safetensors"
 
 
+def names_of(manifest: Manifest, rank: int, *, has_tensors: bool) -> tuple[str, ...]:
+    """The names of the files of a rank that live with a commit.
+
+    Args:
+        manifest: a manifest of the commit, of any rank.
+        rank: the rank.
+        has_tensors: whether the rank commits tensors of the user's extra state.
+    """
+    tensors = (tensors_name(manifest, rank),) if has_tensors else ()
+    run = manifest.run_id
+    return tag_name(run, rank), swap_name(run, rank), manifest_name(manifest, rank), *tensors
+
+
 def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
+    """Writes the rank's manifest, and what the user gives along, as `write_files` does.
+
+    Returns:
+        What the COMMIT record has to say of the manifest.
+    """
+    return write_files(directory, manifest, extra, files)[0]
+
+
+def write_files(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> tuple[Digest, bool]:
     """Writes the rank's manifest, and what the user gives along. Both are durable when it returns.
 
     Args:
@@ -104,7 +172,7 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
         files: the file system.
 
     Returns:
-        What the COMMIT record has to say of the manifest.
+        What the COMMIT record has to say of the manifest, and whether there are tensors beside it.
 
     Raises:
         ConfigError: a part of `extra`, which the error names, or of the run cannot be stored; or the tensors are too
@@ -126,7 +194,7 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
     written = write_temporary(files, path, [serialise(replace(manifest, extra=structure, tensors=found))])
     atomic_replace(files, path)
     sync_directory(files, directory)
-    return written
+    return written, found is not None
 
 
 def serialise_commit(commit: Commit) -> bytes:
@@ -139,11 +207,12 @@ def _line(commit: Commit) -> bytes:
     return canonical(
         {
             "schema": SNAPSHOT_SCHEMA if commit.is_snapshot else SCHEMA,
-            "version": VERSION,
+            "version": 1 if commit.is_older else VERSION,
             "run_id": commit.run_id,
             "step": commit.step,
             "replaces": commit.replaces,
             "manifests": commit.manifests,
+            **({} if commit.is_older else {"files": commit.files}),
         }
     )
 
@@ -152,7 +221,7 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
     """Makes `commit` the one that is found, durably.
 
     Raises:
-        TierIOError: a disk or its file system failed. [Note: COMMIT format 1] says which commit is found then.
+        TierIOError: a disk or its file system failed. [Note: COMMIT format 2] says which commit is found then.
     """
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
@@ -196,10 +265,16 @@ def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
     def spell(commit: Commit) -> bytes:
         return _line(replace(commit, is_snapshot=is_snapshot))
 
-    schema = Schema(SNAPSHOT_SCHEMA if is_snapshot else SCHEMA, VERSION)
+    known = SNAPSHOT_SCHEMA if is_snapshot else SCHEMA
+    is_older = False
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        is_older = msgspec.json.decode(line, type=Schema) == Schema(known, 1)
+    schema = Schema(known, 1 if is_older else VERSION)
     commit = replace(decode(line, Commit, spell, schema, file, MAX_COMMIT_BYTES), is_snapshot=is_snapshot)
     if is_snapshot and commit.replaces is not None:
         raise CorruptionError("is a snapshot that replaces a run", file=file)
+    if commit.files and len(commit.files) != len(commit.manifests):
+        raise CorruptionError("names the files of more or fewer ranks than there are", file=file)
     return commit
 
 
@@ -280,62 +355,6 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
     sync_directory(files, target)
 
 
-def remove_superseded(
-    directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
-) -> bool:
-    """Removes what `rank` wrote for other commits than `commit`, which has to be durable.
-
-    Everything else in `directory` stays, also what only has the name of such a file.
-
-    Args:
-        directory: where.
-        commit: the record.
-        rank: whose files; None: those of all ranks, and what is left of a record that was never put in place.
-        files: the file system.
-        also: the ids of runs whose files are removed too. Those of the run of `commit`, and of the one that it
-            replaces, always are.
-
-    Returns:
-        Whether there was anything.
-
-    Raises:
-        TierIOError: a disk or its file system failed.
-    """
-    found = superseded(directory, commit, rank, files, also)
-    for name in found:
-        with failing("remove", directory / name):
-            files.remove(directory / name)
-    return bool(found)
-
-
-def superseded(
-    directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
-) -> list[str]:
-    """The names of what `remove_superseded` would remove; none if there is no such directory.
-
-    Raises:
-        TierIOError: a disk or its file system failed.
-    """
-    names: list[str] = []
-    with failing("read", directory), suppress(FileNotFoundError):
-        names = files.names(directory)
-    found = [name for name in names if rank is None and _is_left(directory / name, files)]
-    runs = {commit.run_id, commit.replaces, *also}
-    # Manifests first: they say whose the tensors are. These go first.
-    for name in sorted(names, reverse=True):
-        file = file_name(name)
-        if file is None or file.kind == "swap" or rank not in (None, file.rank):
-            continue
-        if (file.run_id, file.step) == (commit.run_id, commit.step) and not file.suffix:
-            continue
-        # Of a run that committed nothing, and began here before this one.
-        if file.run_id not in runs and (file.suffix == TEMPORARY or manifest_in(directory / name, files) is not None):
-            runs.add(file.run_id)
-        if file.run_id in runs:
-            found.insert(0, name)
-    return found
-
-
 def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
     """The manifest that a file holds; None: it holds none, or another one than its name says.
 
@@ -353,18 +372,6 @@ def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
     if manifest is None or (manifest.run_id, manifest.step, manifest.rank) != (file.run_id, file.step, file.rank):
         return None
     return manifest
-
-
-def _is_left(path: Path, files: Files) -> bool:
-    """Whether a file was to become a COMMIT record.
-
-    An older version called such a file COMMIT.new. Others may have files of that name, so its content decides.
-    """
-    if path.name != COMMIT_NAME + NEW_SUFFIX:
-        return path.name == COMMIT_NAME + TEMPORARY
-    with suppress(OSError):
-        return (files.read(path, len(RECORD_START)) + RECORD_START).startswith(RECORD_START)
-    return False
 
 
 def _check(manifest: Manifest) -> None:

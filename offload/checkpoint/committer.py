@@ -37,14 +37,17 @@ import torch
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
+    RankFiles,
+    names_of,
     read_commit,
     read_extra,
     read_manifest,
-    remove_superseded,
+    spelled,
     write_commit,
-    write_manifest,
+    write_files,
 )
 from offload.checkpoint.extra import Carried, carried_in, stored
+from offload.checkpoint.live import collect
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, ProgressFacts, differences
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
@@ -61,6 +64,7 @@ from offload.errors import (
     InterruptedStepError,
     OffloadError,
     OtherRankError,
+    PathError,
     RankError,
     ResumeError,
     TierIOError,
@@ -138,6 +142,8 @@ class Commits:
         # No failure, and so not in the run's health: what may have been decided, until that is known.
         self._undecided: _Attempt | None = None
         self._replaces: str | None = None
+        # Of all ranks, as records have them; None: before the first commit.
+        self._directories: list[tuple[str, ...]] | None = None
         self._is_read_ahead = False
         # See `Carried`. Snapshots that this run made under another id may lie in directories that it has no more.
         self._source = ""
@@ -209,12 +215,12 @@ class Commits:
             written = self._write(step, progress, groups, extra)
         if written is None:
             return
-        manifest, versions, digest = written
-        commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
+        manifest, versions, digest, has_tensors = written
+        commit = self._record_of(manifest, digest, has_tensors=has_tensors)
         self._decide(_Attempt(manifest, versions, commit, carried_in(extra).source))
         for path in self._paths:
-            with suppress(TierIOError):  # they are cleared away next time
-                remove_superseded(path, commit, self._comm.rank, self._files)
+            with suppress(TierIOError, PathError):  # they are cleared away next time
+                collect(path, commit, (), self._files, rank=self._comm.rank)
 
     def _decide(self, attempt: _Attempt) -> None:
         """Makes `attempt` the last commit.
@@ -283,12 +289,12 @@ class Commits:
 
     def _write(
         self, step: int, progress: Sequence[Progress], groups: Sequence[Mapping[str, Any]], extra: object
-    ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
+    ) -> tuple[Manifest, list[dict[int, Version]], Digest, bool] | None:
         """Makes this rank's part durable, before the decision. For the arguments see `commit`.
 
         Returns:
-            The manifest, the version of each chunk that is in its slot, for each of `_stores`, and the digest of the
-            manifest; None: all of it is committed already.
+            The manifest, the version of each chunk that is in its slot, for each of `_stores`, the digest of the
+            manifest, and whether it has tensors; None: all of it is committed already.
         """
         slots = self._slots
         if self._choice.every is None or slots is None:
@@ -308,20 +314,29 @@ class Commits:
             for path in self._paths:
                 sync_directory(self._files, path.parent)  # the directory itself may be new
         carried = carried_in(extra)._replace(named=self._named)
-        digests = [write_manifest(path, manifest, carried, self._files) for path in self._paths]
+        written = [write_files(path, manifest, carried, self._files) for path in self._paths]
         slots.require_here()
         slots.make_permanent()
-        return manifest, versions, digests[0]
+        return manifest, versions, *written[0]
 
-    def _digests(self, own: Digest) -> tuple[Digest, ...]:
-        """The digests of all ranks' manifests, by rank.
+    def _record_of(self, manifest: Manifest, digest: Digest, *, has_tensors: bool) -> Commit:
+        """The record of a commit, which names the manifests and files of all ranks.
 
         Args:
-            own: the digest of this rank's.
+            manifest: this rank's.
+            digest: of that manifest.
+            has_tensors: whether this rank commits tensors along.
         """
-        line = torch.frombuffer(bytearray(own.size.to_bytes(8, "little") + bytes.fromhex(own.xxh3)), dtype=torch.uint8)
-        rows = [bytes(row.tolist()) for row in self._comm.all_gather(line)]
-        return tuple(Digest(int.from_bytes(row[:8], "little"), row[8:].hex()) for row in rows)
+        if self._directories is None:
+            self._directories = all_gather_object(self._comm, tuple(map(spelled, self._paths)), tuple[str, ...])
+        line = digest.size.to_bytes(8, "little") + bytes.fromhex(digest.xxh3) + bytes([has_tensors])
+        rows = [
+            bytes(row.tolist()) for row in self._comm.all_gather(torch.frombuffer(bytearray(line), dtype=torch.uint8))
+        ]
+        digests = tuple(Digest(int.from_bytes(row[:8], "little"), row[8:-1].hex()) for row in rows)
+        names = [names_of(manifest, rank, has_tensors=bool(row[-1])) for rank, row in enumerate(rows)]
+        files = tuple(map(RankFiles, self._directories, names))
+        return Commit(manifest.run_id, manifest.step, digests, self._replaces, files)
 
     @contextmanager
     def _agree(self) -> Iterator[None]:
@@ -340,7 +355,7 @@ class Commits:
             raise
 
     def reshard(self, found: RecoveryPlan, progress: Sequence[Progress], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
+        """Makes states and parameters those of a commit in another layout; see [Note: names never change] in live.py.
 
         Every slot is read once. If this run commits, it makes the commit anew in its own layout, which decides, and
         clears the other one away. If not, the other one stays as it is. Nothing else may be under way. If reading
@@ -366,8 +381,9 @@ class Commits:
             self.commit(_nothing, step, progress, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
-            found.finish(self._record, self._comm)
-            slots.was_renamed()
+            found.collect(self._record, self._comm)
+            with together(self._comm):
+                slots.shut_out_older()
         reader.close()
 
     def name_last(self) -> int:
@@ -550,22 +566,25 @@ class Commits:
         return snapshot.directories
 
     def _complete(self, snapshot: Snapshot) -> None:
-        """Makes a snapshot if there is none, and completes what was interrupted while others were made or removed."""
+        """Makes a snapshot if there is none, and clears away those that are half made or half removed."""
         slots, comm = self._slots, self._comm
         assert slots is not None
-
-        def look() -> list[str]:
-            slots.require_here()
-            return snapshot.decided()
-
-        decided = {name for names in self._found_by_all(look) for name in names}
-        exists, others = self._found_by_first(lambda: (snapshot.exists(), [*snapshot.existing()]))
         with together(comm):
-            snapshot.clear(decided=decided)
+            slots.require_here()
+        exists, undecided = self._found_by_first(lambda: (snapshot.exists(), snapshot.undecided()))
+        self._clear(snapshot, undecided)
         if not exists:
             self._make(snapshot)
-        with suppress(TierIOError, OtherRankError), together(comm):  # else the next one does it
-            snapshot.finish({*others, snapshot.name})
+
+    def _clear(self, snapshot: Snapshot, names: Sequence[str]) -> None:
+        """Removes what all ranks have of snapshots that are dead, and their homes last."""
+        if not names:
+            return
+        with together(self._comm):
+            snapshot.clear(names)
+        with together(self._comm):
+            if self._comm.rank == 0:
+                snapshot.clear_homes(names)
 
     def _make(self, snapshot: Snapshot) -> None:
         """Makes a snapshot that is not there."""
@@ -578,11 +597,14 @@ class Commits:
         require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
         try:
             with together(comm):
+                if comm.rank == 0:
+                    snapshot.begin()
+            with together(comm):
                 snapshot.make()
         except OffloadError as error:
             if not isinstance(error, RankError):
-                with suppress(TierIOError):
-                    snapshot.clear([snapshot.name])
+                with suppress(OffloadError):
+                    self._clear(snapshot, [snapshot.name])
             raise
         with together(comm):
             # If this fails, it may be there or not: whoever comes next looks.
@@ -600,12 +622,9 @@ class Commits:
         with ExitStack() as locks, suppress(TierIOError, OtherRankError):
             names = self._found_by_first(lambda: choose(locks))
             with together(comm):
-                snapshot.retire(names)
-            with together(comm):
                 if comm.rank == 0:
                     snapshot.withdraw(names)
-            with together(comm):
-                snapshot.clear(names)
+            self._clear(snapshot, names)
 
     def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
         """What each rank finds, by rank.

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from offload.checkpoint.commit import Commit, read_commit, read_manifest
-from offload.checkpoint.scan import swaps
+from offload.checkpoint.live import swaps
 from offload.checkpoint.snapshot import is_snapshot_name
 from offload.errors import ConfigError, OffloadError, explained
 from offload.io.files import LOCAL
-from offload.storage.directories import COMMIT_NAME, RECORD_START, file_name
+from offload.storage.directories import COMMIT_NAME, LOCK_NAME, RECORD_START, file_name
 from offload.storage.swap_file import any_is_held
 
 MOST_DIRECTORIES = 20_000
@@ -142,7 +142,7 @@ def _look(directory: Path, own: Sequence[str], walk: _Walk) -> None:
         own: the names in it that are this library's.
         walk: gets the row or the part.
     """
-    row = replace(Listed(directory), nbytes=sum(_bytes_on_disk(directory / name) for name in own))
+    row = replace(Listed(directory), nbytes=sum(_bytes_on_disk(directory / name) for name in [*own, LOCK_NAME]))
     try:
         row = replace(row, is_live=any_is_held(directory, own, LOCAL))
         if COMMIT_NAME in own and (len(own) > 1 or _may_be_record(directory)):

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
-from offload.checkpoint.manifest import Manifest, ParameterFacts, Slot, committed_slots
-from offload.checkpoint.scan import (
+from offload.checkpoint.live import (
     last_of,
     listed,
+    live,
     manifests_in,
     names_in,
     ranks_in,
     require_manifests,
-    scan,
     swaps,
 )
+from offload.checkpoint.manifest import Manifest, ParameterFacts, Slot, committed_slots
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.interrupts import wait_for_all
 from offload.io.engine import IOEngine, IOFuture, aligned_memory
@@ -39,7 +39,7 @@ from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine, Workers
 from offload.native import JOIN, Kernels, load
 from offload.sizes import GIB, MIB, format_bytes
-from offload.storage.directories import swap_name
+from offload.storage.directories import older_swap_name, swap_name
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import CommittedFile, SlotFile, memory_of
 from offload.storage.swap_format import superblock_padding_is_clean
@@ -111,7 +111,7 @@ class CommittedSlots:
     def _whole(self, number: int) -> SlotFile:
         slot = self._slots[number]
         if (file := self._files.get(slot.path)) is None:
-            name = swap_name(self._manifest.rank)
+            name = swap_name(self._manifest.run_id, self._manifest.rank)
             raise CorruptionError("lies in a swap file that is damaged", chunk=number, file=name)
         if self._sizes[slot.path] < slot.offset + slot.size:
             problem = f"the file ends before this slot of {format_bytes(slot.size)} does"
@@ -127,6 +127,7 @@ class CommittedFiles:
         manifests: the manifests that describe the files, by rank.
         files: the file system.
         open_engine: makes the I/O engine that reads slots.
+        is_older: whether the files are named as versions before COMMIT format 2 did.
 
     Attributes:
         ranks: the ranks whose files are opened; all, unless this is set before `lock`.
@@ -138,8 +139,11 @@ class CommittedFiles:
         manifests: Sequence[Manifest],
         files: Files,
         open_engine: Callable[[], IOEngine],
+        *,
+        is_older: bool = False,
     ) -> None:
         self._open_engine = open_engine
+        self._is_older = is_older
         self._paths = tuple(paths)
         self._disk = files
         self._manifests = tuple(manifests)
@@ -209,7 +213,8 @@ class CommittedFiles:
             self._undo.push(undo.pop_all())
 
     def _missing(self, rank: int, number: int) -> str:
-        manifest, name = self._manifests[rank], swap_name(rank)
+        manifest = self._manifests[rank]
+        name = older_swap_name(rank) if self._is_older else swap_name(manifest.run_id, rank)
         own = manifest_name(manifest, rank)
         homes = [path for path in self._paths if own in names_in(path, self._disk)]
         if len(homes) == manifest.paths:
@@ -236,12 +241,13 @@ class CommittedFiles:
             self._undo.callback(CommittedFile(path, self._disk, exclusive=exclusive).close)
 
     def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
-        """Where swap files of `rank` may lie. A file there may be of another run: its superblock tells."""
+        """Where swap files of `rank` may lie. One of an older version may be of another run: its superblock tells."""
+        name = older_swap_name(rank) if self._is_older else swap_name(run_id, rank)
         for path in self._paths:
-            if swap_name(rank) in names_in(path, self._disk):
-                yield path / swap_name(rank)
-            for swap in swaps(path, self._disk, {rank}):
-                if swap.is_temporary and (swap.rank, swap.run_id) == (rank, run_id):
+            if name in names_in(path, self._disk):
+                yield path / name
+            for swap in swaps(path, self._disk, {rank}, run_id) if self._is_older else ():
+                if swap.name.suffix:
                     yield swap.path
 
 
@@ -362,7 +368,8 @@ class Reader:
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
-        self.swap_files = CommittedFiles(self.paths, self.manifests, files, open_engine)
+        is_older = self.commit.is_older
+        self.swap_files = CommittedFiles(self.paths, self.manifests, files, open_engine, is_older=is_older)
         self._maps = [manifest.slot_map for manifest in self.manifests]
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
@@ -647,7 +654,7 @@ class Reader:
         return Verified(rank, slot.chunk, slot.size, None)
 
     def _find_commit(self) -> tuple[Path, Commit]:
-        found = last_of(scan(self.paths, self._disk), self.paths)
+        found = last_of(live(self.paths, self._disk), self.paths)
         if found is None:
             raise ResumeError(
                 f"no commit in {listed(self.paths)}: name all directories of a run that has committed; "

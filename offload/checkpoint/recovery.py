@@ -7,21 +7,17 @@ records in the directories that were given to itself, and tells the others what 
 given to some rank, and so all ranks decide on the same facts. The record names the manifests by digest; a rank that
 does not see one gets it from a rank that does. A manifest names slots by checksum, and these are looked for wherever a
 name leads: what has the run's id and the checksum is the slot. Only a rank to which a directory was given changes what
-is in it, one rank after the other.
+is in it.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
-import sys
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +25,39 @@ from torch import Tensor, nn
 
 from offload.checkpoint.commit import (
     Commit,
+    manifest_name,
     manifest_told,
     read_commit,
     read_extra,
     read_manifest,
     require_one_model,
+    spelled,
 )
 from offload.checkpoint.extra import Carried, carried_in
+from offload.checkpoint.live import (
+    ON_OTHER_MACHINES,
+    Live,
+    Tag,
+    collect,
+    collect_homes,
+    directories_of,
+    hidden_ranks,
+    last_of,
+    leave,
+    listed,
+    live,
+    manifests_in,
+    merge,
+    names_in,
+    ranks_in,
+    ranks_named,
+    read_tag,
+    require_manifests,
+    swaps,
+    untag,
+    withdraw,
+    write_tag,
+)
 from offload.checkpoint.manifest import (
     Manifest,
     Option,
@@ -48,32 +70,8 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.reshard import copy_ranges
-from offload.checkpoint.scan import (
-    ON_OTHER_MACHINES,
-    ScanResult,
-    clean_up,
-    directories_of,
-    foreign,
-    forget,
-    hidden_ranks,
-    holds_record,
-    is_clean,
-    last_of,
-    listed,
-    manifests_in,
-    merge,
-    names_in,
-    ranks_in,
-    ranks_named,
-    require_free,
-    require_manifests,
-    require_no_other,
-    scan,
-    swaps,
-    uncommitted,
-)
 from offload.choices import Choice, CommitChoice
-from offload.errors import CorruptionError, PathError, PathInUseError, ResumeError
+from offload.errors import CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.files import Files
 from offload.layout import Layout
@@ -84,11 +82,9 @@ from offload.ranks.agreement import all_gather_object, together
 from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
-from offload.storage.directories import COMMIT_NAME, check_directory, holds_commit, swap_name
-from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
-
-_Identity = tuple[str, int, int]
-"""What a directory is known by: the machine, the device, and its number on the device."""
+from offload.storage.directories import COMMIT_NAME, LOCK_NAME, RECORD_START, check_directory, swap_name, tag_name
+from offload.storage.directory_lock import claim
+from offload.storage.swap_file import make_directory, new_run_id, remove_if_empty
 
 
 class RunDirectories(NamedTuple):
@@ -99,15 +95,12 @@ class RunDirectories(NamedTuple):
         others: directories of other ranks.
         named: directories given in some rank's `resume`, and in no rank's `path`.
         origins: the directories given in this rank's `resume`.
-        shares: for each directory in `own` and `origins`, the ranks whose swap files this rank looks at there. Ranks
-            that see one directory divide its swap files among them.
     """
 
     own: tuple[Path, ...]
     others: tuple[Path, ...]
     named: tuple[Path, ...]
     origins: tuple[Path, ...]
-    shares: Mapping[Path, range] = MappingProxyType({})
 
     @property
     def runs(self) -> tuple[Path, ...]:
@@ -115,34 +108,32 @@ class RunDirectories(NamedTuple):
         return self.own + self.others
 
 
-class Scans(NamedTuple):
+class Views(NamedTuple):
     """What all ranks see together.
 
     Attributes:
         runs: in the directories in which the run goes on.
         named: in the directories that `resume` names.
+        mine: the records that this rank sees itself.
     """
 
-    runs: ScanResult
-    named: ScanResult
+    runs: Live
+    named: Live
+    mine: tuple[tuple[Path, Commit], ...]
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its directories.
+    """What a rank tells the others.
 
     Attributes:
         run_id: 32 hex digits, the id of a new run. That of rank 0 counts.
         paths: the rank's directories, as it was given them.
         origins: the directories in its `resume`, as it was given them.
-        path_identities: the identity of each of `paths`.
-        origin_identities: the identity of each of `origins`.
     """
 
     run_id: str
     paths: tuple[Path, ...]
     origins: tuple[Path, ...]
-    path_identities: tuple[_Identity, ...]
-    origin_identities: tuple[_Identity, ...]
 
 
 def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, bytes]:
@@ -154,11 +145,7 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
     Raises:
         RankError: another rank failed, or cannot be reached.
     """
-    path_identities, origin_identities = (
-        tuple(_identity(path, files) for path in paths) for paths in (choice.paths, choice.origins)
-    )
-    own = _Told(new_run_id().hex(), choice.paths, choice.origins, path_identities, origin_identities)
-    told = all_gather_object(comm, own, _Told)
+    told = all_gather_object(comm, _Told(new_run_id().hex(), choice.paths, choice.origins), _Told)
     known = {files.real(path) for path in choice.paths}
     found: list[tuple[Path, ...]] = []
     for given in ([one.paths for one in told], [one.origins for one in told]):
@@ -166,58 +153,25 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
         known |= {files.real(path) for path in new}
         found.append(tuple(new))
     others, named = found
-    everywhere = [one.path_identities + one.origin_identities for one in told]
-    shares = _shares(choice.origins, origin_identities, everywhere, comm.rank)
-    shares |= _shares(choice.paths, path_identities, [one.path_identities for one in told], comm.rank)
-    return RunDirectories(choice.paths, others, named, choice.origins, shares), bytes.fromhex(told[0].run_id)
+    return RunDirectories(choice.paths, others, named, choice.origins), bytes.fromhex(told[0].run_id)
 
 
-def _shares(
-    paths: Sequence[Path], identities: Sequence[_Identity], of_all: Sequence[Sequence[_Identity]], rank: int
-) -> dict[Path, range]:
-    """For each path, the ranks whose files in it `rank` looks at.
-
-    Args:
-        paths: the paths of this rank.
-        identities: the identity of each of these.
-        of_all: for each rank, the identities of its paths.
-        rank: the number of this rank.
-    """
-    found = {}
-    for path, identity in zip(paths, identities, strict=True):
-        beside = [number for number, those in enumerate(of_all) if identity in those]
-        found[path] = range(beside.index(rank), sys.maxsize, len(beside))
-    return found
-
-
-def _identity(path: Path, files: Files) -> _Identity:
-    """What a directory is known by: equal on two ranks if they are on one machine and reach the same directory.
-
-    That two machines share a file system is not known here. Ranks on both then look at the same files.
-    """
-    try:
-        machine = files.kernel_text(Path("/proc/sys/kernel/random/boot_id"))
-        info = files.stat(path, follows=True)
-    except OSError:
-        return secrets.token_hex(16), 0, 0
-    return machine, info.st_dev, info.st_ino
-
-
-def scan_together(directories: RunDirectories, comm: Communicator, files: Files) -> Scans:
+def look_together(directories: RunDirectories, comm: Communicator, files: Files) -> Views:
     """What all ranks see. Each looks in its own directories, and in those of its `resume`.
 
     Raises:
-        OffloadError: what `scan` raises.
+        OffloadError: what `live` raises.
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
     with together(comm):
-        own = [scan(directories.own, files), scan(directories.origins, files)]
-    told = all_gather_object(comm, own, list[ScanResult])
+        own = [live(directories.own, files), live(directories.origins, files)]
+    told = all_gather_object(comm, own, list[Live])
     runs, named = (merge([one[which] for one in told]) for which in (0, 1))
     # What one rank names in `resume` may be in another one's `path`.
     known = {commit for _, commit in runs.records}
-    return Scans(runs, replace(named, records=tuple(at for at in named.records if at[1] not in known)))
+    named = replace(named, records=tuple(at for at in named.records if at[1] not in known))
+    return Views(runs, named, own[0].records + own[1].records)
 
 
 def read_together(
@@ -273,33 +227,6 @@ def _numbers_in(flags: Tensor) -> list[int]:
     return found
 
 
-def in_turns(comm: Communicator, priority: Callable[[], int], work: Callable[[], None]) -> None:
-    """Lets every rank work in its own directories, one rank at a time, because ranks may share directories.
-
-    Args:
-        comm: of all ranks.
-        priority: the priority of this rank for the next turn; 0: it has nothing to do. It is called before every turn,
-            because another rank may have done the work of this one.
-        work: called once, when it is this rank's turn.
-
-    Raises:
-        OffloadError: what `priority` and `work` raise.
-        OtherRankError: it failed on another rank.
-        RankError: another rank failed, or cannot be reached.
-    """
-    is_done = False
-    while True:
-        with together(comm):
-            own = 0 if is_done else priority()
-        priorities = comm.all_gather(torch.tensor([own], dtype=torch.uint8, device="cpu")).flatten().tolist()
-        if not any(priorities):
-            return
-        with together(comm):
-            if priorities.index(max(priorities)) == comm.rank:
-                is_done = True
-                work()
-
-
 SHOWN = 5
 """How many differences an error lists."""
 
@@ -324,29 +251,14 @@ class Target(NamedTuple):
         is_elsewhere: whether it is a snapshot outside of this run's directories, which is only read.
         here: the last commit in this run's directories; None: there is none.
         directories: the directories in which the commit's files may lie.
-        owned: the directories that this rank cleans of files of other runs. With each, the ranks whose swap files it
-            looks at there.
+        owned: the directories from which this rank removes what is dead.
     """
 
     last: tuple[Path, Commit]
     is_elsewhere: bool
     here: Commit | None
     directories: tuple[Path, ...]
-    owned: Mapping[Path, range]
-
-
-class Records(NamedTuple):
-    """The records in the directories that were given to this rank, but for those of runs that were replaced.
-
-    Attributes:
-        directories: the directories.
-        replaced: the ids of the runs that were replaced.
-        found: each record, with its directory.
-    """
-
-    directories: tuple[Path, ...]
-    replaced: frozenset[str | None]
-    found: tuple[tuple[Path, Commit], ...]
+    owned: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -359,7 +271,8 @@ class RecoveryPlan:
             slice.
         manifest: this rank's manifest, whose slots are used where they lie; None: the layout is another one.
         target: the commit.
-        records: the records as they were before anything was locked.
+        dead: the runs of which nothing lives in the run's directories.
+        at: where this rank saw the record.
         files: the run's file system, which holds the directories.
         reader: reads what this rank needs if the layout is another one; None: it is the same.
         extra: what was committed along, for this rank.
@@ -369,7 +282,8 @@ class RecoveryPlan:
     first: Manifest
     manifest: Manifest | None
     target: Target
-    records: Records
+    dead: frozenset[str]
+    at: tuple[Path, ...]
     files: Files
     reader: Reader | None = None
     extra: Carried = field(default_factory=Carried)
@@ -421,34 +335,12 @@ class RecoveryPlan:
         state = {"values": state["values"] | values, "digests": state["digests"]}
         return replace(self, extra=self.extra._replace(attached={**self.extra.attached, written_frozen.NAME: state}))
 
-    def clear_up(self, comm: Communicator) -> None:
-        """Clears up after a run that was cut off, before any rank locks what is to be read.
+    def collect(self, commit: Commit | None, comm: Communicator) -> None:
+        """Removes what does not live beside `commit`, on all ranks; see [Note: names never change] in live.py.
 
-        Raises:
-            PathInUseError: a live run holds the files.
-            PathError: a file or directory cannot be used.
-            TierIOError: a disk or its file system failed.
-            ResumeError: another run has just committed.
-            OtherRankError: it failed on another rank.
-            RankError: another rank failed, or cannot be reached.
-        """
-        commit = self.target.here or self.commit
-
-        def priority() -> int:
-            shares = {path: self.target.owned[path] for path in self.paths}
-            return self._priority(commit) or int(bool(foreign(shares, self.commit, self.files)))
-
-        def work() -> None:
-            require_free(self.paths, self.commit, self.files)
-            self.require_last()
-            clean_up([*self.target.owned], commit, self.files, locked=False)
-
-        in_turns(comm, priority, work)
-
-    def finish(self, commit: Commit, comm: Communicator) -> None:
-        """Lets all ranks clean up after `commit`, one after the other; see `clean_up`.
-
-        The commit has to be durable, and this run has to hold the files.
+        Args:
+            commit: the last record in this run's directories, which is durable; None: there is none.
+            comm: of all ranks.
 
         Raises:
             TierIOError: a disk or its file system failed.
@@ -456,23 +348,15 @@ class RecoveryPlan:
             OtherRankError: it failed on another rank.
             RankError: another rank failed, or cannot be reached.
         """
-
-        def work() -> None:
-            clean_up([*self.target.owned], commit, self.files, locked=True)
-
-        in_turns(comm, lambda: self._priority(commit), work)
-
-    def _priority(self, commit: Commit) -> int:
-        """The priority of this rank for `clean_up`.
-
-        A record that was replaced is removed before anything else, on whatever rank it is.
-        """
-        if holds_record([*self.target.owned], commit.replaces, self.files):
-            return 2
-        return int(not is_clean(self.target.owned, commit, self.files))
+        replaced = set() if commit is None or commit.replaces is None else {commit.replaces}
+        dead, owned = self.dead | replaced, self.target.owned
+        with together(comm):
+            for path in owned:
+                withdraw(path, replaced, self.files)
+        collect_together(owned, commit, dead, comm, self.files, held=replaced)
 
     def lock(self, *, alone: bool) -> None:
-        """Locks the swap files that are to be read or replaced.
+        """Locks the swap files that are read, or that are going to be replaced.
 
         When all files are locked, those too that are used where they lie, `require_last` has to be called.
 
@@ -491,10 +375,10 @@ class RecoveryPlan:
         if self.reader is not None:
             self.reader.swap_files.lock(exclusive=alone and not self.target.is_elsewhere)
             if self.target.is_elsewhere:
-                owned = self.target.owned.items()
-                found = (swap for directory, ranks in owned for swap in swaps(directory, self.files, ranks))
-                replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
-                self.reader.swap_files.hold(replaced, exclusive=alone)
+                found = (
+                    swap for path in self.target.owned for swap in swaps(path, self.files, None, self.commit.run_id)
+                )
+                self.reader.swap_files.hold([swap.path for swap in found], exclusive=alone)
 
     def _require_whole(self, manifest: Manifest) -> None:
         """Checks that this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
@@ -505,7 +389,7 @@ class RecoveryPlan:
         """
         sizes: dict[Path, int] = {}
         for slot in committed_slots(manifest):
-            path = self.paths[slot.path] / swap_name(manifest.rank)
+            path = self.paths[slot.path] / swap_name(manifest.run_id, manifest.rank)
             if path not in sizes:
                 try:
                     with self.files.open(path, os.O_RDONLY) as file:
@@ -523,13 +407,14 @@ class RecoveryPlan:
                 )
 
     def require_last(self) -> None:
-        """Checks that no commit was made since this one was read, which was before any lock was taken.
+        """Checks that the commit that was read is still the last one. It was read before its files were locked.
 
         Raises:
-            ResumeError: it is no longer the last one.
+            ResumeError: another run has committed since, where this rank sees it.
         """
-        if _records_in(self.records.directories, self.files, self.records.replaced) != self.records.found:
-            raise _just_committed(self.target.last[0])
+        home, commit = self.target.last
+        if any(read_commit(directory, self.files) != commit for directory in self.at):
+            raise _just_committed(home)
 
 
 def describe(
@@ -603,12 +488,12 @@ def find_together(
     files: Files,
     frozen: Container[str] = (),
 ) -> Start:
-    """Looks for the commit to resume; see [Note: disks of machines].
+    """Takes the directories, and looks for the commit to resume; see [Note: disks of machines].
 
-    If it raises, nothing was changed, but what runs that were cut off have left may be removed.
+    If it raises, no commit was changed. What no commit names may be removed.
 
     Args:
-        undo: gets the closing of what is opened.
+        undo: gets what gives all of it back.
         choice: what was decided for commits.
         comm: of all ranks.
         layout: the layout of this rank.
@@ -617,64 +502,210 @@ def find_together(
         frozen: the names of parameters that are frozen now, and may have been trained when it was committed.
 
     Raises:
-        ResumeError: there is a commit and nobody asked for it, or there is none; it is of another model; or a rank does
-            not see what it needs of it.
+        ResumeError: there is a commit and nobody asked for it, or there is none; it is of another model; a directory is
+            of a run whose record was not read; or a rank does not see what it needs.
         CorruptionError: what was read is damaged.
         PathError: a file or directory cannot be used.
         TierIOError: a disk or its file system failed.
-        PathInUseError: a live run holds the files.
+        PathInUseError: a live run, or another start, has a directory or holds files.
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
     directories, run_id = meet(choice, comm, files)
-    own = directories.own + directories.origins
     undo.callback(files.let_go)
     with together(comm):
-        for path in choice.paths:
-            check_directory(path, files, resumes=True)
-        for path in own:
-            if files.is_directory(path, follows=True):
-                files.hold(path)
-        before = _records_in(own, files) if choice.resume else ()
-        is_held = not choice.resume and any(holds_commit(path, files) for path in choice.paths)
-    if not choice.resume:
-        if comm.all_reduce_any(is_held):
-            _require_uncommitted(choice, directories, comm, files)
-        return Start(choice.paths, None, run_id, files)
-    seen = scan_together(directories, comm, files)
+        _enter(undo, directories, run_id, files)
+        if not choice.resume:
+            _require_no_strange_record(choice.paths, files)
+    seen = look_together(directories, comm, files)
     with together(comm):
-        target = _target_of(seen, directories)
+        if not choice.resume:
+            _require_uncommitted(choice.paths, seen.runs)
+        target = _target_of(seen, directories, choice)
     if target is None:
-        if choice.resume == "auto":
-            _forget_begun(seen, directories, comm, files)
-            return Start(choice.paths, None, run_id, files)
-        _require_idle(choice.paths, files)  # a run there may commit any moment
-        where = listed(directories.runs + directories.named)
-        raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
+        collect_together(choice.paths, None, seen.runs.dead, comm, files)
+        _tag(undo, choice.paths, run_id, comm, files)
+        return Start(choice.paths, None, run_id, files)
+    found = _plan(undo, choice, comm, layout, wanted, files, frozen, target, seen)
+    with together(comm):
+        for path in target.owned:
+            if path not in choice.paths and LOCK_NAME in names_in(path, files):
+                _take(undo, path, run_id, files)
+    found.collect(target.here, comm)
+    with together(comm):
+        found.lock(alone=comm.size == 1)
+    if choice.paths:
+        _tag(undo, found.paths, run_id if found.slots is None else found.slots[0], comm, files)
+    return Start(found.paths, found, run_id, files)
+
+
+def _enter(undo: ExitStack, directories: RunDirectories, start: bytes, files: Files) -> None:
+    """Makes and locks this rank's directories, and holds open those of `resume`.
+
+    Raises:
+        PathInUseError: a live run, or another start, has one.
+        PathError: one cannot be used.
+    """
+    for path in directories.own:
+        check_directory(path, files)
+    for path in directories.own:
+        if make_directory(path, files):
+            undo.callback(remove_if_empty, path, files)
+        files.hold(path)
+        _take(undo, path, start, files)
+    for path in directories.origins:
+        if files.is_directory(path, follows=True):
+            files.hold(path)
+
+
+def _take(undo: ExitStack, path: Path, start: bytes, files: Files) -> None:
+    """Takes the lock of a directory. Giving it back removes it, too, if there is nothing else of ours.
+
+    Raises:
+        PathInUseError: a live run, or another start, has the directory.
+        PathError: it cannot be locked.
+    """
+    undo.callback(claim(path, start, files).close)
+    undo.callback(leave, path, files)
+
+
+def _require_no_strange_record(paths: Sequence[Path], files: Files) -> None:
+    """Checks that no file of somebody else's is called COMMIT in these directories.
+
+    Raises:
+        ResumeError: one is.
+    """
+    for path in paths:
+        if COMMIT_NAME in names_in(path, files):
+            try:
+                is_own = files.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
+            except OSError:
+                is_own = False
+            if not is_own:
+                raise ResumeError(
+                    f"{path / COMMIT_NAME} is no record of a commit, or a damaged one: move it away, or choose another "
+                    "path"
+                )
+
+
+def _require_uncommitted(paths: Sequence[Path], runs: Live) -> None:
+    """Checks that no run lives in these directories.
+
+    Args:
+        paths: this rank's directories.
+        runs: what all ranks see.
+
+    Raises:
+        ResumeError: one does.
+    """
+    committed = {record.run_id for _, record in runs.records} - runs.replaced
+    homes = {directory for directory, _ in runs.records}
+    for path in paths:
+        if path in homes or any(one.directory == path and one.run_id in committed for one in runs.seen):
+            raise ResumeError(
+                f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it "
+                f"with `offload remove {path}`"
+            )
+
+
+def _tag(undo: ExitStack, paths: Sequence[Path], run_id: bytes, comm: Communicator, files: Files) -> None:
+    """Says durably in the directories of all ranks that they are this run's, and first of all in its home.
+
+    Args:
+        undo: gets the removal of tags beside which no swap file was made.
+        paths: this rank's directories, in the order of its swap files.
+        run_id: 16 bytes.
+        comm: of all ranks.
+        files: the file system.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
+    """
+    directories = tuple(tuple(one) for one in all_gather_object(comm, [spelled(path) for path in paths], list[str]))
+    run = run_id.hex()
+    for is_home in (True, False):
+        with together(comm):
+            for number, path in enumerate(paths):
+                tag = Tag(run, comm.rank, (number, len(paths)), directories)
+                if tag.is_home == is_home and read_tag(path / tag_name(run, comm.rank), files) != tag:
+                    undo.callback(untag, path, run, comm.rank, files)
+                    write_tag(path, tag, files)
+
+
+def collect_together(
+    owned: Sequence[Path],
+    record: Commit | None,
+    dead: Collection[str],
+    comm: Communicator,
+    files: Files,
+    held: Container[str] = (),
+) -> None:
+    """Lets all ranks remove what does not live; see [Note: names never change] in live.py.
+
+    Args:
+        owned: this rank's directories.
+        record: the last record in the directories of all ranks; None: there is none.
+        dead: the runs that are dead.
+        comm: of all ranks.
+        files: the file system.
+        held: the dead runs whose files this process holds itself.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+        PathError: a file or directory cannot be used.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
+    """
+    with together(comm):
+        left = [run for path in owned for run in collect(path, record, dead, files, held=held)]
+    if dead:
+        told = all_gather_object(comm, [[*map(spelled, owned)], left], list[list[str]])
+        given, gone = {place for places, _ in told for place in places}, {*dead}.difference(*(runs for _, runs in told))
+        with together(comm):
+            for path in owned:
+                collect_homes(path, gone, given, files)
+
+
+def _plan(
+    undo: ExitStack,
+    choice: CommitChoice,
+    comm: Communicator,
+    layout: Layout,
+    wanted: Manifest,
+    files: Files,
+    frozen: Container[str],
+    target: Target,
+    seen: Views,
+) -> RecoveryPlan:
+    """How the run resumes from `target`. Changes nothing; for the arguments and errors see `find_together`."""
     every = range(len(target.last[1].manifests))
+    at = tuple(directory for directory, record in seen.mine if record == target.last[1])
 
     def read(ranks: Collection[int]) -> dict[int, Manifest]:
         try:
             return read_together(ranks, target.directories, *target.last, comm, files)
         except (CorruptionError, ResumeError) as error:
             # A live run clears away what its next commit has replaced.
-            if _records_in(own, files) != before:
+            if any(read_commit(directory, files) != target.last[1] for directory in at):
                 raise _just_committed(target.last[0]) from error
             raise
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with together(comm):
         first = _require_this_model(target, manifests, wanted, files, frozen)
-        require_no_other(choice.paths, target.last[1], wanted.rank, files)
-        replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
-        records = Records(own, replaced, _records_in(own, files, replaced))
-        manifest = None if target.is_elsewhere else _own_of(manifests, wanted)
+        _require_no_other(choice.paths, target, seen.runs)
+        _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
+        can_stay = not target.is_elsewhere and not target.last[1].is_older
+        manifest = _own_of(manifests, wanted) if can_stay else None
         paths = None if manifest is None else _directories_in_order(choice, layout, wanted, manifest, files)
         if paths is None:
             # The record stays where it is, if it can: then replacing it is one rename.
-            homes = {directory for directory, record in records.found if record == target.here}
+            homes = {directory for directory, record in seen.mine if record == target.here}
             manifest, paths = None, tuple(sorted(choice.paths, key=lambda path: path not in homes))
-        found = RecoveryPlan(paths, first, manifest, target, records, files)
+        dead = (seen.runs if target.owned == choice.paths else seen.runs + seen.named).dead
+        found = RecoveryPlan(paths, first, manifest, target, dead, at, files)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
@@ -684,63 +715,42 @@ def find_together(
             found = replace(found, manifest=None, reader=reader)
             _require_seen(reader, layout, wanted, files)
     with together(comm):
-        found = replace(found, extra=_extra(manifests, target, wanted, files))
-    found.clear_up(comm)
-    with together(comm):
-        found.lock(alone=comm.size == 1)
-    return Start(found.paths, found, run_id, files)
+        return replace(found, extra=_extra(manifests, target, wanted, files))
 
 
-def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm: Communicator, files: Files) -> None:
-    """Checks that the directories of all ranks hold only what runs left that never committed, and removes that.
-
-    One directory alone cannot tell: the record of a run of several directories is in the first.
+def _require_no_other(paths: Sequence[Path], target: Target, runs: Live) -> None:
+    """Checks that no directory of this run is of another run only, of which it is not known that it is dead.
 
     Raises:
-        ResumeError: something is committed.
-        OffloadError: what `scan_together`, `check_directory` and `forget` raise.
+        ResumeError: one is.
     """
-    with together(comm):
-        has_record = any(COMMIT_NAME in names_in(path, files) for path in choice.paths)
-    is_committed = comm.all_reduce_any(has_record)
-    if not is_committed:
-        seen = scan_together(directories, comm, files)
-        is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.elsewhere)
-    if is_committed:
-        with together(comm):
-            _require_idle(choice.paths, files)
-            for path in choice.paths:
-                check_directory(path, files)
-    else:
-        _forget_begun(seen, directories, comm, files)
+    ours = {target.last[1].run_id, target.last[1].replaces, target.here and target.here.run_id}
+    for path in paths:
+        own = {one.run_id for one in runs.seen if one.directory == path}
+        unknown = [one for one in runs.unknown if one.directory == path and one.run_id not in ours]
+        if unknown and not own & ours:
+            raise ResumeError(
+                f"{path} holds a file of another committed run: choose another directory, or remove that run "
+                f"with `offload remove {path}`"
+            )
 
 
-def _require_idle(paths: Sequence[Path], files: Files) -> None:
-    """Checks that no live run holds files in these directories.
+def _require_current(paths: Iterable[Path], commit: Commit, files: Files) -> None:
+    """Checks that no directory of a run is a copy from before the commit, which lacks the manifest.
 
     Raises:
-        PathInUseError: a live run holds some.
-        PathError: a file or directory cannot be used.
+        CorruptionError: one is.
     """
     for path in paths:
-        names = names_in(path, files) if files.is_directory(path, follows=True) else ()
-        if any_is_held(path, names, files):
-            raise PathInUseError(errno.EBUSY, IN_USE, str(path))
+        there = {*names_in(path, files)}
+        for rank in range(len(commit.files)):
+            name = manifest_name(commit, rank)
+            if tag_name(commit.run_id, rank) in there and name not in there:
+                problem = f"is missing: is {path} a copy from before the commit of step {commit.step}?"
+                raise CorruptionError(problem, file=str(path / name))
 
 
-def _forget_begun(seen: Scans, directories: RunDirectories, comm: Communicator, files: Files) -> None:
-    """Removes what runs left that committed nothing.
-
-    Raises:
-        OffloadError: what `forget` raises.
-        OtherRankError: it failed on another rank.
-        RankError: another rank failed, or cannot be reached.
-    """
-    own, begun = directories.own + directories.origins, seen.runs.begun
-    in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
-
-
-def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
+def _target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -> Target | None:
     """The commit to resume; None for a run that begins anew.
 
     A snapshot that `resume` names comes before what its run committed later. It stays what it is.
@@ -752,15 +762,21 @@ def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
     if kept is None:
         everywhere = directories.runs + directories.named
         last = last_of(seen.runs + seen.named, everywhere)
-        return None if last is None else Target(last, False, last[1], everywhere, directories.shares)
+        if last is not None:
+            moves = directories.origins if choice.every is not None else ()  # else that is only read
+            return Target(last, False, last[1], everywhere, directories.own + moves)
+        if choice.resume not in (False, "auto"):
+            raise ResumeError(
+                f'{listed(everywhere)}: no commit to resume from: give resume="auto" to begin anew where none is'
+            )
+        return None
     here = last_of(seen.runs, directories.runs)
-    own = {path: directories.shares[path] for path in directories.own}
     if here is None or (here[1].run_id == kept[1].run_id and not here[1].is_snapshot):
         last = last_of(seen.named, directories.named)
         assert last is not None
-        return Target(last, True, None if here is None else here[1], directories.named, own)
+        return Target(last, True, None if here is None else here[1], directories.named, directories.own)
     if here[1].replaces == kept[1].run_id:  # it has begun from there, and was cut off
-        return Target(here, False, here[1], directories.runs, own)
+        return Target(here, False, here[1], directories.runs, directories.own)
     raise ResumeError(
         f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
         f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
@@ -817,20 +833,6 @@ def _own_of(manifests: Mapping[int, Manifest], wanted: Manifest) -> Manifest | N
 
 def _just_committed(directory: Path) -> ResumeError:
     return ResumeError(f"{directory}: another run has just committed here: try again")
-
-
-def _records_in(
-    directories: Sequence[Path], files: Files, replaced: frozenset[str | None] = frozenset()
-) -> tuple[tuple[Path, Commit], ...]:
-    """The records in `directories`, each with its directory, but for those of runs that were replaced.
-
-    Args:
-        directories: where to look.
-        files: the file system.
-        replaced: the ids of the runs that were replaced.
-    """
-    records = ((directory, read_commit(directory, files)) for directory in directories)
-    return tuple((directory, one) for directory, one in records if one is not None and one.run_id not in replaced)
 
 
 def _first_rank(wanted: Manifest, count: int) -> int:

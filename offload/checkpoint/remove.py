@@ -1,6 +1,6 @@
 """Removes a run's files: only those of this library, and only while no run holds them.
 
-A file is recognized by its content: a swap file by its first bytes, a record or a manifest by being one. A damaged
+A file is recognized by its content: a swap file by its first bytes, a record, tag or manifest by being one. A damaged
 file, and one with the tensors of `extra`, is recognized by its run, if another file of that run is here. A file that
 only has such a name belongs to somebody else, and stays.
 """
@@ -16,15 +16,23 @@ from pathlib import Path
 
 from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import MAX_COMMIT_BYTES, manifest_in, parse_commit
+from offload.checkpoint.live import leave, read_tag
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.io.files import LOCAL
 from offload.sizes import PAGE_BYTES
-from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
-from offload.storage.swap_file import open_locked
+from offload.storage.directories import (
+    COMMIT_NAME,
+    OLDER_SUFFIX,
+    RECORD_START,
+    TEMPORARY,
+    file_name,
+)
+from offload.storage.directory_lock import claim
+from offload.storage.swap_file import new_run_id, open_locked
 from offload.storage.swap_format import MAGIC, parse_superblock
 
 _NOT_KNOWN = "is not a file of this library, or is damaged"
-_RECORDS = (COMMIT_NAME, COMMIT_NAME + NEW_SUFFIX, COMMIT_NAME + TEMPORARY)
+_RECORDS = (COMMIT_NAME, COMMIT_NAME + OLDER_SUFFIX, COMMIT_NAME + TEMPORARY)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,9 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
         PathError: a file cannot be opened or locked.
     """
     with ExitStack() as stack:
+        for directory in dict.fromkeys(path.parent for path in files):
+            stack.callback(claim(directory, new_run_id(), LOCAL).close)
+            stack.callback(leave, directory, LOCAL)
         for path in files:
             if _is_swap(path):
                 stack.callback(open_locked(path, LOCAL).close)
@@ -113,8 +124,9 @@ def remove(files: Sequence[Path]) -> None:
     """
     with _locked(files):
         records = [path for path in files if path.name == COMMIT_NAME]
-        # First the records, of all directories: without them the other files mean nothing.
-        for those in (records, [path for path in files if path.name != COMMIT_NAME]):
+        tags = [path for path in files if _is_kind(path, "tag")]
+        # First the records, of all directories: without them the other files mean nothing. Tags last: they say so.
+        for those in (records, [path for path in files if path not in (*records, *tags)], tags):
             for path in those:
                 with failing("remove", path):
                     LOCAL.remove(path)
@@ -160,6 +172,9 @@ def _runs_in(path: Path) -> set[str] | None:
         except (CorruptionError, ResumeError):
             return set()
         return {commit.run_id} | ({commit.replaces} if commit.replaces else set())
+    if _is_kind(path, "tag"):
+        LOCAL.open(path, os.O_RDONLY).close()  # whether it is a link
+        return None if (tag := read_tag(path)) is None else {tag.run_id}
     if (manifest := manifest_in(path)) is not None:
         return {manifest.run_id}
     LOCAL.open(path, os.O_RDONLY).close()  # whether it is a link
@@ -167,7 +182,11 @@ def _runs_in(path: Path) -> set[str] | None:
 
 
 def _is_swap(path: Path) -> bool:
-    return (file := file_name(path.name)) is not None and file.kind == "swap"
+    return _is_kind(path, "swap", "older")
+
+
+def _is_kind(path: Path, *kinds: str) -> bool:
+    return (file := file_name(path.name)) is not None and file.kind in kinds
 
 
 def _is_of(path: Path, runs: set[str]) -> bool:

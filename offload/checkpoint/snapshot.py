@@ -6,12 +6,12 @@ run's directories, called after step and run, that holds what the commit is made
 slots where they lay and holes for the rest, the manifest and the tensors of `extra`, byte for byte, and in the first
 directory of rank 0 the record, which says that it is a snapshot. So whoever reads a run's directories reads these.
 
-The record decides, and is written last, when the parts of all ranks are durable. Until then the swap files in it are
-called `.new`. They are renamed after the decision; if a crash prevents that, the next snapshot does it. To remove a
-snapshot, its swap files are called `.new` again, then the record is removed, and then the rest. So a directory with a
-snapshot's name and a `.new` file, whose record lies in no directory of the run, was never finished or is half removed.
-The next snapshot clears it away, and nothing else. Whoever resumes in a snapshot's directory turns its record into that
-of a run, which is no snapshot any more.
+The record decides, and is written last, when the parts of all ranks are durable. Before anything else the home gets its
+tag, and each part gets its own first of all ([Note: names never change] in live.py). To remove a snapshot, its record
+goes first, durably, then what all ranks have, and the part in the home last. So a part is dead if its home has the tag
+and no record: it was never finished, or is half removed. The next snapshot clears it away, and nothing else: not where
+the home is missing, because somebody took it elsewhere. Whoever resumes in a snapshot's directory turns its record into
+that of a run, which is no snapshot any more.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ from functools import cached_property
 from pathlib import Path
 
 from offload.checkpoint.atomic_file import failing, sync_directory
-from offload.checkpoint.commit import Commit, copy_manifest, read_commit, read_manifest, write_commit
+from offload.checkpoint.commit import (
+    Commit,
+    copy_manifest,
+    path_of,
+    read_commit,
+    read_manifest,
+    spelled,
+    write_commit,
+)
+from offload.checkpoint.live import Tag, leave, read_tag, write_tag
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.io.files import Files
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, file_name, swap_name
+from offload.storage.directories import COMMIT_NAME, TEMPORARY, file_name, swap_name, tag_name
 from offload.storage.swap_file import open_locked
 
 RUN_DIGITS = 8
@@ -63,6 +72,10 @@ def records_in(path: Path, files: Files) -> dict[str, Commit]:
             if record is not None and record.is_snapshot and name == name_of(record):
                 found[name] = record
     return found
+
+
+def _is_tag(name: str) -> bool:
+    return (file := file_name(name)) is not None and file.kind == "tag"
 
 
 def _names_in(directory: Path, files: Files) -> list[str]:
@@ -113,7 +126,7 @@ def require_space(needs: Iterable[Need]) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of a snapshot. Also removes and retires parts of other snapshots.
+    """One rank's part of a snapshot. Also removes parts of other snapshots.
 
     No method changes the run's own files.
 
@@ -141,16 +154,26 @@ class Snapshot:
 
     @property
     def record(self) -> Commit:
-        return replace(self.commit, replaces=None, is_snapshot=True)
+        parts = [[spelled(path_of(place) / self.name) for place in rank.directories] for rank in self.commit.files]
+        files = tuple(one._replace(directories=tuple(own)) for one, own in zip(self.commit.files, parts, strict=True))
+        return replace(self.commit, replaces=None, files=files, is_snapshot=True)
 
     @property
     def directories(self) -> tuple[Path, ...]:
         return tuple(path / self.name for path in self.paths)
 
-    def decided(self) -> list[str]:
-        """The names of the snapshots with a record in one of this rank's directories, whatever the record says."""
-        names = ((path, name) for path in self.paths for name in snapshots_in(path, self.files))
-        return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
+    def undecided(self) -> list[str]:
+        """For rank 0: the names of the snapshots that were never finished, or are half removed."""
+        home = self.paths[0]
+        return [name for name in snapshots_in(home, self.files) if self._is_undecided(home / name)]
+
+    def _is_undecided(self, home: Path) -> bool:
+        names = self._names(home)
+        tags = [
+            tag for tag in (read_tag(home / name, self.files) for name in names if _is_tag(name)) if tag is not None
+        ]
+        is_ours = any(tag.is_home and tag.run_id.startswith(home.name[-RUN_DIGITS:]) for tag in tags)
+        return COMMIT_NAME not in names and (is_ours or all(_is_tag(name) for name in names))
 
     def exists(self) -> bool:
         """For rank 0: whether this very snapshot is there.
@@ -195,25 +218,35 @@ class Snapshot:
         existing = self.existing()
         return [name for name in names if name in existing and self._is_free(self.paths[0] / name, locks)]
 
-    def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
-        """Removes this rank's parts of snapshots without a record.
+    def clear(self, names: Iterable[str]) -> None:
+        """Removes this rank's parts of snapshots that are dead, but for the tags in their homes.
 
         Args:
-            names: the names of the snapshots; None: all but the `decided` ones.
-            decided: the names of snapshots that stay.
+            names: the names of the snapshots.
         """
         for path in self.paths:
-            for name in snapshots_in(path, self.files) if names is None else names:
-                if name not in decided:
-                    self._clear(path / name)
+            for name in names:
+                self._clear(path / name)
+
+    def clear_homes(self, names: Iterable[str]) -> None:
+        """For rank 0, when all ranks have cleared their parts of these snapshots: removes the tags in their homes."""
+        for name in names:
+            home = self.paths[0] / name
+            with failing("remove", home), suppress(FileNotFoundError):
+                for tag in filter(_is_tag, self._names(home)):
+                    self.files.remove(home / tag)
+                leave(home, self.files)
+                self.files.remove_directory(home)
 
     def require_no_other(self) -> None:
-        """Checks that nothing else has this snapshot's name. To be called after `clear`.
+        """Checks that nothing else has this snapshot's name. To be called after `clear_homes`.
 
         Raises:
             PathError: something has.
         """
         for directory in self.directories:
+            with failing("remove", directory), suppress(NotADirectoryError):
+                self.files.remove_directory(directory)  # if it is empty
             if self.name in self._names(directory.parent):
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
 
@@ -234,42 +267,34 @@ class Snapshot:
             found.append(Need(socket.gethostname(), device, nbytes, available, path))
         return found
 
+    def begin(self) -> None:
+        """For rank 0: makes the home, durably, with its tag. Until `decide`, the snapshot is dead."""
+        self._make_part(0)
+
     def make(self) -> None:
-        """Makes this rank's part, durably. It counts only after `decide`."""
+        """Makes this rank's part, durably, when the home is there. It counts only after `decide`."""
         for number, directory in enumerate(self.directories):
-            with failing("write", directory):
-                self.files.make_directory(directory)
-            sync_directory(self.files, directory.parent)
-            self._copy_slots(number, directory / (swap_name(self.manifest.rank) + NEW_SUFFIX))
+            self._make_part(number)
+            self._copy_slots(number, directory / swap_name(self.manifest.run_id, self.manifest.rank))
             sync_directory(self.files, directory)
             copy_manifest(directory.parent, directory, self.commit, self.manifest.rank, self.files)
+
+    def _make_part(self, number: int) -> None:
+        directory, rank = self.directories[number], self.manifest.rank
+        with failing("write", directory):
+            self.files.make_directory(directory)
+        sync_directory(self.files, directory.parent)
+        directories = tuple(one.directories for one in self.record.files)
+        tag = Tag(self.commit.run_id, rank, (number, len(self.paths)), directories)
+        if read_tag(directory / tag_name(tag.run_id, rank), self.files) != tag:
+            write_tag(directory, tag, self.files)
 
     def decide(self) -> None:
         """For rank 0, when all ranks have made their part: writes the record, after which the snapshot is there."""
         write_commit(self.directories[0], self.record, self.files)
 
-    def finish(self, names: Iterable[str]) -> None:
-        """Gives the swap files of decided snapshots their final names, unless somebody reads them.
-
-        May be called again.
-        """
-        for path in self.paths:
-            for name in names:
-                with ExitStack() as locks:
-                    if self._try_lock(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), locks):
-                        self._rename(path / name, to_temporary=False)
-
-    def retire(self, names: Iterable[str]) -> None:
-        """Gives the swap files of these snapshots temporary names again, before their records go.
-
-        If this is cut off, the snapshots are still whole.
-        """
-        for path in self.paths:
-            for name in names:
-                self._rename(path / name, to_temporary=True)
-
     def withdraw(self, names: Iterable[str]) -> None:
-        """For rank 0, when all ranks have retired these snapshots: removes their records, which decides."""
+        """For rank 0: removes the records of these snapshots, durably, which decides."""
         for name in names:
             record = self.paths[0] / name / COMMIT_NAME
             with failing("remove", record):
@@ -306,39 +331,30 @@ class Snapshot:
             with failing("sync", target):
                 self.files.close(file)
 
-    def _rename(self, directory: Path, *, to_temporary: bool) -> None:
-        final = directory / swap_name(self.manifest.rank)
-        temporary = final.with_name(final.name + NEW_SUFFIX)
-        old, new = (final, temporary) if to_temporary else (temporary, final)
-        names = self._names(directory)
-        # Beside a file with the final name, a temporary one is of a run in another layout that began inside, and did
-        # not get far.
-        if old.name in names and (to_temporary or new.name not in names):
-            with failing("rename", old):
-                self.files.rename(old, new)
-            sync_directory(self.files, directory)
-
     def _clear(self, directory: Path) -> None:
-        """Removes a part without a record. The file that shows that it was cut off goes last."""
-        names = self._names(directory)
-        known = {name: file for name in names if (file := file_name(name)) is not None}
-        temporaries = [name for name, file in known.items() if file.kind == "swap" and file.suffix]
-        if COMMIT_NAME in names or (names and not temporaries):
+        """Removes a part of a snapshot that is dead. Its tag goes after all else."""
+        names, run = self._names(directory), directory.name[-RUN_DIGITS:]
+        if COMMIT_NAME in names:
             return
-        run = directory.name[-RUN_DIGITS:]
-        others = [name for name, file in known.items() if file.kind != "swap" and file.run_id.startswith(run)]
-        others += [name for name in names if name == COMMIT_NAME + TEMPORARY]
+        known = [name for name in names if (file := file_name(name)) is not None and file.run_id.startswith(run)]
+        known = [name for name in known if file_name(name).kind != "older"]  # type: ignore[union-attr]
+        tags = [name for name in known if _is_tag(name)]
+        homes = [name for name in tags if (tag := read_tag(directory / name, self.files)) is not None and tag.is_home]
+        others = [name for name in names if name == COMMIT_NAME + TEMPORARY or (name in known and name not in tags)]
         # Where ranks share a directory another one may be doing the same.
         with failing("remove", directory), suppress(FileNotFoundError):
-            for those in (others, temporaries):
+            for those in (others, [name for name in tags if name not in homes]):
                 for name in those:
                     self.files.remove(directory / name)
-                self.files.sync_directory(directory)
+                if those:
+                    self.files.sync_directory(directory)
+            if not homes:
+                leave(directory, self.files)
             self.files.remove_directory(directory)
 
     def _is_free(self, directory: Path, locks: ExitStack) -> bool:
         files = ((name, file_name(name)) for name in self._names(directory))
-        names = [name for name, file in files if file is not None and file.kind == "swap"]
+        names = [name for name, file in files if file is not None and file.kind in ("swap", "older")]
         return all(self._try_lock(directory / name, locks) for name in names)
 
     def _try_lock(self, swap: Path, locks: ExitStack) -> bool:

@@ -154,7 +154,7 @@ def opened(model: GPT, recipe: Recipe, *, keep: bool, path: Path | None, **optio
     try:
         optimizer = build_optimizer(model, recipe, path=path, **options)
     except BaseException:
-        space.remove_abandoned()
+        space.remove_directory()
         raise
     with optimizer, removed_at_end(space, optimizer.files):
         yield optimizer

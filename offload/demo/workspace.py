@@ -1,15 +1,14 @@
-"""The directory of a run's swap files. When the run ends, the files that it made there are removed, and no others."""
+"""The directory of a run's swap files. When the run ends, the files that it made there are removed, and no others.
+
+What else a run has there, an optimizer removes itself when it is closed and has no swap files any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-SWAP_FILE = "offload-rank0.swap"
-"""What the swap file of one rank is called (docs/swap-files.md)."""
 
 
 class Workspace:
@@ -36,15 +35,6 @@ class Workspace:
         for file in (Path(file).absolute() for file in files):
             if file not in self._before and self._is_known(file):
                 file.unlink(missing_ok=True)
-
-    def remove_abandoned(self) -> None:
-        """Deletes the swap file that a run left that could not begin, unless a live run holds its lock."""
-        file = self._path / SWAP_FILE
-        with contextlib.suppress(OSError), open(file, "r+b") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._known[file] = os.fstat(handle.fileno())
-            self.remove_files([file])
-        self.remove_directory()
 
     def remove_directory(self) -> None:
         """Deletes the directory if the run made it and it is empty."""

@@ -129,6 +129,11 @@ class Files:
         name, within = self._at(path)
         return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path))
 
+    def open_or_create(self, path: Path) -> IOFile:
+        """Opens a file to read and write, and makes it, with mode 0600, if it is not there. The call never blocks."""
+        name, within = self._at(path)
+        return open_nofollow(name, os.O_RDWR | os.O_CREAT, dir_fd=within, path=str(path))
+
     def create_nameless(self, directory: Path) -> IOFile:
         """Makes a file without a name, which the system removes when its last descriptor is closed.
 
@@ -160,6 +165,11 @@ class Files:
         """Appends all of `data`."""
         while data:
             data = data[os.write(file.fd, data) :]
+
+    def set_content(self, file: IOFile, data: bytes) -> None:
+        """Makes `data` the content of a file, which is not synced."""
+        os.ftruncate(file.fd, 0)
+        os.pwrite(file.fd, data, 0)
 
     def read_at(self, file: IOFile, offset: int, data: memoryview) -> int:
         """Reads into `data` from `offset` on.

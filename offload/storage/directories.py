@@ -10,37 +10,44 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.errors import BudgetError, CorruptionError, PathError, ResumeError, missing_parent
+from offload.errors import BudgetError, PathError, missing_parent
 from offload.interrupts import is_of_system
 from offload.io.files import Files
-from offload.sizes import PAGE_BYTES, format_bytes
-from offload.storage.swap_format import parse_superblock
+from offload.sizes import format_bytes
 
-NEW_SUFFIX = ".new"
-"""Ends the temporary name of a swap file that is going to replace another one."""
 TEMPORARY = ".offload.new"
 """Ends the name of a file that is being written. Nobody else has files of such names."""
-SWAP_NAME = "offload-rank0.swap"
-"""The name of the swap file of the first rank, or the only one. `swap_name` has the names of the others."""
 COMMIT_NAME = "COMMIT"
 RECORD_START = b'{"schema":"offload '
-"""How a COMMIT record and a manifest begin."""
+"""How a COMMIT record, a manifest and a tag begin."""
+LOCK_NAME = "offload.lock"
+"""The lock of a directory; see storage/directory_lock.py."""
+OLDER_SUFFIX = ".new"
+"""Ends the name of a file that an older version was writing."""
 
-_NAME = re.compile(
-    r"(?:(?P<kind>manifest|extra)-(?P<run>[0-9a-f]{32})-(?P<step>0|[1-9]\d{0,18})|(?P<swap>offload))"
-    r"-rank(?P<rank>0|[1-9]\d{0,4})(?P<type>\.swap|\.json|\.safetensors)(?P<suffix>(?:\.offload)?\.new)?"
-)
+_RUN, _STEP, _RANK = r"(?P<run>[0-9a-f]{32})", r"(?P<step>0|[1-9]\d{0,18})", r"(?P<rank>0|[1-9]\d{0,4})"
+_SUFFIX = rf"(?P<suffix>{re.escape(TEMPORARY)}|{re.escape(OLDER_SUFFIX)})?"
+_NAMES = [
+    re.compile(pattern)
+    for pattern in (
+        rf"(?P<kind>manifest)-{_RUN}-{_STEP}-rank{_RANK}\.json{_SUFFIX}",
+        rf"(?P<kind>extra)-{_RUN}-{_STEP}-rank{_RANK}\.safetensors{_SUFFIX}",
+        rf"(?P<kind>tag)-{_RUN}-{_RANK}{_SUFFIX}",
+        rf"(?P<kind>swap)-{_RUN}-{_RANK}",
+        rf"offload-rank{_RANK}\.swap(?P<suffix>{re.escape(OLDER_SUFFIX)})?",
+    )
+]
 
 
 class FileName(NamedTuple):
     """What the name of a file says. The file may be somebody else's: only its content tells whose it is.
 
     Attributes:
-        kind: "swap", "manifest" or "extra".
+        kind: "swap", "tag", "manifest" or "extra"; "older": a swap file as older versions named it.
         rank: the rank that wrote it.
-        run_id: 32 hex digits; "" for a swap file, whose name does not say it.
-        step: the step that was committed; 0 for a swap file, whose name does not say it.
-        suffix: NEW_SUFFIX, TEMPORARY or "".
+        run_id: 32 hex digits; "" for an older swap file, whose name does not say it.
+        step: the step that was committed; 0 for files that have none in their name.
+        suffix: TEMPORARY, OLDER_SUFFIX or "".
     """
 
     kind: str
@@ -51,18 +58,27 @@ class FileName(NamedTuple):
 
 
 def file_name(name: str) -> FileName | None:
-    """What `name` says if files of this library are called so, else None. COMMIT is not looked for."""
-    match = _NAME.fullmatch(name)
-    if match is None or (match["type"] == ".swap") != (match["swap"] is not None):
-        return None
-    suffix = match["suffix"] or ""
-    if match["swap"] is None:
-        return FileName(match["kind"], int(match["rank"]), match["run"], int(match["step"]), suffix)
-    return None if suffix == TEMPORARY else FileName("swap", int(match["rank"]), "", 0, suffix)
+    """What `name` says if files of this library are called so, else None. COMMIT and the lock are not looked for."""
+    for pattern in _NAMES:
+        if match := pattern.fullmatch(name):
+            found = match.groupdict()
+            kind, run, step = found.get("kind") or "older", found.get("run") or "", int(found.get("step") or 0)
+            return FileName(kind, int(found["rank"]), run, step, found.get("suffix") or "")
+    return None
 
 
-def swap_name(rank: int) -> str:
-    """The name of a rank's swap file. Each rank has its own, so that ranks can share a directory."""
+def swap_name(run_id: str, rank: int) -> str:
+    """The name of a rank's swap file, from its birth on. Each rank has its own, so that ranks can share a directory."""
+    return f"swap-{run_id}-{rank}"
+
+
+def tag_name(run_id: str, rank: int) -> str:
+    """The name of the file that says of a directory which run's it is; see [Note: names never change] in live.py."""
+    return f"tag-{run_id}-{rank}"
+
+
+def older_swap_name(rank: int) -> str:
+    """How versions before COMMIT format 2 named a rank's swap file. They lock it, so this version does, too."""
     return f"offload-rank{rank}.swap"
 
 
@@ -89,17 +105,15 @@ def require_file_size(file: str, needed: int, *, option: str = "path", advice: s
         )
 
 
-def check_directory(path: Path, files: Files, *, resumes: bool = False) -> None:
+def check_directory(path: Path, files: Files) -> None:
     """Checks that `path` is the directory of a run, or can be made one. Writes nothing.
 
     Args:
         path: the directory.
         files: the file system.
-        resumes: whether it may hold a commit.
 
     Raises:
         PathError: it is no directory, cannot be made, or cannot be written to.
-        ResumeError: it holds a commit, or a file called COMMIT, and it must not.
     """
     try:
         mode = files.stat(path).st_mode
@@ -124,12 +138,6 @@ def check_directory(path: Path, files: Files, *, resumes: bool = False) -> None:
         raise PathError(errno.ENOTDIR, "is not a directory: give a directory for the swap files", str(path))
     if not files.may_write(path):
         raise PathError(errno.EACCES, "is not writable", str(path))
-    if not resumes and holds_commit(path, files):
-        _require_own_record(path, files)
-        raise ResumeError(
-            f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
-            f"`offload remove {path}`"
-        )
 
 
 def replaceable_in(path: Path, files: Files) -> Path | None:
@@ -146,51 +154,3 @@ def replaceable_in(path: Path, files: Files) -> Path | None:
         if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX and info.st_uid != os.geteuid():
             return directory
     return None
-
-
-def _require_own_record(path: Path, files: Files) -> None:
-    """Checks that a file called COMMIT, if there is one, is a record of this library.
-
-    Raises:
-        ResumeError: it is none, or cannot be read.
-    """
-    try:
-        is_own = files.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
-    except FileNotFoundError:
-        return
-    except OSError:
-        is_own = False
-    if not is_own:
-        raise ResumeError(
-            f"{path / COMMIT_NAME} is no record of a commit, or a damaged one: move it away, or choose another path"
-        )
-
-
-def holds_commit(path: Path, files: Files) -> bool:
-    """Whether a committed run has, or may have, a file in `path`.
-
-    The COMMIT record of a run is in rank 0's first directory only, so other files tell it, too.
-    """
-    try:
-        names = files.names(path)
-    except OSError:
-        return False
-    if COMMIT_NAME in names:
-        return True
-    found = {(name.run_id, name.rank) for name in map(file_name, names) if name and name.kind == "manifest"}
-    decided_here = _run_and_stripe(path, 0, files)
-    own = None if decided_here is None or decided_here[1] else decided_here[0]
-    return any(
-        run != own and (known := _run_and_stripe(path, rank, files)) is not None and known[0] == run
-        for run, rank in found
-    )
-
-
-def _run_and_stripe(path: Path, rank: int, files: Files) -> tuple[str, int] | None:
-    """The run and the stripe that a rank's swap file names, even if it is damaged: this is used only to refuse."""
-    try:
-        page = files.read(path / swap_name(rank), PAGE_BYTES)[:PAGE_BYTES]
-        block = parse_superblock(page, str(path), is_whole=False)
-    except (OSError, CorruptionError, ResumeError):
-        return None
-    return block.run_id, block.stripe[0]

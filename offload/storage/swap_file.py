@@ -1,6 +1,7 @@
 """Swap files: opened, locked, reserved, striped over directories, read and written. Their bytes: swap_format.py.
 
-A file belongs to the process that holds its flock. It is never shortened, and never deleted here.
+A file belongs to the process that holds its flock. It has its name from its birth on, and no other file ever gets that
+name: which files live is what a COMMIT record says (checkpoint/live.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from offload.io.files import BUSY, LOCAL, Files
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.storage.directories import NEW_SUFFIX, check_directory, require_file_size, swap_name
+from offload.storage.directories import check_directory, file_name, older_swap_name, require_file_size, swap_name
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HEADER_BYTES,
@@ -101,7 +102,8 @@ def any_is_held(directory: Path, names: Iterable[str], files: Files) -> bool:
     Raises:
         PathError: a swap file cannot be opened or locked.
     """
-    return any(is_held(directory / name, files) for name in names if name.endswith(".swap"))
+    found = ((name, file_name(name)) for name in names)
+    return any(is_held(directory / name, files) for name, file in found if file and file.kind in ("swap", "older"))
 
 
 def open_locked(path: Path, files: Files) -> IOFile:
@@ -186,24 +188,19 @@ def new_run_id() -> bytes:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Whose swap files these are, and how they begin.
+    """Whose swap files these are.
 
     Attributes:
-        resumed: for each committed slot, the number of the directory whose file holds it. The files are there and are
-            used where they lie. None: new files are made.
-        is_temporary: whether a new file has a temporary name until `was_renamed`, because the directory may hold the
-            run that this one continues.
-        is_known: whether it has been checked already that a run may begin in the directory.
         run_id: 16 bytes, the same in all files of a run.
         rank: the rank that has the files.
+        resumed: for each committed slot, the number of the directory whose file holds it. The files are there and are
+            used where they lie. None: new files are made.
         files: the run's file system, which holds the directories from then on.
     """
 
-    resumed: Sequence[int] | None = None
-    is_temporary: bool = False
-    is_known: bool = False
     run_id: bytes = field(default_factory=new_run_id)
     rank: int = 0
+    resumed: Sequence[int] | None = None
     files: Files = field(default_factory=Files)
 
 
@@ -340,14 +337,14 @@ class SlotFile:
 class SwapFile(SlotFile):
     """The slots of one rank in one directory, as a run reads and writes them; see [Note: swap file format 1].
 
-    Making one opens the file, or makes it, locks it and reserves its space. If that fails, nothing of another run is
-    lost, and what was made is removed.
+    Making one makes the file, or opens the one that is resumed, locks it and reserves its space. If that fails, nothing
+    of another run is lost, and what was made is removed.
 
     Args:
         engine: moves the bytes.
         directory: the directory, which is made with mode 0700 if it is missing.
         slots: all slots of the rank.
-        run: whose file it is, and how it begins.
+        run: whose file it is.
         numbers: the slots in this file, in the order in which they lie; None: all.
         stripe: which of the rank's files this is, and of how many.
         timeline: of the run.
@@ -357,7 +354,7 @@ class SwapFile(SlotFile):
         PathInUseError: a live run holds the file.
         BudgetError: the disk has no room for the file, the limit of file sizes is too low, or the system refuses a
             thread.
-        ResumeError: the directory holds a commit that nobody asked for, or not the file that is to be resumed.
+        ResumeError: the directory does not hold the file that is to be resumed.
         CorruptionError: the file that is to be resumed is damaged.
         TierIOError: a disk or its file system failed.
     """
@@ -375,14 +372,15 @@ class SwapFile(SlotFile):
     ) -> None:
         resumes = run.resumed is not None
         self._disk = files = run.files
-        check_directory(directory, files, resumes=resumes or run.is_temporary or run.is_known)
+        check_directory(directory, files)
         numbers = range(slots.total) if numbers is None else numbers
         table = SlotTable(slots, numbers)
         self._checksums: dict[int, int] = {}
-        self._final_path = directory / swap_name(run.rank)
-        self._is_disposable = run.is_temporary
+        self._is_permanent = False
+        # What takes away again what would be left where the run does not begin.
+        self._traces = ExitStack()
         self._size_before: int | None = None
-        path = self._final_path.with_name(self._final_path.name + NEW_SUFFIX) if run.is_temporary else self._final_path
+        path = directory / swap_name(run.run_id.hex(), run.rank)
         advice = "give path several directories, which share the chunks"
         require_file_size(str(path), table.nbytes, advice=advice)
         with ExitStack() as undo:
@@ -390,32 +388,41 @@ class SwapFile(SlotFile):
             # be refused, so it begins before there are files.
             hasher = Workers(1, "offload-checksum")
             undo.callback(hasher.shutdown)
-            if not files.holds(directory) and _make(directory, files):
-                undo.callback(_remove_if_empty, directory, files)
+            if not files.holds(directory) and make_directory(directory, files):
+                undo.callback(remove_if_empty, directory, files)
             dir_fd = files.hold(directory)
             is_new = path.name not in files.names(directory)
             if is_new and resumes:
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
+            if not (is_new or resumes):
+                raise PathError(errno.EEXIST, "is there already: no run uses a name again", str(path))
             file = engine.open(str(path), dir_fd=dir_fd)
             undo.callback(file.close)
             super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
             lock(file, files)
             if is_new:
-                undo.callback(self._remove)
-            is_blank = _is_blank(file, files)
+                undo.push(self._traces)
+                self._traces.callback(self._remove, file)
             commits = slots.committed is not None
             superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(numbers))
             block = aligned_memory(PAGE_BYTES)
             block[:] = superblock.encode()
+            self._older = directory / older_swap_name(run.rank), block
+            self._shut_out: IOFile | None = None
             if resumes:
                 _require_same(file, files, block)
                 self._size_before = files.size(file)
             # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
-            is_marked = is_blank and not resumes and self._mark(block)
+            is_marked = not resumes and self._mark(block)
             reserve(file, files, table.nbytes, table.nbytes_of_one)
             if not (resumes or is_marked):
                 result_of(engine.write(file, 0, block))
             self._undo = undo.pop_all()
+        try:
+            self.shut_out_older(writes=resumes)
+        except BaseException:
+            self.abandon()
+            raise
 
     @property
     def direct(self) -> bool:
@@ -460,33 +467,66 @@ class SwapFile(SlotFile):
         return self._engine.sync(self._file)
 
     def make_permanent(self) -> None:
-        """Records that a commit may name this file from now on, so that `close` does not remove it."""
-        self._is_disposable = False
-
-    def was_renamed(self) -> None:
-        """Records that the file has its final name now."""
-        self._file.path = str(self._final_path)
+        """Records that the run has begun, or that a commit may name this file: `close` does not remove it then."""
+        self._is_permanent = True
 
     def close(self) -> None:
         """Waits until no checksum is being taken or compared. The engine's `close` frees the lock.
 
-        A file that still has its temporary name, and was not made permanent, is removed, because no commit names it. A
-        file that was to be resumed, and was not written to, gets the size back that it had.
+        A new file that was not made permanent is removed, because no commit names it, and none is going to. A file that
+        was to be resumed, and was not written to, gets the size back that it had.
         """
         self._hasher.shutdown(wait=True)
         size, self._size_before = self._size_before, None
         if size is not None and size < self._table.nbytes:
             with contextlib.suppress(OSError):
                 self._disk.truncate(self._file, size)
-        if self._is_disposable:
-            self._is_disposable = False
+        if not self._is_permanent:
             with contextlib.suppress(OSError):
-                self._remove()
+                self._traces.close()
 
     def abandon(self) -> None:
         """Closes, and removes what was made. For a run that did not begin."""
         self.close()
         self._undo.close()
+
+    def shut_out_older(self, *, writes: bool = True) -> None:
+        """Holds the file that versions before COMMIT format 2 lock, and in which they look for a run.
+
+        It is one page, a copy of the superblock. What is longer is a swap file of such a version, which is only read:
+        when that is removed, this is called again.
+
+        Args:
+            writes: whether the page becomes this run's if it is another one's, which may still live.
+
+        Raises:
+            PathError: it is somebody else's.
+            PathInUseError: a live run holds it.
+            TierIOError: a disk or its file system failed.
+        """
+        (path, block), files = self._older, self._disk
+        with ExitStack() as undo:
+            is_new = False
+            if (file := self._shut_out) is None:
+                is_new = path.name not in files.names(path.parent)
+                file = self._engine.adopt(_opened(path, files))
+                undo.callback(file.close)
+                if files.size(file) > PAGE_BYTES and first_page(file, files)[: len(MAGIC)] == MAGIC:
+                    return
+                lock(file, files)
+                if is_new:
+                    undo.callback(self._remove, file)
+            start = first_page(file, files)
+            if (any(start) and start[: len(MAGIC)] != MAGIC) or files.size(file) > PAGE_BYTES:
+                raise PathError(errno.EEXIST, "is no file of this library: move it, or choose another path", file.path)
+            if start != block and (writes or not any(start)):
+                result_of(self._engine.write(file, 0, block))
+                result_of(self._engine.sync(file))
+            self._shut_out = file
+            undo.pop_all()
+            self._traces.callback(file.close)
+            if is_new:
+                self._traces.callback(self._remove, file)
 
     def _mark(self, block: memoryview) -> bool:
         """Writes the superblock, durably.
@@ -512,8 +552,8 @@ class SwapFile(SlotFile):
         Raises:
             PathError: one was moved, removed or cut off. What is committed must be there to be found.
         """
-        self._disk.require_here(self._final_path.parent)
         file = self._file.path
+        self._disk.require_here(Path(file).parent)
         if not self._disk.leads_to(Path(file), self._file):
             raise PathError(
                 errno.ESTALE,
@@ -528,14 +568,14 @@ class SwapFile(SlotFile):
                 file,
             )
 
-    def _remove(self) -> None:
-        """Removes the file, if it is still the one that has its name.
+    def _remove(self, file: IOFile) -> None:
+        """Removes a file, if it is still the one that has its name.
 
         Raises:
             OSError: the operating system refused.
         """
-        path = Path(self._file.path)
-        if self._disk.leads_to(path, self._file):
+        path = Path(file.path)
+        if self._disk.leads_to(path, file):
             self._disk.remove(path)
 
 
@@ -553,7 +593,27 @@ def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) 
         transfer.resolve()
 
 
-def _make(directory: Path, files: Files) -> bool:
+def _opened(path: Path, files: Files) -> IOFile:
+    """Opens a regular file to read and write, and makes it if it is not there.
+
+    Raises:
+        PathError: it cannot be opened, or is no regular file.
+    """
+    try:
+        file = files.open_or_create(path)
+        try:
+            files.require_regular(file)
+        except BaseException:
+            file.close()
+            raise
+    except OSError as error:
+        if not is_of_system(error):
+            raise
+        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+    return file
+
+
+def make_directory(directory: Path, files: Files) -> bool:
     """Makes a directory.
 
     Returns:
@@ -570,23 +630,10 @@ def _make(directory: Path, files: Files) -> bool:
         raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
 
 
-def _remove_if_empty(directory: Path, files: Files) -> None:
+def remove_if_empty(directory: Path, files: Files) -> None:
+    """Removes a directory if it is empty, and can be removed."""
     with contextlib.suppress(OSError):
         files.remove_directory(directory)
-
-
-def _is_blank(file: IOFile, files: Files) -> bool:
-    """Whether nothing is in the file. One with our magic was left by a run that committed nothing, and is reused.
-
-    Raises:
-        PathError: it is somebody else's.
-    """
-    start = first_page(file, files)
-    if start[: len(MAGIC)] == MAGIC:
-        return False
-    if any(start) or files.size(file) > PAGE_BYTES:
-        raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
-    return True
 
 
 def _require_same(file: IOFile, files: Files, block: memoryview) -> None:
@@ -653,7 +700,7 @@ class Stripes:
         directories: one or more, all different.
         weights: the bandwidths of the directories.
         slots: the slots of the rank.
-        run: whose files they are, and how they begin; None: a new run.
+        run: whose files they are; None: a new run.
         timeline: of the run.
         resident: the slots of chunks that stay in RAM, which seldom move.
 
@@ -679,7 +726,7 @@ class Stripes:
     ) -> None:
         run = run or RunFiles()
         for directory in directories:
-            check_directory(directory, run.files, resumes=run.is_temporary or run.is_known or run.resumed is not None)
+            check_directory(directory, run.files)
         chosen = assign([slot.nbytes for slot in slots.all_arrays], weights)
         if run.resumed is not None:
             chosen[: len(run.resumed)] = run.resumed
@@ -740,15 +787,15 @@ class Stripes:
         for file in self._stripes:
             file.require_here()
 
+    def shut_out_older(self) -> None:
+        """See SwapFile.shut_out_older. To be called when no other run lives in the directories."""
+        for file in self._stripes:
+            file.shut_out_older()
+
     def make_permanent(self) -> None:
         """See SwapFile.make_permanent."""
         for file in self._stripes:
             file.make_permanent()
-
-    def was_renamed(self) -> None:
-        """See SwapFile.was_renamed."""
-        for file in self._stripes:
-            file.was_renamed()
 
     def close(self) -> None:
         for file in self._stripes:

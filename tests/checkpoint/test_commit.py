@@ -15,20 +15,23 @@ import torch
 from offload.checkpoint import commit as commits
 from offload.checkpoint.commit import (
     Commit,
+    RankFiles,
     agree,
     copy_manifest,
     manifest_name,
     manifest_told,
+    names_of,
     parse_commit,
     read_commit,
     read_extra,
     read_manifest,
-    remove_superseded,
     serialise_commit,
+    spelled,
     tensors_name,
     write_commit,
     write_manifest,
 )
+from offload.checkpoint.live import collect
 from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.io.files import Files
@@ -55,10 +58,15 @@ def extra_at(step: int) -> object:
 
 def commit(files: Files, step: int, world: int = 1, directory: Path = HERE) -> None:
     digests = tuple(write_manifest(directory, at(step, rank, world), extra_at(step), files) for rank in range(world))
-    record = Commit(RUN, step, digests)
+    record = record_of(step, digests, directory)
     write_commit(directory, record, files)
     for rank in range(world):
-        remove_superseded(directory, record, rank, files)
+        collect(directory, record, (), files, rank=rank)
+
+
+def record_of(step: int, digests: tuple[Digest, ...], directory: Path = HERE, replaces: str | None = None) -> Commit:
+    names = (names_of(at(step), rank, has_tensors=True) for rank in range(len(digests)))
+    return Commit(RUN, step, digests, replaces, tuple(RankFiles((spelled(directory),), those) for those in names))
 
 
 def committed_step(files: Files, directory: Path = HERE) -> int | None:
@@ -109,9 +117,9 @@ def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_commit_whole() -> N
         decided = False
         try:
             digest = write_manifest(HERE, at(8), extra_at(8), files)
-            write_commit(HERE, Commit(RUN, 8, (digest,)), files)
+            write_commit(HERE, record_of(8, (digest,)), files)
             decided = True
-            remove_superseded(HERE, Commit(RUN, 8, (digest,)), 0, files)
+            collect(HERE, record_of(8, (digest,)), (), files, rank=0)
         except PowerCut:
             pass
         found = committed_step(files.after_cut(chance.randrange(1 << 30)))
@@ -239,16 +247,12 @@ def test_only_what_this_rank_committed_before_is_cleared_away(tmp_path: Path) ->
         f"extra-{'2' * 32}-7-rank0.safetensors",
     ]
     mine = [f"manifest-{RUN}-6-rank0.json", f"extra-{RUN}-6-rank0.safetensors", f"manifest-{RUN}-9-rank0.json"]
-    mine += [f"manifest-{RUN}-7-rank0.json.new", f"extra-{RUN}-7-rank0.safetensors.offload.new"]
-    # Of the same step, by a run in another layout, and by one that committed nothing.
-    mine += [f"manifest-{'0' * 32}-7-rank0.json", f"manifest-{'1' * 32}-7-rank0.json"]
-    mine += [f"extra-{'1' * 32}-7-rank0.safetensors"]
+    mine += [f"extra-{RUN}-7-rank0.safetensors.offload.new"]
     for name in others + mine:
         (tmp_path / name).write_text("x")
-    write_manifest(tmp_path, dataclasses.replace(at(7), run_id="1" * 32))
-    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),), "0" * 32)
+    record = record_of(7, (write_manifest(tmp_path, at(7)),), tmp_path, "0" * 32)
     write_commit(tmp_path, record)
-    remove_superseded(tmp_path, record, 0)
+    collect(tmp_path, record, (), commits.LOCAL, rank=0)
     assert {path.name for path in tmp_path.iterdir()} == {*others, COMMIT_NAME, f"manifest-{RUN}-7-rank0.json"}
 
 
@@ -308,17 +312,17 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_what_belongs_to_a_record_that_was_cut_off_goes_with_what_all_ranks_left(tmp_path: Path) -> None:
-    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
+    record = record_of(7, (write_manifest(tmp_path, at(7)),), tmp_path)
     left = {"COMMIT.offload.new": b"x", "COMMIT.new": serialise_commit(record)[:50]}
     for name, data in left.items():
         aside = tmp_path / name
         aside.write_bytes(data)
-        assert not remove_superseded(tmp_path, record, 0)
+        collect(tmp_path, record, (), commits.LOCAL, rank=0)
         assert aside.exists()
-        assert remove_superseded(tmp_path, record, None)
+        collect(tmp_path, record, (), commits.LOCAL)
         assert not aside.exists()
     (tmp_path / "COMMIT.new").write_text("somebody else's")
-    assert not remove_superseded(tmp_path, record, None)
+    collect(tmp_path, record, (), commits.LOCAL)
     assert (tmp_path / "COMMIT.new").exists()
 
 
@@ -442,8 +446,8 @@ def record(**changes: object) -> bytes:
 def test_a_record_of_a_newer_version_says_so() -> None:
     assert parse_commit(record()) == Commit(RUN, STEP, (Digest(5, "0" * 32),))
     assert parse_commit(record(replaces="a" * 32)).replaces == "a" * 32
-    with pytest.raises(ResumeError, match="version 2"):
-        parse_commit(record(version=2, new="field"))
+    with pytest.raises(ResumeError, match="version 3"):
+        parse_commit(record(version=3, new="field"))
 
 
 @pytest.mark.parametrize(

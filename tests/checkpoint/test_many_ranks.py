@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint import commit as records
-from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, manifest_name, read_commit, spelled, write_commit, write_manifest
+from offload.checkpoint.live import Tag, write_tag
 from offload.checkpoint.manifest import ChunkFacts, Manifest, committed_slots
 from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
 from offload.choices import Choice
@@ -28,7 +29,8 @@ from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.ranks.communicator import Communicator
 from offload.storage.directories import swap_name
-from tests.support.committed import RUN, STEP, superblock
+from tests.support.committed import RUN, STEP, named, superblock
+from tests.support.run_files import contents
 from tests.support.threads import Threads
 
 
@@ -62,9 +64,9 @@ def write_run(folder: Path, ranks: int) -> None:
         chunks = [ChunkFacts(at.flat, at.start, at.numel, 0, 0, STEP, f"{at.index:016x}") for at in layout.chunks]
         manifest = dataclasses.replace(wanted, run_id=RUN, step=STEP, chunks=tuple(chunks))
         end = max(slot.offset + slot.size for slot in committed_slots(manifest))
-        (folder / swap_name(rank)).write_bytes(superblock(manifest, 0).ljust(end, b"\0"))
+        (folder / swap_name(RUN, rank)).write_bytes(superblock(manifest, 0).ljust(end, b"\0"))
         digests.append(write_manifest(folder, manifest, {"rank": rank}))
-    write_commit(folder, Commit(RUN, STEP, tuple(digests)))
+    write_commit(folder, named(Commit(RUN, STEP, tuple(digests)), [folder]))
 
 
 def find(comm: Communicator, folder: Path, files: Files | None = None) -> RecoveryPlan:
@@ -109,14 +111,17 @@ def test_as_many_ranks_as_committed_read_their_own_manifest_and_the_first(
     assert max(of_eight)[0] < 20
 
 
-def test_a_stray_file_is_found_by_one_of_the_ranks_that_share_a_directory(tmp_path: Path) -> None:
+def test_what_is_dead_is_removed_by_ranks_that_share_a_directory(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, 4)
     blocks = plan(0, 4, folder)[2]
-    for name in ("offload-rank6.swap.new", "offload-rank97.swap.new"):
-        (folder / name).write_bytes(superblock(dataclasses.replace(blocks, run_id="f" * 32), 0))
+    for rank in (6, 97):
+        run_id = f"{rank:032x}"
+        (folder / swap_name(run_id, rank)).write_bytes(superblock(dataclasses.replace(blocks, run_id=run_id), 0))
+        for of in range(2):
+            write_tag(folder, Tag(run_id, of, (0, 1), ((spelled(folder),),)))
     Threads(4).run(lambda comm: find(comm, folder))
-    assert not [*folder.glob("*.new")]
+    assert len([*folder.glob("swap-*")]) == len([*folder.glob("tag-*")]) == 4
 
 
 def test_another_number_of_ranks_opens_only_the_swap_files_that_it_needs(tmp_path: Path) -> None:
@@ -155,8 +160,8 @@ def test_what_is_wrong_with_one_rank_is_an_error_on_all(what: str, tmp_path: Pat
     else:
         place.unlink()
     if what == "without its swap file":
-        (folder / swap_name(2)).unlink()
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        (folder / swap_name(RUN, 2)).unlink()
+    before = contents(folder)
 
     def work(comm: Communicator) -> OffloadError:
         with pytest.raises(OffloadError) as caught:
@@ -173,4 +178,4 @@ def test_what_is_wrong_with_one_rank_is_an_error_on_all(what: str, tmp_path: Pat
     assert [type(error) for error in errors] == expected[what]
     says = {"missing": "is missing", "damaged": "is not the file", "of another model": "ranks 0 and 2 describe"}
     assert says.get(what, "nothing of rank 2 of the 4") in str(errors[2])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before

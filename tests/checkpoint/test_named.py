@@ -277,7 +277,7 @@ def test_a_damaged_snapshot_is_let_go_of_and_rollback_is_the_way_on(tmp_path: Pa
         train(model, optimizer, 1)
         optimizer.commit()
         then = states(model, optimizer)
-        (swap,) = (tmp_path / "run").glob("snapshot*/*.swap")
+        (swap,) = (tmp_path / "run").glob("snapshot*/swap-*")
         data = bytearray(swap.read_bytes())
         data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
         swap.write_bytes(data)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from offload.checkpoint import live as lives
 from offload.checkpoint import reader as reading
-from offload.checkpoint import scan
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.manifest import Manifest, committed_slots
@@ -25,10 +25,21 @@ from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.directories import SWAP_NAME, swap_name
+from offload.storage.directories import swap_name
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import parse_header, parse_superblock
-from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
+from tests.support.committed import (
+    FLATS,
+    PARAMETERS,
+    RUN,
+    STEP,
+    header,
+    manifest_of,
+    named,
+    superblock,
+    value_of,
+    write_run,
+)
 from tests.support.damage import flip
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.slot_maps import file_bytes, slots_of
@@ -97,10 +108,9 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
             for number, state in enumerate(slot.views(buffer)):
                 state.copy_(torch.arange(numel) + 10_000 * number + 100_000 * place)
             file.write(chunk, memory_of(buffer), step=steps[chunk], slot=place).result(30)
+    data = Path(file.path).read_bytes()
     file.close()
     engine.close()
-    data = (tmp_path / "run" / SWAP_NAME).read_bytes()
-    assert swap_name(0) == SWAP_NAME
     block = parse_superblock(data[:PAGE_BYTES], "swap")
     made = manifest_of()
     chunks = [
@@ -198,7 +208,7 @@ def test_an_export_has_the_names_shapes_and_rounded_values(
 def test_a_flipped_bit_in_the_other_half_of_a_master_is_found(places: list[Path]) -> None:
     manifest = write_run(places[:1], split_master=True)[0]
     slot = committed_slots(manifest)[len(manifest.chunks)]
-    flip(places[0] / swap_name(0), slot.offset + PAGE_BYTES)
+    flip(places[0] / swap_name(RUN, 0), slot.offset + PAGE_BYTES)
     with Reader(places[:1]) as reader:
         assert [found.chunk for found in reader.verify() if found.error] == [slot.chunk]
         assert torch.equal(reader.read("embed.weight", "exp_avg"), expected(0, "exp_avg"))
@@ -211,13 +221,13 @@ def test_one_flipped_bit_is_found_with_its_chunk_file_and_offset(places: list[Pa
     manifest = write_run(places[:2])[0]
     slot = committed_slots(manifest)[3]
     at = {"header": 20, "first": PAGE_BYTES, "last": PAGE_BYTES + 4 * 386 - 1, "padding": slot.size - 1}[where]
-    flip(places[slot.path] / swap_name(0), slot.offset + at)
+    flip(places[slot.path] / swap_name(RUN, 0), slot.offset + at)
     with Reader(places[:2]) as reader:
         bad = [found for found in reader.verify() if found.error]
         assert [(found.rank, found.chunk) for found in bad] == [(0, 3)]
         error = bad[0].error
         assert isinstance(error, CorruptionError)
-        assert (error.chunk, error.file, error.offset) == (3, str(places[slot.path] / swap_name(0)), slot.offset)
+        assert (error.chunk, error.file, error.offset) == (3, str(places[slot.path] / swap_name(RUN, 0)), slot.offset)
         # What lies elsewhere can still be read, before and after.
         for _ in range(2):
             assert torch.equal(reader.read("blocks.0.norm", "master"), expected(4, "master"))
@@ -230,7 +240,7 @@ def test_one_flipped_bit_is_found_with_its_chunk_file_and_offset(places: list[Pa
 
 def test_slots_of_another_step_run_or_chunk_are_found(places: list[Path]) -> None:
     manifest = write_run(places[:1])[0]
-    path = places[0] / swap_name(0)
+    path = places[0] / swap_name(RUN, 0)
     one, two = committed_slots(manifest)[:2]
     data = bytearray(path.read_bytes())
     data[two.offset : two.offset + two.size] = data[one.offset : one.offset + one.size]
@@ -244,7 +254,7 @@ def test_slots_of_another_step_run_or_chunk_are_found(places: list[Path]) -> Non
 def test_a_slot_of_another_run_is_found(places: list[Path]) -> None:
     made = write_run(places[:1])[0]
     slot, facts = committed_slots(made)[0], made.chunks[0]
-    with open(places[0] / swap_name(0), "r+b") as file:
+    with open(places[0] / swap_name(RUN, 0), "r+b") as file:
         file.seek(slot.offset)
         file.write(header("f" * 32, 0, facts.step, facts.numel, facts.checksum))
     with Reader(places[:1]) as reader, pytest.raises(CorruptionError, match="was written by run ffff"):
@@ -260,14 +270,14 @@ def test_a_slot_that_fits_itself_but_not_the_manifest_is_found(places: list[Path
             chunk._replace(xxh3=f"{chunk.checksum ^ 1:016x}") for chunk in Reader(places[:1]).manifests[0].chunks
         ),
     )
-    write_commit(places[0], Commit(RUN, STEP, (write_manifest(places[0], stale),)))
+    write_commit(places[0], named(Commit(RUN, STEP, (write_manifest(places[0], stale),)), places[:1]))
     with Reader(places[:1]) as reader:
         assert all("not the one that was committed" in str(found.error) for found in reader.verify())
 
 
 def test_a_truncated_file_is_found_wherever_it_ends(places: list[Path]) -> None:
     manifest = write_run(places[:1])[0]
-    path = places[0] / swap_name(0)
+    path = places[0] / swap_name(RUN, 0)
     whole = path.read_bytes()
     slots = committed_slots(manifest)
     for length in (len(whole) - 1, len(whole) - PAGE_BYTES, slots[1].offset + 5, slots[1].offset, PAGE_BYTES):
@@ -292,7 +302,7 @@ def test_a_truncated_file_is_found_wherever_it_ends(places: list[Path]) -> None:
 def test_damage_after_the_text_of_a_superblock_is_found(places: list[Path], offset: int) -> None:
     """A resume compares the whole page."""
     write_run(places[:1])
-    flip(places[0] / swap_name(0), PAGE_BYTES + offset)
+    flip(places[0] / swap_name(RUN, 0), PAGE_BYTES + offset)
     with Reader(places[:1]) as reader:
         with pytest.raises(CorruptionError, match="after the text of its superblock"):
             reader.read("embed.weight", "master")
@@ -324,8 +334,8 @@ def test_a_manifest_that_asks_for_a_huge_slot_takes_no_memory(places: list[Path]
     flats = (dataclasses.replace(made.flats[0], numel=huge, owned=(0, huge)), *made.flats[1:])
     chunks = (made.chunks[0]._replace(numel=huge), *made.chunks[3:])
     hostile = dataclasses.replace(made, parameters=parameters, flats=flats, chunks=chunks)
-    (places[0] / swap_name(0)).write_bytes(superblock(hostile, 0) + bytes(PAGE_BYTES))
-    write_commit(places[0], Commit(RUN, STEP, (write_manifest(places[0], hostile),)))
+    (places[0] / swap_name(RUN, 0)).write_bytes(superblock(hostile, 0) + bytes(PAGE_BYTES))
+    write_commit(places[0], named(Commit(RUN, STEP, (write_manifest(places[0], hostile),)), places[:1]))
     with Reader(places[:1]) as reader:
         with pytest.raises(CorruptionError, match="ends before this slot"):
             next(reader.pieces("embed.weight", "master"))
@@ -346,7 +356,7 @@ def test_a_swap_file_of_another_run_or_layout_is_refused(
     places: list[Path], match: str, change: Callable[[Manifest], bytes]
 ) -> None:
     made = write_run(places[:1])[0]
-    path = places[0] / swap_name(0)
+    path = places[0] / swap_name(RUN, 0)
     path.write_bytes(change(made) + path.read_bytes()[PAGE_BYTES:])
     with pytest.raises((CorruptionError, ResumeError), match=match), Reader(places[:1]) as reader:
         reader.swap_files.lock()
@@ -361,7 +371,7 @@ def test_an_io_error_is_one_slots_error(places: list[Path]) -> None:
     assert [chunk for chunk, error in found if error] == [2]
     error = found[2][1]
     assert isinstance(error, TierIOError)
-    path = str(places[0] / swap_name(0))
+    path = str(places[0] / swap_name(RUN, 0))
     assert (error.operation, error.errno, error.filename, error.offset) == ("read", errno.EIO, path, slot.offset)
 
 
@@ -386,7 +396,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(places: list[Path])
     slot = max(committed_slots(write_run(places[:1])[0]), key=lambda slot: slot.offset)
     with Reader(places[:1]) as reader:
         reader.swap_files.lock()
-        os.truncate(places[0] / swap_name(0), slot.offset + PAGE_BYTES)
+        os.truncate(places[0] / swap_name(RUN, 0), slot.offset + PAGE_BYTES)
         found = {one.chunk: one.error for one in reader.verify() if one.error}
     assert found.keys() == {slot.chunk}
     assert isinstance(found[slot.chunk], TierIOError)
@@ -399,7 +409,7 @@ def test_verifying_in_pieces_of_any_size_finds_the_same(
 ) -> None:
     manifest = write_run(places[:2], world=1)[0]
     slot = committed_slots(manifest)[2]
-    flip(places[slot.path] / swap_name(0), slot.offset + slot.size - 1)
+    flip(places[slot.path] / swap_name(RUN, 0), slot.offset + slot.size - 1)
     monkeypatch.setattr(reading, "PIECE_BYTES", piece)
     with Reader(places[:2]) as reader:
         found = list(reader.verify(threads))
@@ -455,7 +465,7 @@ def test_directories_of_two_runs_are_refused(places: list[Path]) -> None:
 
 def test_a_live_run_can_be_inspected_but_not_verified(places: list[Path]) -> None:
     write_run(places[:1])
-    with open(places[0] / swap_name(0), "r+b") as run:
+    with open(places[0] / swap_name(RUN, 0), "r+b") as run:
         fcntl.flock(run, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with Reader(places[:1]) as reader:
             assert len(reader.tensors()) == len(PARAMETERS)
@@ -465,9 +475,9 @@ def test_a_live_run_can_be_inspected_but_not_verified(places: list[Path]) -> Non
                 reader.read("embed.weight", "master")
     with Reader(places[:1]) as one, Reader(places[:1]) as two:
         assert torch.equal(one.read("embed.weight", "master"), two.read("embed.weight", "master"))
-        with open(places[0] / swap_name(0), "r+b") as run, pytest.raises(BlockingIOError):
+        with open(places[0] / swap_name(RUN, 0), "r+b") as run, pytest.raises(BlockingIOError):
             fcntl.flock(run, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with open(places[0] / swap_name(0), "r+b") as run:
+    with open(places[0] / swap_name(RUN, 0), "r+b") as run:
         fcntl.flock(run, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -482,14 +492,14 @@ def test_a_commit_between_record_and_manifest_is_followed(places: list[Path], mo
             (directory / f"manifest-{RUN}-{STEP}-rank0.json").unlink()
         return found
 
-    monkeypatch.setattr(scan, "read_commit", slow)
+    monkeypatch.setattr(lives, "read_commit", slow)
     assert Reader(places[:1]).commit.step == STEP + 1
 
 
 @pytest.mark.parametrize("kind", ["symlink", "fifo", "directory"])
 def test_what_is_no_swap_file_is_not_followed(places: list[Path], kind: str) -> None:
     write_run(places[:1])
-    path = places[0] / swap_name(0)
+    path = places[0] / swap_name(RUN, 0)
     shutil.move(path, places[1] / "real")
     if kind == "symlink":
         path.symlink_to(places[1] / "real")

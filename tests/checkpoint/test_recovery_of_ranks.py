@@ -1,11 +1,10 @@
-"""Ranks that tell each other what they see, and take turns in what they clear up."""
+"""Ranks that tell each other what they see."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,51 +12,16 @@ from offload.checkpoint import recovery
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.recovery import (
-    RecoveryPlan,
     RunDirectories,
-    Scans,
-    in_turns,
+    Views,
+    look_together,
     read_together,
-    scan_together,
 )
 from offload.io.files import LOCAL
 from offload.ranks.agreement import all_gather_object
 from offload.ranks.communicator import Communicator
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.threads import Threads
-
-
-def turns(pressing: list[int], *, stays: bool = False) -> list[int]:
-    """In which order the ranks worked. Args: pressing: how pressing it is for each; stays: also when it has worked."""
-    left, worked = [*pressing], cast(list[int], [])
-
-    def run(comm: Communicator) -> None:
-        def work() -> None:
-            worked.append(comm.rank)
-            assert len(worked) <= len(pressing), "some rank never ends"
-            left[comm.rank] = left[comm.rank] if stays else 0
-
-        in_turns(comm, lambda: left[comm.rank], work)
-
-    Threads(len(pressing)).run(run)
-    return worked
-
-
-@pytest.mark.parametrize("stays", [False, True])
-def test_each_rank_works_once_the_most_pressing_first(stays: bool) -> None:
-    assert turns([1, 2, 0, 1, 2], stays=stays) == [1, 4, 0, 3]
-    assert turns([0, 0]) == []
-
-
-def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None:
-    before, after = (Commit(run * 32, 7, (Digest(1, "0" * 32),), old) for run, old in (("a", None), ("b", "a" * 32)))
-    found: Any = SimpleNamespace(target=SimpleNamespace(owned={tmp_path: range(9)}), files=LOCAL)
-    assert RecoveryPlan._priority(found, after) == 0
-    (tmp_path / "COMMIT.new").touch()
-    assert RecoveryPlan._priority(found, after) == 1
-    write_commit(tmp_path, before)
-    (tmp_path / "COMMIT.new").touch()
-    assert RecoveryPlan._priority(found, after) == 2
 
 
 def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
@@ -105,7 +69,7 @@ def test_what_one_rank_resumes_from_and_another_goes_on_in_is_no_directory_besid
         folder.mkdir()
         write_commit(folder, commit)
     places = [RunDirectories((tmp_path / "none",), (), (), (run, kept)), RunDirectories((run,), (), (), ())]
-    for seen in Threads(2).run(lambda comm: scan_together(places[comm.rank], comm, LOCAL)):
-        assert isinstance(seen, Scans)
+    for seen in Threads(2).run(lambda comm: look_together(places[comm.rank], comm, LOCAL)):
+        assert isinstance(seen, Views)
         assert seen.runs.records == ((run, ours),)
         assert seen.named.records == ((kept, theirs),)

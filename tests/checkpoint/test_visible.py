@@ -13,13 +13,14 @@ from torch import Tensor
 
 from offload.checkpoint import recovery
 from offload.checkpoint.commit import Commit
+from offload.checkpoint.live import hidden_ranks, ranks_in
 from offload.checkpoint.manifest import Digest, Manifest
-from offload.checkpoint.scan import hidden_ranks, ranks_in
 from offload.errors import CorruptionError
 from offload.io.engine import IOFile
 from offload.io.files import LOCAL, Files
 from offload.ranks import agreement
 from offload.ranks.communicator import SingleProcess
+from offload.storage.directories import swap_name
 from offload.storage.swap_file import CommittedFile
 from tests.support.committed import RUN, manifest_of, superblock
 
@@ -34,7 +35,8 @@ def manifests() -> list[Manifest]:
 
 
 def put(place: Path, manifest: Manifest, path: int, **changes: object) -> None:
-    (place / f"offload-rank{manifest.rank}.swap").write_bytes(superblock(manifest, path, **changes))
+    block = superblock(manifest, path, **changes)
+    (place / swap_name(str(changes.get("run_id", RUN)), manifest.rank)).write_bytes(block)
 
 
 def test_files_of_other_runs_are_no_part_of_a_commit(places: list[Path], manifests: list[Manifest]) -> None:
@@ -111,6 +113,6 @@ def test_an_exclusive_lock_is_asked_for_on_a_file_that_may_be_written(
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     put(places[0], manifests[0], 0)
-    place = places[0] / "offload-rank0.swap"
+    place = places[0] / swap_name(RUN, 0)
     CommittedFile(place, OnNFS(), exclusive=True).close()
     CommittedFile(place, OnNFS()).close()

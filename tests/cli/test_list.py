@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 from offload import OffloadZero
 from offload.checkpoint import listing
 from offload.cli.main import app
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, older_swap_name
+from tests.support.run_files import swap_in
 from tests.support.toy import take_step
 
 
@@ -131,7 +132,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a pipe as record": (lambda run: (run / COMMIT_NAME).unlink() or os.mkfifo(run / COMMIT_NAME), "no regular file"),
     "a directory as record": (lambda run: (run / COMMIT_NAME).unlink() or (run / COMMIT_NAME).mkdir(), ""),
-    "a swap file without a head": (lambda run: damaged(run / SWAP_NAME, 0), ""),
+    "a swap file without a head": (lambda run: damaged(swap_in(run), 0), ""),
 }
 
 
@@ -154,7 +155,7 @@ def test_what_is_somebody_elses_is_no_run(tmp_path: Path) -> None:
     for name in ("git", "swap", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "git" / COMMIT_NAME).write_text("a message")
-    (tmp_path / "swap" / SWAP_NAME).write_bytes(b"somebody else's, of the same name" * 500)
+    (tmp_path / "swap" / older_swap_name(0)).write_bytes(b"somebody else's, of the same name" * 500)
     (tmp_path / "link").symlink_to(tmp_path)
     found = rows(tmp_path)
     assert found.keys() == {"swap"}

@@ -18,7 +18,8 @@ from offload.checkpoint.reader import Reader
 from offload.cli.main import app
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.storage.directories import SWAP_NAME
+from offload.storage.directories import older_swap_name
+from tests.support.run_files import swap_in
 from tests.support.toy import take_step
 
 
@@ -72,12 +73,12 @@ def test_verify_finds_a_flipped_bit(run: tuple[Path, dict[str, Tensor]]) -> None
     assert json.loads(whole.stdout)["damaged"] == []
     with Reader([path]) as reader:
         slot = committed_slots(reader.manifests[0])[-1]
-    data = bytearray((path / SWAP_NAME).read_bytes())
+    data = bytearray(swap_in(path).read_bytes())
     data[slot.offset + 4096] ^= 4
-    (path / SWAP_NAME).write_bytes(data)
+    swap_in(path).write_bytes(data)
     broken = call("verify", path)
     assert broken.exit_code == 1
-    assert f"chunk {slot.chunk}, {path / SWAP_NAME}, offset {slot.offset}" in broken.stdout
+    assert f"chunk {slot.chunk}, {swap_in(path)}, offset {slot.offset}" in broken.stdout
 
 
 def test_both_exports_give_the_weights_of_the_model(tmp_path: Path) -> None:
@@ -137,10 +138,11 @@ def test_commits_leave_a_stranger_s_files_of_the_same_name(tmp_path: Path) -> No
 
 
 def test_a_longer_file_of_zeros_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / SWAP_NAME).write_bytes(bytes(3 * PAGE_BYTES))
-    with pytest.raises(PathError, match="is no swap file of this library"):
+    place = tmp_path / older_swap_name(0)
+    place.write_bytes(bytes(3 * PAGE_BYTES))
+    with pytest.raises(PathError, match="is no file of this library"):
         trained(tmp_path)
-    assert (tmp_path / SWAP_NAME).read_bytes() == bytes(3 * PAGE_BYTES)
+    assert place.read_bytes() == bytes(3 * PAGE_BYTES)
 
 
 @pytest.mark.parametrize("damage", ["a byte at the start", "a byte at the end", "half of it", "newer"])
@@ -151,7 +153,7 @@ def test_remove_takes_a_damaged_record_along(run: tuple[Path, dict[str, Tensor]]
         "a byte at the start": b"[" + record[1:],
         "a byte at the end": record[:-2] + b"x\n",
         "half of it": record[: len(record) // 2],
-        "newer": record.replace(b'"version":1', b'"version":9'),
+        "newer": record.replace(b'"version":2', b'"version":9'),
     }[damage]
     (path / "COMMIT").write_bytes(damaged)
     assert call("remove", path, "--yes").exit_code == 0
@@ -188,7 +190,7 @@ def test_resuming_without_the_swap_file_does_not_advise_to_remove_the_run(
     run: tuple[Path, dict[str, Tensor]], kind: str
 ) -> None:
     path, _ = run
-    swap = path / SWAP_NAME
+    swap = swap_in(path)
     swap.rename(path.with_name("elsewhere"))
     if kind == "link":
         swap.symlink_to(path.with_name("elsewhere"))
@@ -200,9 +202,10 @@ def test_resuming_without_the_swap_file_does_not_advise_to_remove_the_run(
     with pytest.raises((ResumeError, PathError, CorruptionError)) as caught:
         OffloadZero(model, path=path, commit_every=0, resume=True)
     verified = call("verify", path)
+    name = swap.name
     for says in (str(caught.value), verified.stderr + verified.stdout):
         assert "remove" not in says
-        assert SWAP_NAME in says
+        assert name in says
     assert verified.exit_code
     assert sorted(path.iterdir()) == before
     swap.unlink(missing_ok=True)
@@ -218,7 +221,7 @@ def test_verify_finds_damaged_tensors_of_extra_and_padding(run: tuple[Path, dict
         optimizer.step()
         optimizer.commit({"seen": torch.ones(3)})
     (extra,) = path.glob("extra-*")
-    for file, offset in ((extra, extra.stat().st_size - 1), (path / SWAP_NAME, PAGE_BYTES - 1)):
+    for file, offset in ((extra, extra.stat().st_size - 1), (swap_in(path), PAGE_BYTES - 1)):
         whole = file.read_bytes()
         file.write_bytes(whole[:offset] + b"\xaa" + whole[offset + 1 :])
         found = call("verify", path)

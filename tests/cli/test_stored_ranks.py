@@ -18,11 +18,12 @@ from offload.checkpoint.commit import MAX_COMMIT_BYTES, read_commit
 from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import in_shape
 from offload.sizes import PAGE_BYTES
-from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, swap_name
+from offload.storage.directories import COMMIT_NAME, OLDER_SUFFIX, file_name, older_swap_name, swap_name
 from tests.cli.test_stored import call, trained
 from tests.support.command import printed
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, value_of, write_run
 from tests.support.damage import flip
+from tests.support.run_files import contents
 
 RUNS = [(1, 1, False), (3, 1, False), (1, 2, False), (3, 2, False), (2, 3, True)]
 """Ranks, directories, split masters."""
@@ -54,7 +55,7 @@ def own_directories(base: Path, world: int) -> list[Path]:
     own = [base / f"rank{rank}" for rank in range(world)]
     for rank, place in enumerate(own):
         place.mkdir()
-        for file in shared.glob(f"*rank{rank}.*"):
+        for file in [*shared.glob(f"*rank{rank}.*"), *shared.glob(f"*-{rank}")]:
             file.rename(place / file.name)
     (shared / COMMIT_NAME).rename(own[0] / COMMIT_NAME)
     shared.rmdir()
@@ -91,8 +92,8 @@ def test_verify_names_rank_file_and_chunk_of_all_damage(tmp_path: Path, world: i
     damaged = []
     for rank, manifest in enumerate(manifests):
         slot = committed_slots(manifest)[-1]
-        flip(places[slot.path] / swap_name(rank), slot.offset + PAGE_BYTES)
-        damaged.append((rank, slot.chunk, f"{places[slot.path] / swap_name(rank)}, offset {slot.offset}"))
+        flip(places[slot.path] / swap_name(RUN, rank), slot.offset + PAGE_BYTES)
+        damaged.append((rank, slot.chunk, f"{places[slot.path] / swap_name(RUN, rank)}, offset {slot.offset}"))
     result = call("verify", *places, "--json", "--threads", "2")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
@@ -149,13 +150,13 @@ def test_remove_takes_the_files_of_all_ranks_and_directories(tmp_path: Path) -> 
     places = folders(tmp_path, 2)
     write_run(places, 3, extra={"x": torch.ones(3)})
     (places[0] / "notes.txt").write_text("mine")
-    (places[0] / (swap_name(1) + NEW_SUFFIX)).write_bytes(bytes(PAGE_BYTES))
+    (places[0] / (older_swap_name(1) + OLDER_SUFFIX)).write_bytes(bytes(PAGE_BYTES))
     (places[1] / f"manifest-{RUN}-{STEP - 1}-rank2.json.new").write_text("{}")
     ours = [file for place in places for file in place.iterdir() if file.name != "notes.txt"]
     sizes = sum(file.stat().st_size for file in ours)
     found = run_json("remove", *places, "--yes")
     assert {Path(file) for file in found["files"]} == set(ours)
-    assert len(ours) == 6 + 3 + 3 + 1 + 2
+    assert len(ours) == 6 + 6 + 3 + 3 + 1 + 2
     assert found["bytes"] == sizes
     assert [file.name for file in places[0].iterdir()] == ["notes.txt"]
     assert not places[1].exists()
@@ -169,23 +170,25 @@ def test_remove_takes_the_record_first(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("offload.io.files.Files.remove", lambda files, path: removed.append(path))
     assert call("remove", *places[::-1], "--yes").exit_code == 0
     assert removed[0] == places[0] / COMMIT_NAME
-    assert len(removed) == 1 + 2 * 2 + 2
+    kinds = [file.kind for file in (file_name(path.name) for path in removed) if file is not None]
+    assert kinds[-4:] == ["tag"] * 4
+    assert len(kinds) == 2 * 4 + 2
 
 
 @pytest.mark.parametrize("held", [(0, 0), (2, 1)])
 def test_a_rank_that_lives_keeps_the_files_of_all(tmp_path: Path, held: tuple[int, int]) -> None:
     places = folders(tmp_path, 2)
     write_run(places, 3)
-    before = sorted(tmp_path.rglob("*"))
+    before = contents(tmp_path)
     rank, path = held
-    with open(places[path] / swap_name(rank), "rb") as file:
+    with open(places[path] / swap_name(RUN, rank), "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for command in (("remove", *places, "--yes"), ("verify", *places), ("export", *places, tmp_path / "out")):
             result = call(*command)
             assert result.exit_code == 2
             assert "PathInUseError" in result.stderr
-            assert swap_name(rank) in result.stderr
-    assert sorted(tmp_path.rglob("*")) == before
+            assert swap_name(RUN, rank) in result.stderr
+    assert contents(tmp_path) == before
     assert call("remove", *places, "--yes").exit_code == 0
     assert not any(place.exists() for place in places)
 
@@ -200,7 +203,7 @@ def test_a_snapshot_is_shown_checked_exported_and_removed(tmp_path: Path) -> Non
     weights = load_file(run_json("export", snapshot, tmp_path / "out")["files"][0])
     assert all(torch.equal(weights[name], value) for name, value in values.items())
     (snapshot / "notes").write_text("mine")
-    assert len(run_json("remove", snapshot, "--yes")["files"]) == 3
+    assert len(run_json("remove", snapshot, "--yes")["files"]) == 4
     assert os.listdir(snapshot) == ["notes"]
     optimizer.close()
     assert run_json("verify", tmp_path / "run")["damaged"] == []

@@ -18,8 +18,9 @@ from offload.cli.main import app
 from offload.cli.options import TrainOptions
 from offload.demo import gpt, loop, text
 from offload.demo.gpt import PRESETS, GPTConfig
-from offload.storage.directories import SWAP_NAME
+from offload.storage.directories import older_swap_name
 from tests.support.command import printed
+from tests.support.run_files import swap_in
 
 FIELDS = {
     "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_nvme_s",
@@ -168,12 +169,12 @@ def test_activations_in_a_tier_change_no_loss() -> None:
 def test_keep_leaves_the_swap_file_and_says_so(folder: Path) -> None:
     result = run("--keep")
     assert result.exit_code == 0, result.output
-    file = folder / "scratch" / SWAP_NAME
+    file = swap_in(folder / "scratch")
     assert file.stat().st_size > 12 * 985_344
-    assert f"Kept: {folder / 'scratch' / SWAP_NAME}" in result.stdout
-    # A later run takes the file over, and does not delete what it did not make.
+    assert f"Kept: {file}" in result.stdout
+    # Nothing is committed in it, so a later run gives its space back.
     assert run_json()["files"] == []
-    assert file.exists()
+    assert not file.exists()
 
 
 def test_files_of_others_at_the_path_stay(folder: Path) -> None:
@@ -186,7 +187,7 @@ def test_files_of_others_at_the_path_stay(folder: Path) -> None:
 
 def test_path_of_a_live_run_is_refused_and_untouched(folder: Path) -> None:
     (folder / "scratch").mkdir()
-    file = folder / "scratch" / SWAP_NAME
+    file = folder / "scratch" / older_swap_name(0)
     with file.open("w") as live:
         fcntl.flock(live, fcntl.LOCK_EX)
         result = run()
@@ -270,7 +271,7 @@ def test_full_disk_leaves_no_file_behind(folder: Path, monkeypatch: pytest.Monke
 
 def test_interrupt_while_the_masters_are_written_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
-        assert (folder / "scratch" / SWAP_NAME).exists()
+        assert swap_in(folder / "scratch").exists()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("offload.held_model.HeldModel._take_model", interrupted)
@@ -287,7 +288,7 @@ def test_model_larger_than_free_ram_is_refused_before_it_is_made(monkeypatch: py
 
 def test_files_go_when_training_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
-        assert (folder / "scratch" / SWAP_NAME).exists()
+        assert swap_in(folder / "scratch").exists()
         raise RuntimeError("in the middle")
 
     monkeypatch.setattr(train_run, "train_loop", fail)
@@ -316,7 +317,7 @@ def test_interrupted_run_leaves_no_file(folder: Path, number: signal.Signals, co
     )
     try:
         wait_for_line(process, "step 1/")
-        assert (folder / "scratch" / SWAP_NAME).exists()
+        assert swap_in(folder / "scratch").exists()
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     finally:

@@ -1,9 +1,8 @@
-import fcntl
 from pathlib import Path
 
 import pytest
 
-from offload.demo.workspace import SWAP_FILE, Workspace, removed_at_end
+from offload.demo.workspace import Workspace, removed_at_end
 
 
 def test_files_and_directory_that_the_run_made_go(tmp_path: Path) -> None:
@@ -72,16 +71,3 @@ def test_what_another_run_made_under_the_same_names_stays(tmp_path: Path) -> Non
     path.mkdir()
     space.remove_directory()
     assert path.exists()
-
-
-def test_abandoned_file_goes_but_never_that_of_a_live_run(tmp_path: Path) -> None:
-    space = Workspace(tmp_path)
-    file = tmp_path / SWAP_FILE
-    file.touch()
-    with file.open() as live:
-        fcntl.flock(live, fcntl.LOCK_EX)
-        space.remove_abandoned()
-        assert file.exists()
-    space.remove_abandoned()
-    assert not file.exists()
-    space.remove_abandoned()  # where nothing was left, nothing happens

@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.checkpoint.commit import read_commit, write_commit
+from offload.checkpoint.commit import Commit, read_commit, write_commit
+from offload.checkpoint.live import swaps
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.scan import swaps
+from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
 from offload.io.files import LOCAL
+from offload.ranks.communicator import Communicator
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
 from tests.support.machines import RUN, needs_proc, on
 from tests.support.ranks import Worlds
+from tests.support.run_files import contents, kinds_in
 
 TWO, THREE = (0, 1), (0, 0, 1)
 """By rank: its machine."""
@@ -31,7 +34,7 @@ pytestmark = [pytest.mark.timeout(120), needs_proc]
 
 def content(base: Path) -> dict[str, bytes]:
     """All that lies on the disks of all machines."""
-    return {str(path.relative_to(base)): path.read_bytes() for path in sorted(base.rglob("*")) if path.is_file()}
+    return contents(base)
 
 
 def run_ids(base: Path) -> set[str | None]:
@@ -122,7 +125,7 @@ def test_each_rank_goes_on_from_the_disk_of_its_machine(
     for machine in set(machines):
         names = {path.name for path in (tmp_path / f"machine{machine}" / "run").iterdir()}
         ranks = [rank for rank, own in enumerate(machines) if own == machine]
-        assert {name for name in names if name.endswith(".swap")} == {f"offload-rank{rank}.swap" for rank in ranks}
+        assert sorted(int(name.rpartition("-")[2]) for name in names if name.startswith("swap-")) == ranks
         assert len([name for name in names if name.startswith("manifest-")]) == len(ranks)
         assert ("COMMIT" in names) == (machine == 0)
     # The slots were used where they lie, or else the run would have another id: it commits in all files.
@@ -195,24 +198,26 @@ def test_other_chunks_need_nothing_of_other_machines(worlds: Worlds, tmp_path: P
     other = {"stage": 1, "tuning": {"chunk": "8KiB"}}
     if cut_off:
         worlds(2).run(_decided, base, other)
-        assert len([*tmp_path.glob("machine*/run/*.new")]) == 2
+        assert len([*tmp_path.glob("machine*/run/swap-*")]) == 4
     found = worlds(2).run(_resume, base, TWO, other)
     assert all(same(one, expected[0]) for one in found)
     after = run_ids(tmp_path)
     assert len(after) == 1
     assert not after & before
-    assert [sorted(path.suffix for path in place.iterdir()) for place in sorted(tmp_path.glob("machine*/run"))] == [
-        ["", ".json", ".safetensors", ".swap"],
-        [".json", ".safetensors", ".swap"],
-    ]
+    rest = {"manifest", "extra", "swap", "tag"}
+    assert [kinds_in(place) for place in sorted(tmp_path.glob("machine*/run"))] == [{"COMMIT", *rest}, rest]
 
 
 def _decided(base: str, options: dict[str, Any]) -> None:
     """Cut off when the commit in the new layout is decided, and no machine is cleared up."""
-    never = patch(
-        "offload.checkpoint.committer.RecoveryPlan.finish", side_effect=TierIOError("rename", errno.EIO, "x", 0, 0)
-    )
-    with on(base, TWO), never, pytest.raises(TierIOError):
+    collect, failed = RecoveryPlan.collect, TierIOError("remove", errno.EIO, "x", 0, 0)
+
+    def never(plan: RecoveryPlan, commit: Commit | None, comm: Communicator) -> None:
+        if commit is not None and commit.replaces is not None:
+            raise failed
+        collect(plan, commit, comm)
+
+    with on(base, TWO), patch.object(RecoveryPlan, "collect", never), pytest.raises(TierIOError):
         Training(RUN, **options, resume=True)
 
 
@@ -244,7 +249,8 @@ def test_what_lies_on_other_machines_is_refused_before_anything_is_changed(world
     together = Path(base, "machine2", "run")
     together.mkdir(parents=True)
     for path in tmp_path.glob("machine[01]/run/*"):
-        os.link(path, together / path.name)
+        if not (together / path.name).exists():  # a lock
+            os.link(path, together / path.name)
     assert same(worlds(2).run(_bits, base, (2, 2))[0], expected[0])
 
 
@@ -270,8 +276,8 @@ def test_without_the_machine_of_the_record_nothing_begins_anew(worlds: Worlds, t
     worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
     before = content(tmp_path)
     first, second = worlds(2).run(_lost, str(tmp_path))
-    assert all("belongs to a committed run whose COMMIT record is not in" in said[0] for said in (first, second))
-    assert "holds a committed run" in second[1]
+    assert all("belongs to a run whose COMMIT record is not in" in said[0] for said in (first, second))
+    assert "belongs to a run whose COMMIT record is not in" in second[1]
     assert content(tmp_path) == before
 
 
@@ -297,8 +303,8 @@ def _snapshot(base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_machines_go_back_to_a_snapshot_that_each_has_a_part_of(worlds: Worlds, tmp_path: Path) -> None:
     for expected, found in worlds(2).run(_snapshot, str(tmp_path)):
         assert same(found, expected)
-    assert len([*tmp_path.glob("machine*/run/snapshot-*/*.swap")]) == 2
-    assert len([*tmp_path.glob("machine*/run/*.swap")]) == 2
+    assert len([*tmp_path.glob("machine*/run/snapshot-*/swap-*")]) == 2
+    assert len([*tmp_path.glob("machine*/run/swap-*")]) == 2
 
 
 def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) -> None:
@@ -307,7 +313,7 @@ def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) 
     for command in ("inspect", "verify"):
         for place, says in (
             (first, "nothing of rank 1 of the 2 that committed step 3 lies in"),
-            (second, "belongs to a committed run whose COMMIT record is not in"),
+            (second, "belongs to a run whose COMMIT record is not in"),
         ):
             result = call(command, place)
             assert result.exit_code == 2

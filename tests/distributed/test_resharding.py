@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from offload.checkpoint.reader import Reader
 from offload.io.engine import IOFuture
+from offload.storage.directories import file_name
 from offload.storage.swap_file import SlotFile
 from tests.distributed.test_commits import Training, same
 from tests.support.ranks import Worlds
@@ -90,6 +91,7 @@ def test_a_run_goes_on_over_another_number_of_ranks(
             assert [manifest.rank for manifest in reader.manifests] == list(range(ranks))
             assert all(slot.error is None for slot in reader.verify())
         left = {name for place in "ab" for name in os.listdir(tmp_path / place)}
-        swap = {name for name in left if name.startswith("offload-")}
-        assert swap == {f"offload-rank{rank}.swap" for rank in range(ranks)}
+        swap = {name.rpartition("-")[2] for name in left if name.startswith("swap-")}
+        assert swap == {str(rank) for rank in range(ranks)}
+        assert len({file.run_id for file in map(file_name, left) if file and file.kind != "older"}) == 1
     assert every[-1] < every[0], "the loss does not go on"

@@ -18,12 +18,13 @@ from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
-from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY
+from offload.storage.directories import COMMIT_NAME, OLDER_SUFFIX, TEMPORARY
 from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
 from tests.support.disks import on_disk
+from tests.support.run_files import swap_in
 
 
 class Logged(Files):
@@ -129,7 +130,7 @@ def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path
     assert found is not None
     for step in (2, 9):
         (path / f"manifest-{found.run_id}-{step}-rank1.json").touch()
-    (path / f"{COMMIT_NAME}{NEW_SUFFIX}").touch()
+    (path / f"{COMMIT_NAME}{OLDER_SUFFIX}").touch()
     one_step(model, optimizer, 3)
     optimizer.commit()
     assert len([*path.glob("manifest-*-rank1.json")]) == 2
@@ -153,7 +154,7 @@ def test_only_the_first_commit_in_another_layout_says_what_it_replaces(make: Mak
     optimizer = make(model, resume=True, commit_every=0, tuning=LARGER, cpu_memory="1MiB")
     found = [read_commit(path)]
     (directory,) = optimizer.snapshot()  # of the file that was made beside the other one
-    assert (directory / SWAP_NAME).exists()
+    assert swap_in(directory).exists()
     one_step(model, optimizer, 3)
     optimizer.commit()
     found.append(read_commit(path))
@@ -190,7 +191,7 @@ def test_a_snapshot_on_its_way_out_is_held(make: Make, path: Path, monkeypatch: 
 
     def meanwhile(part: Snapshot, names: list[str]) -> None:
         with pytest.raises(PathInUseError):
-            CommittedFile(old / f"{SWAP_NAME}{NEW_SUFFIX}")
+            CommittedFile(swap_in(old))
         held.append(names)
         withdraw(part, names)
 

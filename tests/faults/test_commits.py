@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,13 +34,14 @@ from offload.health import State
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.planner import least_cpu_memory
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.damage import flip
 from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.lost import lose
 from tests.support.processes import run_killed
+from tests.support.run_files import contents, swap_in
 from tests.support.simulated_disk import SimulatedDisk
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
@@ -157,7 +159,7 @@ class Cuts:
         model, made = Tiny(), []
         try:
             with on_disk(self.files, disk):
-                made.append(self._make(model, commit_every=0, resume="auto"))
+                made.append(self._make(model, commit_every=0, **{"resume": "auto"} | self._options(chance)))
             self._go_on(model, made[0], clock, chance)
         except PowerCut:
             pass
@@ -167,6 +169,10 @@ class Cuts:
         seed = chance.randrange(1 << 30)
         disk.crash(seed)
         self.files = self.files.after_cut(seed)
+
+    def _options(self, chance: random.Random) -> dict[str, Any]:
+        """Of the next start."""
+        return {}
 
     def _go_on(self, model: Tiny, optimizer: OffloadZero, clock: Clock, chance: random.Random) -> None:
         step = 0 if optimizer.resumed is None else optimizer.resumed.step
@@ -189,6 +195,7 @@ class Cuts:
         pass
 
     def begin_anew(self) -> None:
+        shutil.rmtree(self._path)
         self.files, self.least = SimulatedFiles(), 0
 
 
@@ -366,7 +373,7 @@ def test_a_corrupt_slot_is_found_at_resume(make: Make, path: Path, chunk: int) -
     optimizer.close()
     with Reader([path]) as reader:
         slot = committed_slots(reader.manifests[0])[chunk]
-    flip(path / SWAP_NAME, slot.offset + 4096 + 5)
+    flip(swap_in(path), slot.offset + 4096 + 5)
     with pytest.raises(CorruptionError) as caught:
         make(Tiny(), commit_every=0, resume=True)
     assert (caught.value.chunk, caught.value.offset) == (chunk, slot.offset)
@@ -384,14 +391,14 @@ def test_a_resume_that_is_refused_leaves_the_files_as_they_are(
     with Reader([folder]) as reader:
         last = max(committed_slots(reader.manifests[0]), key=lambda slot: slot.offset)
     if damage == "cut short":
-        os.truncate(folder / SWAP_NAME, last.offset + 4096)
+        os.truncate(swap_in(folder), last.offset + 4096)
     else:
-        flip(folder / SWAP_NAME, last.offset + 5000)
-    before = {name: (folder / name).read_bytes() for name in os.listdir(folder) if (folder / name).is_file()}
+        flip(swap_in(folder), last.offset + 5000)
+    before = contents(folder)
     with pytest.raises(CorruptionError) as caught:
         make(Tiny(), path=folder, commit_every=0, resume=True)
     assert (caught.value.chunk, caught.value.offset) == (last.chunk, last.offset)
-    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert contents(folder) == before
 
 
 def test_two_resumes_at_once_are_refused(make: Make) -> None:
@@ -407,11 +414,11 @@ def test_a_commit_is_never_overwritten_without_being_asked(make: Make, path: Pat
     model, optimizer = committed(make)
     expected = bits(model, optimizer)
     optimizer.close()
-    before = {name: (path / name).read_bytes() for name in os.listdir(path)}
+    before = contents(path)
     for options in ({}, {"commit_every": 0}, {"commit_every": 5, "resume": False}):
         with pytest.raises(ResumeError, match=r"resume=True.*offload remove"):
             make(Tiny(), **options)
-    assert {name: (path / name).read_bytes() for name in os.listdir(path)} == before
+    assert contents(path) == before
     again = Tiny()
     assert_same(expected, bits(again, make(again, commit_every=0, resume="auto")))
 
@@ -419,7 +426,9 @@ def test_a_commit_is_never_overwritten_without_being_asked(make: Make, path: Pat
 def test_the_second_directory_of_a_commit_is_not_taken_either(make: Make, path: Path, tmp_path: Path) -> None:
     _, optimizer = committed(make, path=[path, tmp_path / "second"])
     optimizer.close()
-    with pytest.raises(ResumeError, match="second holds a committed run"):
+    with pytest.raises(
+        ResumeError, match=r"second belongs to a run whose COMMIT record is not in .*, but in .*run: give all"
+    ):
         make(Tiny(), path=tmp_path / "second")
     with pytest.raises(ResumeError, match="whose COMMIT record is not in"):
         make(Tiny(), path=[tmp_path / "third", tmp_path / "second"], commit_every=0, resume="auto")
@@ -447,8 +456,10 @@ def test_a_run_in_two_directories_that_was_cut_off_before_its_first_commit_is_in
     with pytest.raises(PathInUseError):  # it may be about to commit
         make(Tiny(), path=places, commit_every=0, resume=resume)
     first.close()
-    with pytest.raises(ResumeError, match="b holds a committed run"):  # alone it cannot tell
-        make(Tiny(), path=places[1], commit_every=0)
+    places[0].rename(tmp_path / "away")
+    with pytest.raises(ResumeError, match=r"b belongs to a run whose COMMIT .*, but in .*a: give all"):
+        make(Tiny(), path=places[1], commit_every=0)  # alone it cannot tell
+    (tmp_path / "away").rename(places[0])
     model, optimizer = committed(make, path=places[::-1], resume=resume)
     assert_same(bits(model, optimizer), bits(*committed(make)))
     assert len([*tmp_path.glob("?/manifest-*")]) == 2
@@ -496,13 +507,13 @@ def test_no_committed_slot_is_written_before_the_next_commit(make: Make, path: P
     for step in range(3, 9):
         with Reader([path]) as reader:
             slots = committed_slots(reader.manifests[0])
-        before = (path / SWAP_NAME).read_bytes()
+        before = swap_in(path).read_bytes()
         one_step(model, optimizer, step)
         if step % 2:
             optimizer.rollback()
             one_step(model, optimizer, step)
         optimizer.synchronize()
-        after = (path / SWAP_NAME).read_bytes()
+        after = swap_in(path).read_bytes()
         for slot in slots:
             part = slice(slot.offset, slot.offset + slot.size)
             assert before[part] == after[part]

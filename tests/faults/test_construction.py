@@ -34,13 +34,14 @@ from offload import (
 )
 from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, older_swap_name
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.before import Before
 from tests.support.disks import FreeFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
+from tests.support.run_files import kinds_in, swap_in
 from tests.support.scripts import run_code
 
 AdamW = torch.optim.AdamW
@@ -221,7 +222,7 @@ def test_a_locked_path_is_refused_until_its_run_ends(model: Tiny, make: Make, pa
     other = Tiny()
     with pytest.raises(PathInUseError) as caught:
         make(other)
-    assert caught.value.filename == str(path / SWAP_NAME)
+    assert caught.value.filename == str(path)
     assert other.first.weight.dtype is torch.float32
     assert_same(bits(model, first), before)
     first.close()
@@ -278,18 +279,19 @@ def test_files_of_others_at_the_path_are_left_alone(model: Tiny, make: Make, pat
     with make(model) as optimizer:
         one_step(model, optimizer)
     assert (path / "offload-rank7.swap").read_bytes() == b"another rank's"
-    assert sorted(file.name for file in path.iterdir()) == ["notes", SWAP_NAME, "offload-rank7.swap"]
+    assert kinds_in(path) == {"notes", "swap", "tag"}
 
 
 def test_a_foreign_file_in_the_swap_files_place_is_refused(
     model: Tiny, make: Make, path: Path, request: pytest.FixtureRequest
 ) -> None:
     path.mkdir()
-    (path / SWAP_NAME).write_bytes(b"my thesis" * 5000)
+    (path / older_swap_name(0)).write_bytes(b"my thesis" * 5000)
     request.getfixturevalue("unchanged")
     with pytest.raises(PathError, match="choose another path"):
         make(model)
-    assert (path / SWAP_NAME).read_bytes() == b"my thesis" * 5000
+    assert (path / older_swap_name(0)).read_bytes() == b"my thesis" * 5000
+    assert [file.name for file in path.iterdir()] == [older_swap_name(0)]
 
 
 def test_a_committed_run_at_the_path_is_refused(
@@ -297,11 +299,11 @@ def test_a_committed_run_at_the_path_is_refused(
 ) -> None:
     make(Tiny()).close()
     (path / COMMIT_NAME).write_text("{}")
-    before = (path / SWAP_NAME).read_bytes()
+    before = swap_in(path).read_bytes()
     request.getfixturevalue("unchanged")
     with pytest.raises(ResumeError, match="choose another path"):
         make(model)
-    assert (path / SWAP_NAME).read_bytes() == before
+    assert swap_in(path).read_bytes() == before
 
 
 def test_a_run_that_committed_nothing_is_reused(make: Make) -> None:
@@ -368,6 +370,8 @@ import resource, sys, threading
 import torch
 from offload import BudgetError, OffloadZero
 from tests.faults.conftest import Tiny
+from tests.support.run_files import swap_in
+from tests.support.run_files import kinds_in, swap_in
 model = Tiny()
 torch.optim.AdamW(model.parameters())  # imports more modules
 threading.stack_size(1 << 30)
@@ -721,7 +725,6 @@ def test_whatever_fails_half_way_leaves_nothing(
     with pytest.raises(ZeroDivisionError):
         make(model)
     monkeypatch.undo()
-    (path / SWAP_NAME).unlink()
     path.rmdir()
 
 

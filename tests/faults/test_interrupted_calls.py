@@ -23,6 +23,7 @@ from offload.storage import chunk_cache, swap_file
 from tests.faults.test_interrupted_steps import CLOSE, FAR_APART, PLACEMENTS, X, build, train
 from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
+from tests.support.run_files import swap_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:module forward hook with")
 
@@ -212,7 +213,7 @@ def test_an_interrupt_leaves_no_file_open_that_nobody_knows(tmp_path: Path) -> N
     with optimizer:
         train(model, optimizer)
         optimizer.commit()
-    swap, files = tmp_path / "run" / "offload-rank0.swap", Files()
+    swap, files = swap_in(tmp_path / "run"), Files()
 
     def hold() -> None:
         held = Files()

@@ -15,10 +15,11 @@ from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
 from offload.io.engine import IOFile
 from offload.io.files import Files
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 from tests.support.disks import SwitchedFiles, on_disk
+from tests.support.run_files import swap_in, swaps_in
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -121,11 +122,12 @@ def test_a_commit_without_its_swap_file_is_refused(make: Make, path: Path, damag
     one_step(model, optimizer)
     optimizer.commit()
     record = (path / COMMIT_NAME).read_bytes()
-    damage(path / SWAP_NAME)
+    swap = swap_in(path)
+    damage(swap)
     one_step(model, optimizer)
     with pytest.raises(PathError, match=r"while this run|moved or removed") as caught:
         optimizer.commit()
-    assert caught.value.filename == str(path / SWAP_NAME)
+    assert caught.value.filename == str(swap)
     assert (path / COMMIT_NAME).read_bytes() == record
 
 
@@ -134,7 +136,7 @@ def test_what_is_cut_short_while_a_commit_is_written_is_not_committed(make: Make
 
     class Deleting(Files):
         def create(self, path: Path) -> IOFile:
-            delete(path.with_name(SWAP_NAME))
+            delete(swap_in(path.parent))
             return super().create(path)
 
     files = SwitchedFiles()
@@ -178,18 +180,17 @@ def test_the_portable_engine_opens_no_other_file_and_makes_none(make: Make, path
 def test_a_run_that_fails_removes_no_file_but_its_own(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another layout its file lies beside the old one until it is committed, and goes with it before."""
     committed(make)[1].close()
-    moved, strange = path.with_name("moved"), path / f"{SWAP_NAME}.new"
+    moved, before, strange = path.with_name("moved"), swap_in(path), list[Path]()
 
     def move(*args: object) -> None:
-        assert strange.exists()
+        strange.extend(file for file in swaps_in(path) if file != before)
         path.rename(moved)
         path.mkdir()
-        strange.write_text("another's")
+        strange[0].write_text("another's")
         raise CorruptionError("damaged", file="manifest")
 
     monkeypatch.setattr("offload.checkpoint.committer.copy_ranges", move)
     with pytest.raises(CorruptionError):
         make(Tiny(), resume=True, commit_every=0, tuning=Tuning(chunk="8KiB", threads=1), cpu_memory="1MiB")
-    assert strange.read_text() == "another's"
-    assert not (moved / strange.name).exists()
-    assert (moved / SWAP_NAME).exists()
+    assert strange[0].read_text() == "another's"
+    assert swap_in(moved).name == before.name

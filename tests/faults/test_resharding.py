@@ -18,13 +18,14 @@ from offload.errors import BudgetError, CorruptionError, OffloadError, PathInUse
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.planner import least_cpu_memory
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, LOCK_NAME, file_name, older_swap_name
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
-from tests.faults.test_commits import committed, kill
+from tests.faults.test_commits import Cuts, committed, cut_power, kill
 from tests.support.damage import flip
 from tests.support.disks import FreeFiles, SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.lost import lose
+from tests.support.run_files import contents, swap_in
 from tests.support.simulated_files import PowerCut
 
 LARGER = Tuning(chunk="12KiB", threads=1)
@@ -34,8 +35,16 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+def require_only(folder: Path, used: list[str]) -> None:
+    """That there is nothing but one committed run, in the directories that it has."""
+    assert len([place for place in folder.iterdir() if (place / COMMIT_NAME).exists()]) == 1
+    for place in folder.iterdir():
+        named = {file_name(name) for name in names(place)} - {None}
+        kinds = sorted(name.kind for name in named if name is not None and name.kind != "older")
+        if place.name in used:
+            assert kinds == ["manifest", "swap", "tag"]
+        else:
+            assert not names(place)
 
 
 # Cut off.
@@ -96,17 +105,17 @@ def resume_in(folder: Path, path: list[str], tuning: Tuning, **more: Any) -> tup
 
 @pytest.mark.parametrize(("before", "after"), [("a", "a"), ("a", "ab"), ("ab", "b"), ("ab", "ba")])
 def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(before: str, after: str, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    first.mkdir()
+    first, folder = tmp_path / "first", tmp_path / "run"
+    folder.mkdir()
     model = Tiny()
-    with OffloadZero(model, path=[first / name for name in before], tuning=SMALL, commit_every=0) as optimizer:
+    with OffloadZero(model, path=[folder / name for name in before], tuning=SMALL, commit_every=0) as optimizer:
         for step in range(2):
             one_step(model, optimizer, step)
         optimizer.commit({"seen": 2})
         expected = bits(model, optimizer)
+    folder.rename(first)
     seen = set()
     for left in range(200):
-        folder = tmp_path / f"cut{left}"
         shutil.copytree(first, folder)
         files = Counted(left)
         with on_disk(files), suppress(PowerCut):
@@ -118,8 +127,7 @@ def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(before: str, a
         assert optimizer.resumed == (2, {"seen": 2})
         assert_same(expected, bits(again, optimizer))
         optimizer.close()
-        assert not [name for place in folder.iterdir() for name in names(place) if name.endswith(".new")]
-        assert len([place for place in folder.iterdir() if (place / COMMIT_NAME).exists()]) == 1
+        require_only(folder, wanted[0])
         shutil.rmtree(folder)
         if files.left >= 0:
             break
@@ -129,26 +137,25 @@ def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(before: str, a
 @pytest.mark.parametrize(("before", "after"), [("a", "a"), ("ab", "b"), ("ab", "ba")])
 def test_clearing_up_may_be_lost_in_any_part(before: str, after: str, tmp_path: Path) -> None:
     """What follows the decision, without the removal of the record that no longer counts, is in no order."""
-    first = tmp_path / "first"
-    first.mkdir()
+    first, folder = tmp_path / "first", tmp_path / "run"
+    folder.mkdir()
     model = Tiny()
-    with OffloadZero(model, path=[first / name for name in before], tuning=SMALL, commit_every=0) as optimizer:
+    with OffloadZero(model, path=[folder / name for name in before], tuning=SMALL, commit_every=0) as optimizer:
         one_step(model, optimizer)
         optimizer.commit({"seen": 1})
         expected = bits(model, optimizer)
+    folder.rename(first)
     for seed in range(12):
-        folder = tmp_path / f"lost{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(first, folder)
         chance = random.Random(seed)
 
         class Losing(Files):
-            def rename(self, old: Path, new: Path, chance: random.Random = chance) -> None:
-                if not old.name.startswith("offload-") or chance.random() < 0.5:
-                    super().rename(old, new)
-
             def remove(self, path: Path, chance: random.Random = chance) -> None:
-                is_temporary = path.name.endswith(".new") and not path.name.startswith("offload-")
-                if path.name == COMMIT_NAME or is_temporary or chance.random() < 0.5:
+                # Of what is removed between two syncs.
+                name, is_temporary = file_name(path.name), path.name.endswith(".new")
+                is_other = name is None or name.kind not in ("swap", "manifest", "extra")
+                if is_temporary or is_other or chance.random() < 0.5:
                     super().remove(path)
 
         with on_disk(Losing()):
@@ -157,10 +164,7 @@ def test_clearing_up_may_be_lost_in_any_part(before: str, after: str, tmp_path: 
         assert optimizer.resumed == (1, {"seen": 1})
         assert_same(expected, bits(again, optimizer))
         optimizer.close()
-        used = [folder / name for name in after]
-        left = {file.name for place in folder.iterdir() for file in place.iterdir() if place not in used}
-        assert not left
-        assert all(len(names(place)) == 2 + (place / COMMIT_NAME).exists() for place in used)
+        require_only(folder, [*after])
 
 
 class Dying(FaultyEngine):
@@ -207,6 +211,51 @@ def test_a_first_commit_and_the_start_after_it_may_both_be_cut_off_anywhere(tmp_
     assert outcomes[-1]
 
 
+class LayoutCuts(Cuts):
+    """Every start has other chunks and directories, and is given those that the start before may have left."""
+
+    def __init__(self, make: Make, path: Path) -> None:
+        path.mkdir()
+        self._places = [path / name for name in "abc"]
+        self.layouts: list[tuple[int, ...]] = []
+        super().__init__(make, path)
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self._path.mkdir()
+
+    def _options(self, chance: random.Random) -> dict[str, Any]:
+        given: dict[str, Any] = {"tuning": chance.choice([SMALL, LARGER]), "cpu_memory": "1MiB"}
+        there = [place for place in self._places if place.is_dir()]
+        if not any(COMMIT_NAME in self.files.names(place) for place in there):
+            return {"path": self._places, "resume": "auto"} | given
+        chosen = chance.sample(self._places, chance.randrange(1, 4))
+        return {"path": chosen, "resume": there} | given
+
+    def _after_step(self, optimizer: OffloadZero, chance: random.Random) -> None:
+        used = [Path(file).parent for file in optimizer.files]
+        self.layouts.append(tuple(self._places.index(place) for place in used))
+        for place in self._places:
+            if place.is_dir():
+                # The tag in a home stays as long as not all directories of its run were given.
+                named = [name for name in map(file_name, self.files.names(place)) if name is not None]
+                found = [name for name in named if name.kind not in ("older", "tag")]
+                assert {name.run_id for name in found} <= {optimizer._parts.slots.run_id.hex()}  # type: ignore[union-attr]
+                assert bool(found) == (place in used)
+
+
+def test_power_cuts_in_ever_other_layouts_lose_nothing_that_was_committed(make: Make, path: Path) -> None:
+    training = LayoutCuts(make, path)
+    cut_power(training, 20, seed=7)
+    assert len(set(training.layouts)) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_power_cuts_in_ever_other_layouts(make: Make, path: Path) -> None:
+    cut_power(LayoutCuts(make, path), 1000, seed=8)
+
+
 def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:
     kill(tmp_path, 2, 3, seed=5, layouts=True)
 
@@ -236,8 +285,8 @@ def test_the_old_commit_is_untouched_until_the_new_one_decides(make: Make, path:
 
     with on_disk(Looking()):
         make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB").close()
-    assert seen == [True, True]
-    assert not before.keys() - {COMMIT_NAME, SWAP_NAME} & contents(path).keys()
+    assert seen == [True, True, True]  # a tag, a manifest, COMMIT
+    assert not (before.keys() - {COMMIT_NAME, LOCK_NAME, older_swap_name(0)}) & contents(path).keys()
 
 
 def test_too_little_disk_for_both_is_refused_before_anything_is_written(make: Make, path: Path) -> None:
@@ -274,7 +323,7 @@ def test_a_corrupt_slot_is_found_and_nothing_new_is_left(make: Make, path: Path,
     committed(make)[1].close()
     with Reader([path]) as reader:
         slot = committed_slots(reader.manifests[0])[chunk]
-    flip(path / SWAP_NAME, slot.offset + 4096 + 5)
+    flip(swap_in(path), slot.offset + 4096 + 5)
     before = contents(path)
     with pytest.raises(CorruptionError) as caught:
         make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
@@ -327,9 +376,9 @@ def test_what_a_crash_left_beside_the_commit_is_removed(make: Make, path: Path) 
     model, optimizer = committed(make)
     expected = bits(model, optimizer)
     optimizer.close()
-    (path / f"{SWAP_NAME}.new").write_bytes(bytes(4096))
+    (path / f"{older_swap_name(0)}.new").write_bytes(bytes(4096))
     (path / "offload-rank7.swap.new").write_text("not ours")
     again = Tiny()
     assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))
     assert "offload-rank7.swap.new" in names(path)
-    assert f"{SWAP_NAME}.new" not in names(path)
+    assert f"{older_swap_name(0)}.new" not in names(path)

@@ -13,10 +13,10 @@ from offload.checkpoint import committer, recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import CorruptionError, PathInUseError, ResumeError
-from offload.storage.directories import SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, one_step
 from tests.faults.test_commits import committed
-from tests.faults.test_resharding import LARGER, contents
+from tests.faults.test_resharding import LARGER
+from tests.support.run_files import contents, swap_in, swaps_in
 
 
 def once(patch: pytest.MonkeyPatch, owner: Any, name: str, work: Callable[[], None], *, after: bool) -> None:
@@ -46,24 +46,47 @@ def another(path: Path, tuning: Tuning) -> None:
 MOMENTS = [
     (recovery, "read_together", False),
     (recovery, "_directories_in_order", True),
-    (RecoveryPlan, "clear_up", True),
+    (RecoveryPlan, "collect", True),
     (RecoveryPlan, "lock", True),
 ]
+each_moment = pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=[name for _, name, _ in MOMENTS])
 
 
-@pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=[name for _, name, _ in MOMENTS])
-@pytest.mark.parametrize("other", [SMALL, LARGER], ids=["same chunks", "other chunks"])
+@each_moment
 @pytest.mark.parametrize("own", [SMALL, LARGER], ids=["used where it lies", "read"])
+def test_no_other_run_begins_in_directories_that_a_start_has_taken(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool, own: Tuning
+) -> None:
+    committed(make)[1].close()
+    refused: list[dict[str, bytes]] = []
+
+    def meanwhile() -> None:
+        before = contents(path)
+        with pytest.raises(PathInUseError) as caught:
+            another(path, SMALL)
+        assert caught.value.filename == str(path)
+        assert contents(path) == before
+        refused.append(before)
+
+    once(monkeypatch, owner, name, meanwhile, after=after)
+    optimizer = make(Tiny(), resume=True, commit_every=0, tuning=own, cpu_memory="1MiB")
+    assert optimizer.resumed == (3, {"seen": 3})
+    assert refused
+
+
+@each_moment
+@pytest.mark.parametrize("other", [SMALL, LARGER], ids=["same chunks", "other chunks"])
 def test_what_another_run_commits_meanwhile_is_not_touched(
     make: Make,
     path: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
     after: bool,
     other: Tuning,
-    own: Tuning,
 ) -> None:
+    """The run is moved elsewhere, and its directory is not this start's until it is known that it has the commit."""
     committed(make)[1].close()
     late: list[dict[str, bytes]] = []
 
@@ -72,9 +95,9 @@ def test_what_another_run_commits_meanwhile_is_not_touched(
         late.append(contents(path))
 
     once(monkeypatch, owner, name, meanwhile, after=after)
-    is_held = (name, own) == ("lock", LARGER)
+    is_held = name in ("collect", "lock")
     with pytest.raises(PathInUseError if is_held else ResumeError):
-        make(Tiny(), resume=True, commit_every=0, tuning=own, cpu_memory="1MiB")
+        make(Tiny(), path=tmp_path / "new", resume=[path], commit_every=0, cpu_memory="1MiB")
     if not is_held:
         assert late == [contents(path)]
     with Reader([path]) as reader:
@@ -94,7 +117,7 @@ def test_a_live_run_that_has_committed_nothing_is_not_joined(make: Make, path: P
     committed(make)[1].close()
     there = tmp_path / "there"
     make(Tiny(), path=there, commit_every=0)
-    (there / SWAP_NAME).rename(there / "offload-rank1.swap")  # its other rank is on another machine
+    swap_in(there).rename(there / "offload-rank1.swap")  # its other rank is on another machine
     before = contents(tmp_path)
     with pytest.raises(PathInUseError):
         make(Tiny(), path=there, resume=[path], commit_every=0, cpu_memory="1MiB")
@@ -112,7 +135,7 @@ def test_what_a_live_run_has_beside_the_commit_is_not_cleared_away(
         before = contents(path)
         with pytest.raises(PathInUseError):
             make(Tiny(), resume=True, commit_every=0)
-        refused.append(contents(path) == before and f"{SWAP_NAME}.new" in before)
+        refused.append(contents(path) == before and len(swaps_in(path)) == 2)
 
     once(monkeypatch, committer, "copy_ranges", meanwhile, after=False)
     make(Tiny(), resume=True, commit_every=0, tuning=LARGER, cpu_memory="1MiB").close()

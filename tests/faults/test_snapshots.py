@@ -32,12 +32,13 @@ from offload.errors import (
     TierIOError,
 )
 from offload.io.files import Files
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, swap_name, tag_name
 from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
-from tests.faults.test_resharding import LARGER, Counted, contents
+from tests.faults.test_resharding import LARGER, Counted
 from tests.support.disks import SwitchedFiles, on_disk
+from tests.support.run_files import contents, kinds_in, swap_in
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 SPLIT = Tuning(chunk="4KiB", threads=1, split_master=True)
@@ -154,9 +155,9 @@ def test_going_back_replaces_what_the_run_did_later(make: Make, path: Path) -> N
     record = read_commit(path)
     assert record is not None
     assert (record.step, record.replaces, record.is_snapshot) == (KEPT, found.run_id, False)
-    kinds = {file.name.split("-")[0] for file in path.iterdir()}
-    assert kinds == {"COMMIT", "manifest", "extra", "offload", "snapshot"}
-    assert len([*path.glob("manifest*")]) == len([*path.glob("*.swap*")]) == 1
+    kinds = {kind.split("-")[0] for kind in kinds_in(path)}
+    assert kinds == {"COMMIT", "manifest", "extra", "swap", "tag", "snapshot"}
+    assert [len([*path.glob(f"{kind}-*")]) for kind in ("manifest", "swap", "tag")] == [1, 1, 1]
     # The same call once more, as a script that is started again makes it, goes on from what is there.
     once_more = make(Tiny(), resume=[*directories], cpu_memory="1MiB")
     assert once_more.resumed is not None
@@ -169,21 +170,21 @@ def test_what_is_replaced_is_held_and_what_is_only_read_is_shared(
 ) -> None:
     _, directories, _, optimizer = kept(make)
     optimizer.close()
-    real, looked = committer.copy_ranges, []
+    real, looked, replaced = committer.copy_ranges, [], swap_in(path)
 
     def look_around(*args: Any) -> Any:
-        CommittedFile(directories[0] / SWAP_NAME).close()
+        CommittedFile(swap_in(directories[0])).close()
         with pytest.raises(PathInUseError):
-            CommittedFile(directories[0] / SWAP_NAME, exclusive=True)
+            CommittedFile(swap_in(directories[0]), exclusive=True)
         with pytest.raises(PathInUseError):
-            CommittedFile(path / SWAP_NAME)
+            CommittedFile(replaced)
         looked.append(True)
         return real(*args)
 
     monkeypatch.setattr(committer, "copy_ranges", look_around)
     make(Tiny(), resume=[*directories], cpu_memory="1MiB")
     assert looked
-    CommittedFile(directories[0] / SWAP_NAME, exclusive=True).close()
+    CommittedFile(swap_in(directories[0]), exclusive=True).close()
 
 
 def test_another_run_does_not_give_way_to_a_snapshot(make: Make, path: Path, tmp_path: Path) -> None:
@@ -225,18 +226,18 @@ def test_half_of_a_snapshot_is_missed(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", ["run", pytest.param("new", marks=pytest.mark.slow)])
 def test_going_back_cut_off_anywhere_leaves_what_was_or_what_is_to_be(after: str, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    first.mkdir()
+    first, folder = tmp_path / "first", tmp_path / "folder"
+    folder.mkdir()
     model = Tiny()
-    with OffloadZero(model, path=first / "run", tuning=SMALL, commit_every=0) as optimizer:
+    with OffloadZero(model, path=folder / "run", tuning=SMALL, commit_every=0) as optimizer:
         go_on(model, optimizer, 0, 2)
         expected = bits(model, optimizer)
         name = optimizer.snapshot()[0].name
         go_on(model, optimizer, 2, 4)
         later = bits(model, optimizer)
+    folder.rename(first)
     seen = set()
     for left in range(100):
-        folder = tmp_path / f"cut{left}"
         shutil.copytree(first, folder)
         run, snapshot = folder / "run", folder / "run" / name
 
@@ -358,15 +359,15 @@ def test_nobody_can_begin_to_read_one_that_is_about_to_go(
     first = optimizer.snapshot()[0]
     one_step(model, optimizer, 3)
     optimizer.commit()
-    retire, tried = Snapshot.retire, []
+    withdraw, tried = Snapshot.withdraw, []
 
     def read_first(part: Snapshot, names: Iterable[str]) -> None:
         with pytest.raises(PathInUseError):
-            CommittedFile(first / SWAP_NAME)
+            CommittedFile(swap_in(first))
         tried.append(1)
-        retire(part, names)
+        withdraw(part, names)
 
-    monkeypatch.setattr(Snapshot, "retire", read_first)
+    monkeypatch.setattr(Snapshot, "withdraw", read_first)
     optimizer.snapshot(keep=1)
     assert tried
     assert steps_of(path) == [4]
@@ -389,15 +390,17 @@ def test_what_was_taken_elsewhere_is_no_leftover(make: Make, tmp_path: Path) -> 
 def test_what_has_a_record_is_never_cleared(make: Make, path: Path) -> None:
     _, optimizer = committed(make)
     (directory,) = optimizer.snapshot()
-    (directory / SWAP_NAME).rename(directory / f"{SWAP_NAME}.new")
     record, manifest = optimizer._commits._record, optimizer._commits.last
     assert record is not None
     assert manifest is not None
     part = Snapshot(record, manifest, [path], optimizer.files, Files())
-    part.clear()
+    assert part.undecided() == []
+    part.clear([directory.name])
     assert is_whole([directory])
     part.withdraw([directory.name])
-    part.clear()
+    assert part.undecided() == [directory.name]
+    part.clear([directory.name])
+    part.clear_homes([directory.name])
     assert not directory.exists()
 
 
@@ -405,15 +408,16 @@ def test_what_a_run_inside_it_left_does_not_take_its_place(make: Make, path: Pat
     """A run in another layout writes beside the committed file until its first commit, and was killed."""
     _, optimizer = committed(make)
     (directory,) = optimizer.snapshot()
-    (directory / f"{SWAP_NAME}.new").write_bytes(bytes(4096))
+    for left in (swap_name("f" * 32, 0), tag_name("f" * 32, 0)):
+        (directory / left).write_bytes(bytes(4096))
     assert optimizer.snapshot() == (directory,)
     assert is_whole([directory])
 
 
-def test_one_that_was_cut_off_when_it_was_there_is_put_in_place_by_the_next(
+def test_what_never_got_its_record_goes_if_its_home_is_there(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part without the record, as where the other directory was taken elsewhere, is known by its file's name."""
+    """A home that is not there, as where it was taken elsewhere, says nothing."""
     places = [tmp_path / "a", tmp_path / "b"]
     model, optimizer = committed(make, path=places)
 
@@ -421,27 +425,20 @@ def test_one_that_was_cut_off_when_it_was_there_is_put_in_place_by_the_next(
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "finish", cut)
+        patch.setattr(Snapshot, "decide", cut)
         with pytest.raises(PowerCut):
             optimizer.snapshot()
-    first = [place / next(place.glob("snapshot-*")).name for place in places]
-    assert is_whole(first)
+    home, other = (place / next(place.glob("snapshot-*")).name for place in places)
     one_step(model, optimizer, 3)
     optimizer.commit()
-    reading = CommittedFile(first[0] / f"{SWAP_NAME}.new")
-    optimizer.snapshot()  # not while somebody reads
-    assert [names_in(one) for one in first] == [[f"{SWAP_NAME}.new"], [SWAP_NAME]]
-    reading.close()
-    optimizer.snapshot()
-    assert [names_in(one) for one in first] == [[SWAP_NAME], [SWAP_NAME]]
-    first[0].rename(tmp_path / "elsewhere")
-    optimizer.snapshot()
-    assert is_whole([tmp_path / "elsewhere", first[1]])
-
-
-def names_in(directory: Path) -> list[str]:
-    """Of swap files."""
-    return [file.name for file in directory.glob("*.swap*")]
+    home.rename(tmp_path / "elsewhere")
+    before = contents(other)
+    assert is_whole(optimizer.snapshot())
+    assert contents(other) == before
+    (tmp_path / "elsewhere").rename(home)
+    assert is_whole(optimizer.snapshot())
+    assert not home.exists()
+    assert not other.exists()
 
 
 def test_one_that_is_being_read_stays_this_time(make: Make, path: Path) -> None:
@@ -449,7 +446,7 @@ def test_one_that_is_being_read_stays_this_time(make: Make, path: Path) -> None:
     first = optimizer.snapshot()[0]
     one_step(model, optimizer)
     optimizer.commit()
-    reading = CommittedFile(first / SWAP_NAME)
+    reading = CommittedFile(swap_in(first))
     optimizer.snapshot(keep=1)
     assert steps_of(path) == [3, 4]
     assert is_whole([first])

@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -31,10 +32,10 @@ from offload import (
     Tuning,
 )
 from offload.sizes import MIB, PAGE_BYTES
-from offload.storage.directories import SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, batch, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import holds_in_child, proportional_bytes, region_of
+from tests.support.run_files import swap_in
 
 # Gradients that are not finite.
 
@@ -532,7 +533,7 @@ def test_an_io_error_in_a_step_is_raised_at_this_and_every_later_call(
     with pytest.raises(TierIOError) as first:
         go_on()
     error = first.value
-    assert (error.errno, error.filename, error.operation) == (code, str(path / SWAP_NAME), operation)
+    assert (error.errno, error.filename, error.operation) == (code, str(swap_in(path)), operation)
     assert error.offset % PAGE_BYTES == 0
     assert error.length > 0
     for call in (
@@ -570,7 +571,7 @@ def test_damage_in_training_is_found_before_it_is_used(fault: str, make: Make, d
 
     with pytest.raises(CorruptionError) as caught:
         go_on()
-    assert caught.value.file == str(path / SWAP_NAME)
+    assert caught.value.file == str(swap_in(path))
     assert caught.value.chunk >= 0
     assert caught.value.offset > 0
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
@@ -584,7 +585,7 @@ def test_a_bit_that_flips_on_the_disk_is_found(make: Make, path: Path) -> None:
     optimizer = make(model, commit_every=None)
     one_step(model, optimizer)
     optimizer.synchronize()
-    with open(path / SWAP_NAME, "r+b") as file:
+    with open(swap_in(path), "r+b") as file:
         file.seek(-PAGE_BYTES + 77, os.SEEK_END)  # of the last chunk, which is not read ahead
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
@@ -600,7 +601,7 @@ def test_a_file_cut_short_under_a_run_is_found(make: Make, path: Path) -> None:
     optimizer = make(model)
     one_step(model, optimizer)
     optimizer.synchronize()
-    os.truncate(path / SWAP_NAME, 6 * PAGE_BYTES)
+    os.truncate(swap_in(path), 6 * PAGE_BYTES)
     one_step(model, optimizer)
     with pytest.raises(TierIOError, match="the file ends") as caught:
         optimizer.synchronize()
@@ -632,8 +633,7 @@ def test_a_memory_file_system_without_o_direct_trains_to_the_same_bits(
     try:
         assert_same(run(place), expected)
     finally:
-        (place / SWAP_NAME).unlink(missing_ok=True)
-        place.rmdir()
+        shutil.rmtree(place)
 
 
 # Interrupts and endings.

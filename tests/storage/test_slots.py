@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -14,19 +15,20 @@ import torch
 from torch import Tensor
 
 from offload.devices.copies import HostCopier
-from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
+from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, TierIOError
 from offload.io.engine import IOFile
 from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME, check_directory
+from offload.storage.directories import check_directory, older_swap_name
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
-from offload.storage.swap_format import SlotArrays
+from offload.storage.swap_format import MAGIC, SlotArrays, Superblock
 from tests.support.damage import flipped
 from tests.support.disks import FreeFiles
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
+from tests.support.run_files import kinds_in, swap_in
 from tests.support.slot_maps import file_bytes, slots_of
 
 NUMELS = (1024, 1, 1500)
@@ -94,16 +96,16 @@ def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SwapFile) -> 
 
 
 def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SwapFile, path: Path) -> None:
-    info = os.stat(path / SWAP_NAME)
+    info = os.stat(swap_in(path))
     assert info.st_size == file_bytes(slots_of(NUMELS, 2))
     assert info.st_blocks * 512 >= info.st_size
     assert info.st_mode & 0o777 == 0o600
     assert os.stat(path).st_mode & 0o777 == 0o700
-    assert slots.path == str(path / SWAP_NAME)
+    assert slots.path == str(swap_in(path))
 
 
 def test_the_superblock_says_that_nothing_is_committed(slots: SwapFile, path: Path) -> None:
-    block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
+    block = swap_in(path).read_bytes()[:PAGE_BYTES]
     assert block.startswith(b"offload swap\n")
     text = json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])
     assert text["commits"] is False
@@ -111,13 +113,14 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SwapFile, path: Pa
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
-    SwapFile(engine, path, slots_of([1] * 5000), RunFiles()).close()
-    block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
+    slots = SwapFile(engine, path, slots_of([1] * 5000), RunFiles())
+    block = swap_in(path).read_bytes()[:PAGE_BYTES]
+    slots.close()
     assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
 
 def patch(path: Path, offset: int, change: Callable[[bytes], bytes], length: int = 1) -> None:
-    with open(path / SWAP_NAME, "r+b") as file:
+    with open(swap_in(path), "r+b") as file:
         file.seek(offset)
         old = file.read(length)
         file.seek(offset)
@@ -131,7 +134,7 @@ def test_a_damaged_header_is_found(slots: SwapFile, path: Path, at: int) -> None
     with pytest.raises(CorruptionError) as caught:
         read(slots, 2)
     assert caught.value.chunk == 2
-    assert caught.value.file == str(path / SWAP_NAME)
+    assert caught.value.file == str(swap_in(path))
     assert caught.value.offset == offset_of(2)
     assert str(offset_of(2)) in str(caught.value)
 
@@ -178,7 +181,7 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
     twins = SwapFile(engine, path, slots_of((1024, 1024)), RunFiles())
     size = SlotArrays(1024).nbytes
     write(twins, 0, 1)
-    whole = (path / SWAP_NAME).read_bytes()
+    whole = swap_in(path).read_bytes()
     patch(path, PAGE_BYTES + size, lambda _: whole[PAGE_BYTES : PAGE_BYTES + size])
     with pytest.raises(CorruptionError, match="expected chunk 1 of step 1, found chunk 0 of step 1"):
         twins.read(1, memory_of(buffer_for(0)), step=1).result(WAIT_S)
@@ -189,10 +192,12 @@ def test_another_runs_slot_is_found(path: Path) -> None:
     first = ThreadEngine()
     old = SwapFile(first, path, slots_of(NUMELS), RunFiles())
     write(old, 0, 1)
+    written = Path(old.path).read_bytes()
     old.close()
     first.close()
     second = ThreadEngine()
     new = SwapFile(second, path, slots_of(NUMELS), RunFiles())
+    patch(path, PAGE_BYTES, lambda _: written[PAGE_BYTES:], len(written) - PAGE_BYTES)
     with pytest.raises(CorruptionError, match="not by "):
         read(new, 0)
     new.close()
@@ -201,10 +206,10 @@ def test_another_runs_slot_is_found(path: Path) -> None:
 
 def test_a_truncated_file_is_an_error_with_its_place(slots: SwapFile, path: Path) -> None:
     write(slots, 2, 1, place=1)
-    os.truncate(path / SWAP_NAME, offset_of(2, 1) + 2 * PAGE_BYTES)
+    os.truncate(swap_in(path), offset_of(2, 1) + 2 * PAGE_BYTES)
     with pytest.raises(TierIOError) as caught:
         read(slots, 2, place=1)
-    assert caught.value.filename == str(path / SWAP_NAME)
+    assert caught.value.filename == str(swap_in(path))
     assert caught.value.offset == offset_of(2, 1) + 2 * PAGE_BYTES
 
 
@@ -223,7 +228,7 @@ def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots:
     for state in SlotArrays(1).views(buffer):
         state.zero_()
     slots.write(1, memory_of(buffer), step=1).result(WAIT_S)
-    data = (path / SWAP_NAME).read_bytes()[offset_of(1) + PAGE_BYTES : offset_of(2)]
+    data = swap_in(path).read_bytes()[offset_of(1) + PAGE_BYTES : offset_of(2)]
     assert not any(data)
 
 
@@ -235,8 +240,8 @@ def test_two_runs_of_one_process_cannot_share_a_path(slots: SwapFile, path: Path
     other = ThreadEngine()
     with pytest.raises(PathInUseError) as caught:
         SwapFile(other, path, slots_of(NUMELS), RunFiles())
-    assert caught.value.filename == str(path / SWAP_NAME)
-    assert open_files().count(str(path / SWAP_NAME)) == 1
+    assert caught.value.filename == str(path / older_swap_name(0))
+    assert open_files().count(str(swap_in(path))) == 1
     other.close()
     assert read(slots, 0) == 1
 
@@ -287,7 +292,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path) -> N
     class Removed(Files):
         def lock(self, file: IOFile, *, exclusive: bool) -> None:
             super().lock(file, exclusive=exclusive)
-            (path / SWAP_NAME).unlink(missing_ok=True)
+            swap_in(path).unlink(missing_ok=True)
 
     engine = ThreadEngine()
     with pytest.raises(PathInUseError, match="another run has just removed this file"):
@@ -295,34 +300,72 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path) -> N
     engine.close()
 
 
-def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
-    assert opens(path)
-    inode = os.stat(path / SWAP_NAME).st_ino
-    os.chmod(path / SWAP_NAME, 0o644)
-    assert opens(path)
-    info = os.stat(path / SWAP_NAME)
-    assert info.st_ino == inode
-    assert info.st_mode & 0o777 == 0o600
-
-
-def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
-    engine = ThreadEngine()
-    SwapFile(engine, path, slots_of([50_000]), RunFiles()).close()
+def test_no_two_runs_have_files_of_one_name(path: Path) -> None:
+    engine, run = ThreadEngine(), RunFiles()
+    SwapFile(engine, path, slots_of(NUMELS), run).make_permanent()
     engine.close()
+    before = swap_in(path).read_bytes()
     assert opens(path)
-    assert os.stat(path / SWAP_NAME).st_size == file_bytes(slots_of([50_000]))
+    engine = ThreadEngine()
+    with pytest.raises(PathError, match="no run uses a name again"):
+        SwapFile(engine, path, slots_of(NUMELS), run)
+    engine.close()
+    assert swap_in(path).read_bytes() == before
+
+
+def test_a_run_that_did_not_begin_leaves_nothing_and_one_that_did_its_files(path: Path) -> None:
+    path.mkdir()
+    for begins in (False, True):
+        engine = ThreadEngine()
+        slots = SwapFile(engine, path, slots_of(NUMELS), RunFiles())
+        if begins:
+            slots.make_permanent()
+        assert kinds_in(path) == {"swap"}
+        slots.close()
+        engine.close()
+        assert [file.name[:5] for file in sorted(path.iterdir())] == (["offlo", "swap-"] if begins else [])
+
+
+def test_what_keeps_older_versions_out_is_a_page_that_they_take_for_a_run(slots: SwapFile, path: Path) -> None:
+    place = path / older_swap_name(0)
+    assert place.read_bytes() == swap_in(path).read_bytes()[:PAGE_BYTES]
+    with open(place, "rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_what_keeps_older_versions_out_stays_another_runs_until_this_one_has_begun(path: Path) -> None:
+    path.mkdir()
+    other = Superblock("a" * 32, 2, (0, 1), True, {"held": [], "numels": []}).encode()
+    (path / older_swap_name(0)).write_bytes(other)
+    engine = ThreadEngine()
+    slots = SwapFile(engine, path, slots_of(NUMELS, 2), RunFiles())
+    assert (path / older_swap_name(0)).read_bytes() == other
+    slots.shut_out_older()
+    assert (path / older_swap_name(0)).read_bytes() == swap_in(path).read_bytes()[:PAGE_BYTES]
+    slots.close()
+    engine.close()
+
+
+def test_a_swap_file_of_an_older_version_is_not_changed(path: Path) -> None:
+    path.mkdir()
+    content = MAGIC + bytes(2 * PAGE_BYTES)
+    (path / older_swap_name(0)).write_bytes(content)
+    assert opens(path)
+    assert (path / older_swap_name(0)).read_bytes() == content
 
 
 @pytest.mark.parametrize("content", [b"my thesis", b"my thesis" * 1000, bytes(100) + b"my disk image"])
 def test_a_foreign_file_in_the_swap_files_place_is_left_as_it_is(path: Path, content: bytes) -> None:
     path.mkdir(mode=0o755)
-    (path / SWAP_NAME).write_bytes(content)
-    os.chmod(path / SWAP_NAME, 0o644)
-    with pytest.raises(PathError, match="is no swap file"):
+    place = path / older_swap_name(0)
+    place.write_bytes(content)
+    os.chmod(place, 0o644)
+    with pytest.raises(PathError, match="is no file of this library"):
         opens(path)
-    assert (path / SWAP_NAME).read_bytes() == content
-    assert os.stat(path / SWAP_NAME).st_mode & 0o777 == 0o644
-    assert str(path / SWAP_NAME) not in open_files()
+    assert place.read_bytes() == content
+    assert os.stat(place).st_mode & 0o777 == 0o644
+    assert [*path.iterdir()] == [place]
+    assert str(place) not in open_files()
 
 
 def test_other_files_in_the_directory_are_left_alone(path: Path) -> None:
@@ -336,7 +379,7 @@ def test_other_files_in_the_directory_are_left_alone(path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fifo", "directory", "symlink", "device"])
 def test_what_is_no_regular_file_in_the_swap_files_place_is_refused(path: Path, kind: str) -> None:
     path.mkdir()
-    place = path / SWAP_NAME
+    place = path / older_swap_name(0)
     if kind == "fifo":
         os.mkfifo(place)
     elif kind == "directory":
@@ -352,15 +395,6 @@ def test_what_is_no_regular_file_in_the_swap_files_place_is_refused(path: Path, 
         opens(path)
     assert os.lstat(place) == before
     assert list(path.iterdir()) == [place]
-
-
-def test_a_committed_run_is_not_overwritten(path: Path) -> None:
-    assert opens(path)
-    (path / COMMIT_NAME).write_text("{}")
-    before = (path / SWAP_NAME).read_bytes()
-    with pytest.raises(ResumeError, match="choose another path"):
-        opens(path)
-    assert (path / SWAP_NAME).read_bytes() == before
 
 
 # Directories that cannot be it.
@@ -478,17 +512,6 @@ def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(sm
     engine.close()
 
 
-def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
-    assert opens(small_disk)
-    before = (small_disk / SWAP_NAME).read_bytes()
-    engine = ThreadEngine()
-    with pytest.raises(BudgetError):
-        SwapFile(engine, small_disk, slots_of([MIB]), RunFiles())
-    assert (small_disk / SWAP_NAME).read_bytes() == before
-    engine.close()
-    assert opens(small_disk)
-
-
 def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path) -> None:
     class Half(Files):
         def allocate(self, file: IOFile, offset: int, length: int) -> None:
@@ -496,22 +519,15 @@ def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path) -> N
             self.truncate(file, length // 2)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert opens(path)
-    size = os.stat(path / SWAP_NAME).st_size
-
+    engine, run = ThreadEngine(), RunFiles()
+    SwapFile(engine, path, slots_of([MIB]), run).make_permanent()
+    engine.close()
+    os.truncate(swap_in(path), 3 * PAGE_BYTES)
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, slots_of([MIB]), RunFiles(files=Half()))
+        SwapFile(engine, path, slots_of([MIB]), RunFiles(run.run_id, 0, [0], Half()))
     engine.close()
-    assert os.stat(path / SWAP_NAME).st_size == size
-
-
-def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path) -> None:
-    numels = [50_000]
-    for _ in range(2):
-        engine = ThreadEngine()
-        SwapFile(engine, small_disk, slots_of(numels), RunFiles()).close()
-        engine.close()
+    assert os.stat(swap_in(path)).st_size == 3 * PAGE_BYTES
 
 
 def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(path: Path) -> None:
@@ -540,4 +556,4 @@ def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine
     with pytest.raises(TierIOError):
         SwapFile(engine, path, slots_of(NUMELS), RunFiles())
     assert not path.exists()
-    assert str(path / SWAP_NAME) not in open_files()
+    assert not [name for name in open_files() if name.startswith(f"{path}/")]

@@ -19,10 +19,10 @@ from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.directories import SWAP_NAME
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes, assign, memory_of
 from offload.storage.swap_format import SlotArrays
+from tests.support.run_files import swap_in
 from tests.support.slot_maps import slots_of
 
 NUMELS = (1024, 700, 1024, 5, 1500, 1024, 1024)
@@ -58,7 +58,7 @@ def test_one_path_gets_all_and_a_twice_as_fast_one_twice_as_much() -> None:
 def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     stripes = Stripes(engine, paths, [2.0, 1.0], slots_of(NUMELS))
-    assert stripes.paths == tuple(str(path / SWAP_NAME) for path in paths)
+    assert stripes.paths == tuple(str(swap_in(path)) for path in paths)
     arena = Arena(len(NUMELS) * SlotArrays(max(NUMELS)).nbytes, HostCopier())
     buffers = [arena.carve(SlotArrays(numel).nbytes) for numel in NUMELS]
     for chunk, buffer in enumerate(buffers):

@@ -13,12 +13,13 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.checkpoint.commit import Commit, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, RankFiles, names_of, spelled, write_commit, write_manifest
+from offload.checkpoint.live import Tag, write_tag
 from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts, committed_slots
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
-from offload.storage.directories import swap_name
+from offload.storage.directories import older_swap_name, swap_name
 from offload.storage.swap_format import MAGIC
 
 RUN = "0123456789abcdef" * 2
@@ -125,18 +126,37 @@ def write_run(
     extra: object = None,
     shares: Sequence[int] | None = None,
     split_master: bool = False,
+    is_older: bool = False,
 ) -> list[Manifest]:
-    """A run of `world` ranks striped over `directories`, committed; the COMMIT record lies in the first."""
+    """A run of `world` ranks striped over `directories`, committed; the COMMIT record lies in the first.
+
+    Args: is_older: as versions before COMMIT format 2 wrote it.
+    """
     manifests = [
-        _write_rank(manifest_of(rank, world, len(directories), share, split_master=split_master), directories)
+        _write_rank(
+            manifest_of(rank, world, len(directories), share, split_master=split_master), directories, is_older=is_older
+        )
         for rank, share in enumerate(shares or range(world))
     ]
     digests = [write_manifest(directories[0], manifest, extra) for manifest in manifests]
-    write_commit(directories[0], Commit(RUN, STEP, tuple(digests)))
+    commit = Commit(RUN, STEP, tuple(digests))
+    has_tensors = any(directories[0].glob("extra-*"))
+    write_commit(directories[0], commit if is_older else named(commit, directories, has_tensors=has_tensors))
     return manifests
 
 
-def _write_rank(manifest: Manifest, directories: list[Path]) -> Manifest:
+def named(commit: Commit, directories: Sequence[Path], *, has_tensors: bool = False) -> Commit:
+    """The record with all files that live, and the tags of the run: all ranks have these directories."""
+    places, ranks = tuple(map(spelled, directories)), range(len(commit.manifests))
+    for rank in ranks:
+        for number, directory in enumerate(directories):
+            write_tag(directory, Tag(commit.run_id, rank, (number, len(directories)), (places,) * len(ranks)))
+    at = manifest_of(run_id=commit.run_id, step=commit.step)
+    files = tuple(RankFiles(places, names_of(at, rank, has_tensors=has_tensors)) for rank in ranks)
+    return dataclasses.replace(commit, files=files)
+
+
+def _write_rank(manifest: Manifest, directories: list[Path], *, is_older: bool) -> Manifest:
     written = list(manifest.slots)
     files = [bytearray(superblock(manifest, path)) for path in range(manifest.paths)]
     for slot in committed_slots(manifest):
@@ -154,6 +174,7 @@ def _write_rank(manifest: Manifest, directories: list[Path]) -> Manifest:
         )
     for directory, file in zip(directories, files, strict=True):
         directory.mkdir(exist_ok=True)
-        (directory / swap_name(manifest.rank)).write_bytes(file)
+        rank = manifest.rank
+        (directory / (older_swap_name(rank) if is_older else swap_name(RUN, rank))).write_bytes(file)
     chunks = len(manifest.chunks)
     return dataclasses.replace(manifest, chunks=tuple(written[:chunks]), copies=tuple(written[chunks:]))

@@ -23,7 +23,7 @@ from torch import nn
 
 from offload import OffloadZero
 from offload.checkpoint.reader import Reader
-from offload.storage.directories import COMMIT_NAME, NEW_SUFFIX
+from offload.storage.directories import COMMIT_NAME, LOCK_NAME
 from tests.support.killed import EVERY, Layout, begin, finish, fork, require_same, states, train
 
 KEEP = 2
@@ -79,8 +79,8 @@ def require_tidy(paths: Sequence[Path]) -> None:
     for path in paths:
         there = sorted((one.name for one in path.glob("snapshot-*")), key=step_of)
         require(there == decided, f"{decided} are snapshots, and in {path.name} there are {there}")
-        aside = [str(file.relative_to(path)) for file in path.glob(f"snapshot-*/*{NEW_SUFFIX}")]
-        require(not aside, f"{aside} were left")
+        locks = [str(file.relative_to(path)) for file in path.glob(f"snapshot-*/{LOCK_NAME}")]
+        require(not locks, f"{locks} were left")
 
 
 def take(paths: Sequence[Path], notes: Notes, step: int, model: nn.Module, optimizer: OffloadZero) -> None:

@@ -47,6 +47,8 @@ class SimulatedDisk(ThreadEngine):
         self.close()
         chance = random.Random(seed)
         for path, sectors in self._volatile.items():
+            if not os.path.exists(path):  # removed meanwhile
+                continue
             with open(path, "r+b", buffering=0) as plain:
                 size = os.fstat(plain.fileno()).st_size
                 for number, contents in sectors.items():

@@ -55,7 +55,7 @@ class _Opened(IOFile):
         self.path, self.fd = str(path), -1
 
 
-_SWAP = re.compile(r"offload-rank\d+\.swap(\.new)?")
+_SWAP = re.compile(r"offload-rank\d+\.swap(\.new)?|swap-[0-9a-f]{32}-\d+|offload\.lock")
 
 Names = dict[str, _Inode]
 Change = Callable[[Names], None]

@@ -5,6 +5,7 @@ A directory is named after the commit of this repository that made the runs in i
 
     21e757d    swap file format 1, manifest format 2, COMMIT format 1; before frozen parameters streamed
     c019a63    the same formats; with frozen parameters, and what commits carry of them
+    f46cdb4    COMMIT format 2, with names of files that never change
 
 Each archive holds the directories of one run, and plain.safetensors: the states at its commit as plain torch computed
 them. A new directory is made, by `python -m tests.checkpoint.stored_runs NAME`, when a version of a format changes or a
