@@ -175,6 +175,8 @@ class Whole(Lion):
                     self.state[p]["seen"] = [1]
                 if self.kind == "another shape":
                     self.state[p]["row"] = torch.zeros((*p.shape[:1], 2))
+                if self.kind == "complex":
+                    self.state[p]["phase"] = torch.tensor(1j)
                 if self.kind == "half":
                     self.state[p]["half"] = p.half()
                 if self.kind == "depends on values":
@@ -193,6 +195,7 @@ REFUSED = {
     "a list": "its state seen is a list",
     "another shape": "its state row has shape",
     "half": "its state half is torch.float16",
+    "complex": "its state phase is a number of torch.complex64",
     "depends on values": "depends on others of the same parameter",
 }
 
@@ -261,3 +264,26 @@ def test_hooks_and_attributes_of_the_optimizer_are_not_called_or_changed_for_pie
 def test_torch_shares_large_pieces_where_that_has_the_same_bits() -> None:
     fast = o.SGD(parameters(), lr=0.1, momentum=0.9)
     assert rule_of(fast, fast.param_groups[0]).block == LARGE_BLOCK
+
+
+class Runaway(Lion):
+    """A number of its state leaves fp64."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["grows"] = self.state[p].get("grows", 1e60) * 1e60
+
+
+def test_a_number_that_no_commit_can_keep_is_refused_before_anything_changes() -> None:
+    optimizer = Runaway(parameters())
+    group, rule = optimizer.param_groups[0], rule_of(optimizer, optimizer.param_groups[0])
+    progress = rule.initial
+    for _ in range(4):
+        progress, _ = rule.advance(group, progress)
+    assert progress.scalars[0].value == pytest.approx(1e300)
+    with pytest.raises(ConfigError, match="grows of Runaway becomes inf, which no commit can keep"):
+        rule.advance(group, progress)

@@ -40,6 +40,8 @@ from offload.optim.rules.torch_rule import (
 )
 
 STEPS = 4
+SCALAR_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool}
+"""Of numbers of a state that are tensors; manifest.py has the same."""
 ODD, ROUND = 12_771, 16_384
 CUT_AT = (4_160, 8_192)
 """Elements at which stand-ins are cut: multiples of 64, after the first 4,096."""
@@ -262,6 +264,8 @@ def _kinds_of(whole: _Whole, start: _Start) -> tuple[StateKind, ...]:
                 raise RefusedError(
                     f"its state {name} has shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}"
                 )
+            elif isinstance(value, Tensor) and value.dtype not in SCALAR_DTYPES:
+                raise RefusedError(f"its state {name} is a number of {value.dtype}, which no commit can keep")
             elif not (value is None or isinstance(value, Tensor | int | float | bool)):
                 raise RefusedError(f"its state {name} is a {type(value).__name__}, which no commit can keep")
     return tuple(kinds.values())

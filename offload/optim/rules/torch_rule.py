@@ -15,6 +15,7 @@ torch's own threads, where `probe` has found that this gives the same bits.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -169,7 +170,11 @@ class TorchRule(Rule):
             raise ConfigError(
                 f"{self.name} refuses its options: {type(error).__name__}: {error}; nothing was changed"
             ) from error
-        return progress_of(states.get(param, {}), self.states, before.step + 1), changed_options(group, after)
+        progress = progress_of(states.get(param, {}), self.states, before.step + 1)
+        for one in progress.scalars:
+            if not math.isfinite(one.value):
+                raise ConfigError(f"{one.name} of {self.name} becomes {one.value}, which no commit can keep")
+        return progress, changed_options(group, after)
 
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
         """See Rule.scalars."""
