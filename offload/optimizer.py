@@ -99,7 +99,7 @@ _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_devi
 
 
 class OffloadZero(torch.optim.Optimizer):
-    """Trains `model` with Adam or AdamW, with the fp32 masters and moments on the device, in RAM or on NVMe.
+    """Trains `model` with an elementwise torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
 
     The model is hooked in place. Its parameters become `compute_dtype` on the device to train on. Its class, its names
     and its `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays ordinary
@@ -122,9 +122,11 @@ class OffloadZero(torch.optim.Optimizer):
     Args:
         model: any nn.Module with dense floating-point parameters on one device. If it is a DistributedDataParallel, the
             module inside is trained, and DDP's own reduction of gradients is switched off.
-        optimizer: a fresh torch.optim.Adam or AdamW, also as wrapped by Accelerate or Lightning. Its param groups are
-            adopted (the same dicts), and hooks that were registered on it move along. Its own `step()` raises
-            GradientMovedError from then on. None: AdamW(model.parameters()).
+        optimizer: any fresh torch optimizer whose step treats each element by itself, as AdamW, SGD, RMSprop or a class
+            of your own, also as wrapped by Accelerate or Lightning. Any other is a ConfigError with the reason, and
+            the model is not changed; docs/optimizers.md lists both. Its param groups are adopted (the same dicts), and
+            hooks that were registered on it move along. Its own `step()` raises GradientMovedError from then on. None:
+            AdamW(model.parameters()).
         tier: where the optimizer states are: "device", "cpu" or "nvme". None: "nvme" if `path` is given, else "cpu".
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.

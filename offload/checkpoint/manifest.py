@@ -1,6 +1,6 @@
 """The manifest: what one rank's swap files hold at one commit, enough to read every number in them again.
 
-[Note: manifest format 2]
+[Note: manifest format]
 One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam
@@ -133,7 +133,7 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgressFacts:
-    """What is known of a parameter beside its arrays; fields as in [Note: manifest format 2]."""
+    """What is known of a parameter beside its arrays; fields as in [Note: manifest format]."""
 
     scalars: Annotated[tuple[tuple[Text, NumberValue, ScalarDType | None], ...], Meta(max_length=MAX_OPTIONS)]
     arrays: Annotated[tuple[Text, ...], Meta(max_length=MAX_OPTIONS)]
@@ -152,7 +152,7 @@ class ProgressFacts:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One trained parameter; fields as in [Note: manifest format 2]."""
+    """One trained parameter; fields as in [Note: manifest format]."""
 
     name: Text
     shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
@@ -181,7 +181,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class FlatFacts:
-    """One unit's parameters of one dtype, end to end; fields as in [Note: manifest format 2]."""
+    """One unit's parameters of one dtype, end to end; fields as in [Note: manifest format]."""
 
     params: Annotated[tuple[Number, ...], Meta(max_length=MAX_PARAMETERS)]
     offsets: Annotated[tuple[Count, ...], Meta(max_length=MAX_PARAMETERS)]
@@ -228,7 +228,7 @@ class ChunkFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank's swap files hold at one commit; fields as in [Note: manifest format 2].
+    """What one rank's swap files hold at one commit; fields as in [Note: manifest format].
 
     What `parse` returns is consistent. One made by hand is checked when it is written.
     """

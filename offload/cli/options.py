@@ -136,6 +136,7 @@ class PlanOptions(RunOptions):
     config: Path | None
     frozen: int
     lora_rank: int | None
+    optimizer: str = "adamw"
     no_commits: bool
     split_master: bool
     ranks: int

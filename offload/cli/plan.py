@@ -40,6 +40,12 @@ def plan(
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
     accumulation: Annotated[str, typer.Option(help='Micro-batches a step, or "auto", counted as 2.')] = "1",
     dtype: Annotated[str, typer.Option(help="Of parameters, activations and gradients: bf16 or fp32.")] = "bf16",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="Class of torch.optim in lower case, such as sgd; or sgd-momentum, rmsprop-centered, amsgrad."
+        ),
+    ] = "adamw",
     tier: Tier = "nvme",
     param_tier: ParamTier = "auto",
     grad_tier: GradTier = "auto",
@@ -115,10 +121,10 @@ def plan(
     """Show, before anything is allocated, whether a run fits, how long a step takes, and what other budgets do."""
     options = PlanOptions(
         preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, batch=batch,
-        seq=seq, accumulation=_whole(accumulation), dtype=dtype, tier=tier, param_tier=param_tier, grad_tier=grad_tier,
-        device_memory=device_memory, activation_tier=activation_tier, cpu_memory=cpu_memory, chunk=chunk,
-        split_master=split_master, commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage,
-        tensor_parallel=tensor_parallel, partition_activations=partition_activations,
+        seq=seq, accumulation=_whole(accumulation), dtype=dtype, optimizer=optimizer, tier=tier, param_tier=param_tier,
+        grad_tier=grad_tier, device_memory=device_memory, activation_tier=activation_tier, cpu_memory=cpu_memory,
+        chunk=chunk, split_master=split_master, commit_every=commit_every, no_commits=no_commits, ranks=ranks,
+        stage=stage, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
         gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram, flops=flops, disk_gb_per_s=disk_gb_per_s,
     )  # fmt: skip
     from offload.cli.plan_models import sized
@@ -198,11 +204,15 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         BudgetError: the GPU's memory, or RAM, does not suffice.
     """
     from offload import Tuning
+    from offload.cli.plan_models import rule_named
     from offload.devices.copies import accelerator
     from offload.model.partition import partition_bytes
     from offload.planner.explain import plan_of
     from offload.planner.placement import activation_memory
 
+    rule = rule_named(options.optimizer)
+    if options.split_master and not rule.splits_masters:
+        raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
     a_block = options.entering_bytes(model.width)
     if waiting is not None:
         a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
@@ -213,6 +223,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         model.module,
         direct=accelerator() is None and not options.gpu,
         free_cpu_bytes=options.free_cpu_bytes,
+        states=rule.states,
         tier=options.tier,
         path="." if options.has_path else None,
         cpu_memory=options.given_cpu_memory,
@@ -319,6 +330,7 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "accumulation": planned.choice.grads.declared,
         "split_master": planned.choice.states.split_master,
         "commit_every": planned.choice.commits.every,
+        "optimizer": options.optimizer,
         "activation_tier": options.activation_tier,
         "parameters": planned.layout.trained.numel,
         "frozen_tier": planned.choice.params.frozen_tier.name,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,16 @@ from offload.cli.options import PlanOptions
 from offload.demo.gpt import GPT, PRESETS
 from offload.errors import ConfigError
 from offload.model.units import ROOT, blocks_of, encloses
+from offload.optim.adopt import rules_of
+from offload.optim.rule import Rule
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "amsgrad": ("adamw", {"amsgrad": True}),
+    "rmsprop-centered": ("rmsprop", {"centered": True}),
+    "rmsprop-momentum": ("rmsprop", {"momentum": 0.9}),
+    "sgd-momentum": ("sgd", {"momentum": 0.9}),
+}
+"""Names of classes with options that bring more states."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,38 @@ def _configured(config: Path) -> Sized:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
     return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of an optimizer with the options that its name says, else torch's defaults.
+
+    Args:
+        name: one of `optimizers`.
+
+    Raises:
+        ConfigError: there is no such optimizer, or it cannot be offloaded.
+    """
+    known = optimizers()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--optimizer {name}: {meant}Choose one of {', '.join(known)}")
+    kind, options = known[name]
+    (rule,) = rules_of(kind([nn.Parameter(torch.zeros(2, 2))], **options))
+    return rule
+
+
+def optimizers() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]]:
+    """Class and options of the optimizers that --optimizer names: torch's classes, in lower case, and VARIANTS."""
+    classes = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
+    names: dict[str, tuple[Any, dict[str, Any]]] = {name: (kind, {}) for name, kind in classes.items()}
+    variants = {name: (classes[of], options) for name, (of, options) in VARIANTS.items()}
+    return dict(sorted((names | variants).items()))
+
+
+def _is_optimizer(one: object) -> bool:
+    is_class = isinstance(one, type) and issubclass(one, torch.optim.Optimizer)
+    return is_class and one is not torch.optim.Optimizer
 
 
 def trained_of_units(model: nn.Module) -> list[int]:

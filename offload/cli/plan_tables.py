@@ -119,6 +119,7 @@ def _placement_table(summary: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left")
     names = {DEVICE: "device (the CPU)" if summary["device"] == "cpu" else "device", CPU: CPU.words, NVME: NVME.words}
     kinds = KINDS if summary["commit_every"] is None else KINDS | {"slots": COMMITTED_SLOTS}
+    of_optimizer = f"states of {summary['optimizer']}"
     table.add_column("tier")
     table.add_column("bytes", justify="right")
     table.add_column("what")
@@ -131,7 +132,7 @@ def _placement_table(summary: dict[str, Any]) -> Table:
     )
     for tier, total in ((DEVICE, "device_total_bytes"), (CPU, "peak_cpu_bytes"), (NVME, "disk_bytes")):
         rows = [
-            (row["nbytes"], f"{row['kind']}: {kinds[row['kind']]}")
+            (row["nbytes"], f"{row['kind']}: {kinds.get(row['kind'], of_optimizer)}")
             for row in summary["rows"]
             if row["tier"] == tier.name
         ]

@@ -44,7 +44,7 @@ def from_pretrained(
     Args:
         kind: a class of models, such as transformers.AutoModelForCausalLM or transformers.LlamaForCausalLM.
         directory: with config.json and safetensors, as `save_pretrained` writes them. Nothing is downloaded.
-        optimizer: makes an Adam or AdamW of the parameters that are trained; None: AdamW with torch's defaults.
+        optimizer: makes a torch optimizer of the parameters that are trained; None: AdamW with torch's defaults.
         adapt: called with the model while its weights have no values; returns the model to train, such as
             `partial(get_peft_model, peft_config=LoraConfig(...))` for adapters on a base that is never in memory.
         init_missing: whether weights that the files lack are made by the model's own initialisation.

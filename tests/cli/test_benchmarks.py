@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import adam, chunks, gpu_cases, guards, hiding, peers, prefetch, report, step
+from bench import adam, chunks, gpu_cases, guards, hiding, peers, prefetch, report, rules, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.demo.gpt import GPT, GPTConfig
@@ -93,6 +93,20 @@ def test_adam_compares_every_kernel_with_its_limit(
     assert all(row["gb_per_s"] == pytest.approx(28 / row["ns_per_param"]) for row in rows)
     assert "| fp32, n = 1e+03, 1 threads | limit |" in (results / "adam.md").read_text()
     assert is_picture(results / "adam.png")
+
+
+def test_rules_compares_each_optimizer_with_torch_and_its_bytes(
+    capsys: pytest.CaptureFixture[str], results: Path
+) -> None:
+    rules.main(n="5000", threads="1", rounds=2, as_json=True, save=True)
+    rows = {row["optimizer"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    assert list(rows) == list(rules.MAKES)
+    assert {name for name, row in rows.items() if row["block"] is None} == {"AdamW"}
+    # Of the gradient 4; of masters and arrays 8 each.
+    wanted = {"SGD": 12, "SGD momentum": 20, "RMSprop": 20, "AdamW": 28, "AdamW amsgrad": 36}
+    assert {name: rows[name]["bytes_per_element"] for name in wanted} == wanted
+    assert all(row[what] > 0 for row in rows.values() for what in ("ns_pieces", "ns_torch", "ns_limit", "x_torch"))
+    assert "| AdamW, 1 threads | C kernel |" in (results / "rules.md").read_text()
 
 
 def test_step_moves_the_bytes_of_its_budget_and_leaves_nothing(

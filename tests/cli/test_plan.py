@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,15 @@ from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes
 from tests.support.command import printed
 
 DEVICE = accelerator() or torch.device("cpu")
+
+
+NAMED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "rmsprop-centered": partial(torch.optim.RMSprop, centered=True),
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+}
 
 
 def run(*options: str) -> Result:
@@ -91,6 +102,38 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
     assert planned["parameters"] == stats["parameters"]
     if tier == "nvme":
         assert planned["cpu_budget_bytes"] == stats["cpu_budget_bytes"]
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme", "device"])
+@pytest.mark.parametrize("name", NAMED)
+def test_totals_of_an_optimizer_are_those_of_a_run_with_it(name: str, tier: str, tmp_path: Path) -> None:
+    least = ["--cpu-memory", "least"] if tier == "nvme" else []
+    planned = run_json("--optimizer", name, "--tier", tier, "--no-commits", "--chunk", "256KiB", *least)
+    model = GPT(PRESETS["1m"]).to(DEVICE)
+    optimizer, tuning = NAMED[name](model.parameters()), Tuning(chunk="256KiB")
+    given: dict[str, Any] = {"tuning": tuning, "commit_every": None}
+    memory = least_cpu_memory(model, optimizer, **given) if tier == "nvme" else None
+    path = tmp_path / "swap" if tier == "nvme" else None
+    with OffloadZero(model, optimizer, tier=tier, path=path, cpu_memory=memory, **given) as held:
+        stats = held.stats()
+        files = [Path(file).stat().st_size for file in held.files]
+    assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]
+    assert tier != "device" or planned["device_bytes"] == stats["peak_device_bytes"]
+    assert planned["disk_bytes"] == sum(files)
+    assert planned["chunks"] - planned["kept_chunks"] == stats["streamed_chunks"]
+
+
+def test_bytes_of_sgd_are_those_counted_by_hand() -> None:
+    """Of preset 1m, 985,344 parameters: masters alone, and a momentum of as many bytes; each is read and written."""
+    for name, arrays in (("sgd", ["master"]), ("sgd-momentum", ["master", "momentum_buffer"])):
+        given = ("--optimizer", name, "--no-commits")
+        in_ram = run_json(*given, "--tier", "cpu")
+        rows = {row["kind"]: row["nbytes"] for row in in_ram["rows"] if row["tier"] == "cpu"}
+        assert {kind: rows[kind] for kind in rows if kind not in ("grad", "rest")} == dict.fromkeys(arrays, 4 * 985_344)
+        streamed = run_json(*given, "--cpu-memory", "least", "--chunk", "64KiB")
+        assert streamed["bytes_per_param"] == pytest.approx(8 * len(arrays), rel=0.15)  # the last chunks stay in RAM
+        assert streamed["bytes_per_param"] < 8 * len(arrays) * 1.15
+        assert "momentum_buffer: states of sgd-momentum" in run("--optimizer", "sgd-momentum").stdout
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -527,6 +570,12 @@ def test_sizes_of_its_own_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--activation-tier", "ram"], "--activation-tier ram: choose one of nvme, cpu"),
         (["--commit-every", "3", "--no-commits"], "--no-commits and --commit-every 3: give one of the two"),
         (["--gpu-memory", "much"], "--gpu-memory='much'"),
+        (
+            ["--optimizer", "sgd-momentun"],
+            "--optimizer sgd-momentun: did you mean sgd-momentum? Choose one",
+        ),
+        (["--optimizer", "lbfgs"], "optimizer is LBFGS, which cannot be offloaded: its step() calls a closure"),
+        (["--optimizer", "sgd", "--split-master"], "--split-master with --optimizer sgd: only Adam's"),
         (["--tier", "ram"], "--tier ram: choose one of nvme, cpu"),
         (["--cpu-memory", "lots"], "--cpu-memory='lots'"),
         (["--chunk", "1KiB"], "--chunk 1KiB is too small"),
