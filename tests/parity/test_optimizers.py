@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -184,6 +185,22 @@ def test_steps_taken_back_and_taken_again_change_no_bit(name: str, tmp_path: Pat
         assert_as_plain(name, model, optimizer)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_the_step_of_a_state_dict_is_gone_back_to(name: str, tmp_path: Path) -> None:
+    model, optimizer = held(name, tmp_path / "run", commit_every=0, tier="nvme")
+    with optimizer:
+        loop = Loop(model, optimizer)
+        for number in range(3):
+            loop.step(number)
+        state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+        loop.step(8)
+        optimizer.commit()
+        optimizer.load_state_dict(state)
+        for number in range(3, STEPS):
+            loop.step(number)
+        assert_as_plain(name, model, optimizer)
+
+
 def test_states_that_plain_torch_would_show_are_shown(tmp_path: Path) -> None:
     model, optimizer = held("nadam", tmp_path / "run", tier="cpu")
     with optimizer:
@@ -206,10 +223,16 @@ def test_another_optimizer_is_refused_at_resume(tmp_path: Path) -> None:
         optimizer.commit()
     for name, why in [
         ("lion", "param group 0 is of Lion, and one of SGD was committed"),
+        ("adam_maximize", "param group 0 is of Adam run by torch, and one of SGD was committed"),
         ("sgd", "has master, and master, momentum_buffer was committed"),
     ]:
         with pytest.raises(ResumeError, match=why):
             held(name, tmp_path / "run", resume=True, commit_every=0, tier="nvme")
+    model, optimizer = held("adam_maximize", tmp_path / "other", commit_every=0, tier="nvme")
+    with optimizer:
+        optimizer.commit()
+    with pytest.raises(ResumeError, match="param group 0 is of Adam, and one of Adam run by torch was committed"):
+        held("adam", tmp_path / "other", resume=True, commit_every=0, tier="nvme")
     held("sgd_nesterov", tmp_path / "run", resume=True, commit_every=0, tier="nvme")[1].close()
 
 

@@ -36,6 +36,9 @@ BLOCK = 32_768
 """The most elements for which torch starts no threads of its own."""
 LARGE_BLOCK = 262_144
 
+KERNELS_OF = ("Adam", "AdamW")
+"""The optimizers that have kernels of their own: rules/adam.py. In a commit they have these names."""
+
 _MADE_ANEW = frozenset({"state", "param_groups", "defaults", "step"})
 
 
@@ -137,7 +140,8 @@ class TorchRule(Rule):
         *,
         has_large_blocks: bool,
     ) -> None:
-        self.name = blank.name
+        # Adam's own kernels keep other progress, and a user's class may have its name.
+        self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
         self.states = tuple(states)
         self.initial = initial
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
