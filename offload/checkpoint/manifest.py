@@ -32,7 +32,8 @@ Of a model with tensor parallelism there are two fields more, which are not spel
 
 Where a param group is of another optimizer than Adam or AdamW, there are three more, which are not spelled otherwise:
 
-    rules              at the end: the name of each group's optimizer
+    rules              at the end: the name of each group's optimizer; of Adam and AdamW without a kernel "... run by
+                       torch"
     states             at the end of a flat of such a group: the names of the fp32 arrays beside the master in its slots
     progress           at the end of a parameter of such a group: what is known of it beside its arrays: {scalars: rows
                        of name, number, dtype of the tensor that holds it or null; arrays: the names of those that it
