@@ -128,7 +128,7 @@ def contestants(name: str, n: int, threads: int) -> tuple[Result, dict[str, Call
     param = nn.Parameter(allocate(n, torch.float32).fill_(0.5))
     param.grad = grad
     plain = MAKES[name]([param])
-    (rule,) = rules_of(plain)
+    (rule,) = rules_of([plain])
     group = {key: value for key, value in plain.param_groups[0].items() if key != "params"}
     pieces = Pieces(rule, group, grad, native.load(threads))
     nbytes = 4 + 8 * (1 + len(rule.states))

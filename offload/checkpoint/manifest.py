@@ -32,7 +32,8 @@ Of a model with tensor parallelism there are two fields more, which are not spel
 
 Where a param group is of another optimizer than Adam or AdamW, there are three more, which are not spelled otherwise:
 
-    rules              at the end: the name of each group's optimizer
+    rules              at the end: the name of each group's optimizer; of Adam and AdamW without a kernel "... run by
+                       torch"
     states             at the end of a flat of such a group: the names of the fp32 arrays beside the master in its slots
     progress           at the end of a parameter of such a group: what is known of it beside its arrays: {scalars: rows
                        of name, number, dtype of the tensor that holds it or null; arrays: the names of those that it
@@ -497,6 +498,11 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"parameters[{number}].shard_dim: there is no such dimension, or one slice only"
     if manifest.rules and len(manifest.rules) != len(manifest.groups):
         yield "rules: expected one for each param group"
+    if not manifest.rules and any(facts.states is not None for facts in flats):
+        yield "flats: states of their own are of a rule, and there is none"
+    for number, param in enumerate(parameters):
+        if problem := _progress_problem(param, manifest):
+            yield f"parameters[{number}].progress: {problem}"
     for number, group in enumerate(manifest.groups):
         if PARAMS in group:
             yield f"groups[{number}]: no hyper-parameter is called {PARAMS}"
@@ -525,6 +531,29 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield "copies: expected a row for each chunk with a split master, and none without"
 
 
+def _progress_problem(param: ParameterFacts, manifest: Manifest) -> str | None:
+    if param.progress is None:
+        return None
+    if not manifest.rules or not (param.progress.scalars or param.progress.arrays):
+        return "there is no rule, or nothing in it"
+    names = [*(name for name, *_ in param.progress.scalars), *param.progress.arrays]
+    if len(set(names)) != len(names):
+        return "two of its states have one name"
+    for name, value, dtype in param.progress.scalars:
+        if dtype is not None and not _fits(value, getattr(torch, dtype)):
+            return f"{name} is no {dtype}"
+    return None
+
+
+def _fits(value: float, dtype: torch.dtype) -> bool:
+    """Whether a tensor of a dtype can hold exactly this number."""
+    if dtype is torch.bool or isinstance(value, bool):
+        return dtype is torch.bool and isinstance(value, bool)
+    if not dtype.is_floating_point:
+        return type(value) is int and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    return type(value) is float and torch.tensor(value, dtype=dtype, device="cpu").item() == value
+
+
 def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str | None:
     start, stop = flat.owned
     if not start <= stop <= flat.numel:
@@ -537,7 +566,7 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
         return "two of its states have one name"
     for number in flat.params:
         progress = parameters[number].progress
-        if progress is not None and not set(progress.arrays) <= set(flat.kinds):
+        if progress is not None and not set(progress.arrays) <= set(flat.kinds[1:]):
             return f"parameter {number} has a state that is not in its slots"
     end = 0
     for number, offset in zip(flat.params, flat.offsets, strict=True):

@@ -338,7 +338,7 @@ def require_matching(
         raise ResumeError(f"the state dict is not of an OffloadZero, for it has no step: {_GIVE}")
     for number, (group, other) in enumerate(zip(groups, theirs, strict=True)):
         kind = "decoupled_weight_decay"
-        if other.get(kind, group[kind]) != group[kind]:
+        if kind in group and other.get(kind, group[kind]) != group[kind]:
             raise ResumeError(f"param group {number} of the state dict is of {'AdamW' if other[kind] else 'Adam'}")
     require_sound(rules, [{**group, **other} for group, other in zip(groups, theirs, strict=True)])
     return step, state_dict.get("commit")

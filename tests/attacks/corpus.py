@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from offload.checkpoint.manifest import MAX_BYTES, serialise
+from offload.checkpoint.manifest import MAX_BYTES, ProgressFacts, serialise
 from offload.errors import CorruptionError, OffloadError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
@@ -19,6 +20,28 @@ Attack = tuple[str, bytes, type[OffloadError]]
 VALID_MANIFEST = serialise(
     manifest_of(paths=2, extra={"dict": [["epoch", 3], [5, {"tuple": [1.5]}]]}, split_master=True)
 )
+
+
+def _of_rules() -> bytes:
+    """Version 3: SGD and NAdam beside each other, in flats of their own."""
+    plain = manifest_of(paths=2)
+    progress = {
+        "embed.weight": ProgressFacts((), ("momentum_buffer",)),
+        "blocks.0.norm": ProgressFacts(
+            (("step", 7.0, "float32"), ("mu_product", 0.25, "float32"), ("count", 3, None)), ()
+        ),
+    }
+    return serialise(
+        replace(
+            plain,
+            parameters=tuple(replace(one, progress=progress.get(one.name)) for one in plain.parameters),
+            flats=tuple(replace(one, states=("momentum_buffer",)) for one in plain.flats),
+            rules=("SGD", "NAdam"),
+        )
+    )
+
+
+VALID_RULES = _of_rules()
 VALID_SUPERBLOCK = superblock(manifest_of(paths=2), 1)
 VALID_HEADER = header(RUN, 3, STEP, 1000, 12345)
 
@@ -27,9 +50,9 @@ NUMBERS: list[Any] = [-1, 1 << 63, 1 << 64, 1 << 400, True, False, 1.0, 1.5, -0.
 """For a place where a small whole number is expected."""
 
 
-def edited(path: tuple[str | int, ...], value: object) -> bytes:
+def edited(path: tuple[str | int, ...], value: object, valid: bytes = VALID_MANIFEST) -> bytes:
     """The valid manifest with one value replaced."""
-    document = json.loads(VALID_MANIFEST)
+    document = json.loads(valid)
     place = document
     for step in path[:-1]:
         place = place[step]
@@ -37,8 +60,8 @@ def edited(path: tuple[str | int, ...], value: object) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
-def without(path: tuple[str | int, ...]) -> bytes:
-    document = json.loads(VALID_MANIFEST)
+def without(path: tuple[str | int, ...], valid: bytes = VALID_MANIFEST) -> bytes:
+    document = json.loads(valid)
     place = document
     for step in path[:-1]:
         place = place[step]
@@ -130,6 +153,34 @@ INCONSISTENT: list[tuple[str, tuple[str | int, ...], object]] = [
 ]
 
 
+SCALARS = ("parameters", 4, "progress", "scalars")
+OF_RULES: list[tuple[str, tuple[str | int, ...], object]] = [
+    ("too few rules", ("rules",), ["SGD"]),
+    ("no rules", ("rules",), []),
+    ("a rule with a bad name", ("rules", 0), "a\0b"),
+    ("a rule that is a number", ("rules", 0), 5),
+    ("rules in an older version", ("version",), 2),
+    ("two states of one name", ("flats", 0, "states"), ["momentum_buffer", "momentum_buffer"]),
+    ("a state called as the master", ("flats", 0, "states"), ["master"]),
+    ("a state that is not in the slots", ("parameters", 0, "progress", "arrays"), ["exp_avg"]),
+    ("a master among the states", ("parameters", 0, "progress", "arrays"), ["master"]),
+    ("a state twice", ("parameters", 0, "progress", "arrays"), ["momentum_buffer", "momentum_buffer"]),
+    ("states that are a number", ("flats", 0, "states"), 1),
+    ("progress of nothing", ("parameters", 0, "progress"), {"scalars": [], "arrays": []}),
+    ("progress that is null", ("parameters", 1, "progress"), None),
+    ("two numbers of one name", (*SCALARS, 1, 0), "step"),
+    ("a number called as an array", ("parameters", 0, "progress", "scalars"), [["momentum_buffer", 1, None]]),
+    ("a number without a dtype", (*SCALARS, 0), ["step", 7.0]),
+    ("a number that is text", (*SCALARS, 0, 1), "7"),
+    ("a dtype that torch does not have", (*SCALARS, 0, 2), "float31"),
+    ("a number that its dtype cannot hold", (*SCALARS, 0, 1), 1e300),
+    ("a number that its dtype would round", (*SCALARS, 1, 1), 0.1),
+    ("a whole number in place of a broken one", (*SCALARS, 0, 1), 7),
+    ("a whole number that its dtype cannot hold", (*SCALARS, 2), ["count", 1 << 40, "int32"]),
+    ("a number in place of a bool", (*SCALARS, 2), ["count", 1, "bool"]),
+]
+
+
 def manifests() -> Iterator[Attack]:
     for path in WHOLE_NUMBERS:
         for value in NUMBERS:
@@ -150,13 +201,23 @@ def manifests() -> Iterator[Attack]:
     yield "chunks of a flat in another order", edited(("chunks",), [rows[1], rows[0], *rows[2:]]), CorruptionError
     yield from _spellings()
     yield "an older version", edited(("version",), 1), ResumeError
-    yield "a newer version", edited(("version",), 3), ResumeError
+    yield "the version of rules, and none", edited(("version",), 3), CorruptionError
+    yield "a newer version", edited(("version",), 4), ResumeError
     yield "a much newer version", edited(("version",), 1 << 62), ResumeError
     for version in (0, -1, True, 2.0, "2", None):
         yield f"version {version!r}", edited(("version",), version), CorruptionError
     yield "another schema", edited(("schema",), "offload commit"), CorruptionError
     yield "an unknown field", edited(("more",), 1), CorruptionError
     yield "an unknown field of a parameter", edited(("parameters", 0, "more"), 1), CorruptionError
+    for name, path, value in OF_RULES:
+        yield name, edited(path, value, VALID_RULES), CorruptionError
+    for path in (
+        ("rules",),
+        ("version",),
+        ("parameters", 0, "progress", "arrays"),
+        ("parameters", 4, "progress", "scalars"),
+    ):
+        yield f"a manifest of rules without {path}", without(path, VALID_RULES), CorruptionError
 
 
 def _spellings() -> Iterator[Attack]:

@@ -127,7 +127,13 @@ def seeds(kind: str) -> list[bytes]:
 
     if kind == "manifest":
         attacks = [data for _, data, _ in corpus.manifests() if len(data) <= MOST_BYTES]
-        return [serialise(manifest_of()), serialise(manifest_of(1, 3)), corpus.VALID_MANIFEST, *attacks]
+        return [
+            serialise(manifest_of()),
+            serialise(manifest_of(1, 3)),
+            corpus.VALID_MANIFEST,
+            corpus.VALID_RULES,
+            *attacks,
+        ]
     if kind == "commit":
         fields = {"schema": "offload commit", "version": 1, "run_id": RUN, "step": 7, "replaces": "a" * 32}
         return [canonical(fields | {"manifests": [[5, "0" * 32]] * 3})]  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from offload.checkpoint.manifest import canonical, digest, parse, serialise
 from offload.errors import OffloadError
 from offload.sizes import PAGE_BYTES
 from offload.storage.swap_format import HEADER_BYTES, parse_header, parse_superblock
-from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_SUPERBLOCK
+from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_RULES, VALID_SUPERBLOCK
 from tests.support.committed import RUN, superblock_of
 
 EXAMPLES = 500
@@ -90,6 +90,7 @@ def test_manifests_with_changed_values(data: st.DataObject) -> None:
 def test_some_changes_are_taken() -> None:
     """That the fuzz above is not all refused for one reason."""
     assert check_manifest(VALID_MANIFEST)
+    assert check_manifest(VALID_RULES)
     assert check_manifest(VALID_MANIFEST.replace(b'"step":7', b'"step":8'))
 
 

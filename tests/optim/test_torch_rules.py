@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,7 +62,8 @@ WORKING: dict[str, Make] = {
     "nadam": lambda ps: o.NAdam(ps, decoupled_weight_decay=True, weight_decay=0.1),
     "radam": lambda ps: o.RAdam(ps),
     "adamax": lambda ps: o.Adamax(ps),
-    "asgd": lambda ps: o.ASGD(ps, t0=2),
+    # On an accelerator torch takes foreach, which calculates a number of ASGD's state in another precision.
+    "asgd": lambda ps: o.ASGD(ps, t0=2, foreach=False),
     "rprop": lambda ps: o.Rprop(ps),
     "lion": Lion,
 }
@@ -250,6 +252,63 @@ def test_options_that_bring_new_arrays_later_are_refused_and_others_are_taken() 
         rule.advance(group | {"lr": "fast"}, rule.initial)
     momentum = o.SGD(parameters(), lr=0.1, momentum=0.9)
     rule_of(momentum, momentum.param_groups[0]).require_sound(0, dict(momentum.param_groups[0]) | {"momentum": 0.0})
+
+
+def test_a_tensor_among_the_options_may_change_once_the_step_has_begun() -> None:
+    """As schedulers change a learning rate, in place."""
+    optimizer = o.SGD(parameters(), lr=torch.tensor(0.1), foreach=False)
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    scalars = rule.scalars(optimizer.param_groups[0], rule.initial, 1.0)
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    master, grad = torch.zeros(3), torch.ones(3)
+    with torch.no_grad():
+        native.load(1).run([rule.bind(native.load(1), [master], grad, master, [Span(0, 3)])(scalars)])
+    assert torch.equal(master, torch.full((3,), -0.1))
+
+
+def test_defaults_of_torch_change_nothing() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            optimizer = o.RMSprop([nn.Parameter(torch.ones(3, dtype=torch.float32))], lr=0.1, momentum=0.9)
+        rule = rule_of(optimizer, optimizer.param_groups[0])
+        after, _ = rule.advance(optimizer.param_groups[0], rule.initial)
+        kernels = native.load(1)
+        with torch.device("cpu"):
+            arrays = [torch.zeros(3, dtype=torch.float32) for _ in range(3)]
+            grad = torch.ones(3, dtype=torch.float32)
+        bound = rule.bind(kernels, arrays, grad, arrays[0], [Span(0, 3)])
+        kernels.run([bound(rule.scalars(optimizer.param_groups[0], rule.initial, 1.0))])
+        kernels.run([bound(rule.scalars(optimizer.param_groups[0], after, 1.0))])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    expected = nn.Parameter(torch.zeros(3))
+    plain = o.RMSprop([expected], lr=0.1, momentum=0.9)
+    expected.grad = torch.ones(3)
+    plain.step()
+    plain.step()
+    assert torch.equal(arrays[0], expected)
+
+
+def test_an_attribute_that_cannot_be_copied_is_refused() -> None:
+    optimizer = o.SGD(parameters(), lr=0.1)
+    optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="an attribute of it cannot be copied"):
+        rule_of(optimizer, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("last", [(), (0,)])
+def test_states_that_the_constructor_filled_are_known_in_groups_of_any_parameters(last: tuple[int, ...]) -> None:
+    """Of no dimension an array looks as a number does, and one without elements has no value."""
+    first, second = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(last))
+    for params in ([{"params": [first]}, {"params": [second]}], [{"params": [first, second]}]):
+        optimizer = o.Adagrad(params, initial_accumulator_value=0.3)
+        for group in optimizer.param_groups:
+            (kind,) = rule_of(optimizer, group).states
+            assert kind.name == "sum"
+            assert kind.starts == pytest.approx(0.3 if any(param.numel() for param in group["params"]) else 0.0)
 
 
 def test_hooks_and_attributes_of_the_optimizer_are_not_called_or_changed_for_pieces() -> None:

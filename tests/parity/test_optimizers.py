@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from offload import ConfigError, OffloadZero, ResumeError, Tuning
 from offload.planner import least_cpu_memory
 from tests.optim.test_torch_rules import WORKING, Lion, Make
 from tests.support.cases import often
+from tests.support.device import DEVICE
 from tests.support.toy import Net, batch
 
 STEPS = 6
@@ -33,7 +35,11 @@ KINDS = ("sgd_dampening", "adagrad_initial", "nadam", "lion")
 
 def net() -> Net:
     torch.manual_seed(5)
-    return Net()
+    return Net().to(DEVICE)
+
+
+def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def clip(model: nn.Module, most: float) -> None:
@@ -54,7 +60,7 @@ class Loop:
     def step(self, number: int) -> None:
         self.optimizer.zero_grad()
         for half in (0, 1):
-            (self.model(batch(2 * number + half)).square().mean() / 2).backward()
+            (self.model(batch(2 * number + half).to(DEVICE)).square().mean() / 2).backward()
         if number < 2 and not self.optimizer.param_groups[0].get("fused"):  # torch's own fused SGD fails there
             self.late.grad = None  # type: ignore[union-attr]
         if isinstance(self.optimizer, OffloadZero):
@@ -66,16 +72,34 @@ class Loop:
             group["lr"] = group["lr"] * 0.9
 
 
+class Apart(Loop):
+    """A plain model whose optimizer steps masters on another device: torch's code for a device may round otherwise."""
+
+    def __init__(self, model: nn.Module, name: str, device: str) -> None:
+        self.masters = {name: nn.Parameter(value.detach().to(device)) for name, value in model.named_parameters()}
+        super().__init__(model, WORKING[name](list(self.masters.values())))
+        self.optimizer.register_step_pre_hook(lambda *_: self.take_gradients(device))
+
+    def take_gradients(self, device: str) -> None:
+        for name, param in self.model.named_parameters():
+            self.masters[name].grad = None if param.grad is None else param.grad.to(device)
+
+    def step(self, number: int) -> None:
+        self.model.zero_grad()
+        super().step(number)
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(self.masters[name])
+
+
 @cache
-def plain(name: str) -> tuple[dict[str, Tensor], dict[str, Mapping[str, Any]], list[Any]]:
-    """Parameters, states and learning rates of plain torch after STEPS steps."""
-    model = net()
-    optimizer = WORKING[name](list(model.parameters()))
-    loop = Loop(model, optimizer)
+def plain(name: str, device: str) -> tuple[dict[str, Tensor], dict[str, Mapping[str, Any]], list[Any]]:
+    """Parameters, states and learning rates of plain torch after STEPS steps, with the optimizer on `device`."""
+    loop = Apart(net(), name, device)
     for number in range(STEPS):
         loop.step(number)
-    states = {name: optimizer.state[param] for name, param in model.named_parameters()}
-    return dict(model.state_dict()), states, [group["lr"] for group in optimizer.param_groups]
+    states = {name: on_cpu(loop.optimizer.state[param]) for name, param in loop.masters.items()}
+    return on_cpu(loop.masters), states, [group["lr"] for group in loop.optimizer.param_groups]
 
 
 def held(name: str, path: Path, *, resume: bool = False, **options: Any) -> tuple[Net, OffloadZero]:
@@ -90,10 +114,10 @@ def held(name: str, path: Path, *, resume: bool = False, **options: Any) -> tupl
     return model, OffloadZero(model, given, resume=resume, **options)
 
 
-def assert_as_plain(name: str, model: nn.Module, optimizer: OffloadZero) -> None:
-    params, states, rates = plain(name)
+def assert_as_plain(name: str, model: nn.Module, optimizer: OffloadZero, tier: str = "cpu") -> None:
+    params, states, rates = plain(name, DEVICE if tier == "device" else "cpu")
     for key, value in model.state_dict().items():
-        assert torch.equal(value, params[key]), key
+        assert torch.equal(value.cpu(), params[key]), key
     assert [group["lr"] for group in optimizer.param_groups] == rates
     for key, param in model.named_parameters():
         found, expected = optimizer.state_of(param), states[key]
@@ -113,7 +137,7 @@ def test_a_held_optimizer_has_the_bits_of_plain_torch(name: str, place: str, tmp
         loop = Loop(model, optimizer)
         for number in range(STEPS):
             loop.step(number)
-        assert_as_plain(name, model, optimizer)
+        assert_as_plain(name, model, optimizer, PLACES[place]["tier"])
 
 
 RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -161,6 +185,22 @@ def test_steps_taken_back_and_taken_again_change_no_bit(name: str, tmp_path: Pat
         assert_as_plain(name, model, optimizer)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_the_step_of_a_state_dict_is_gone_back_to(name: str, tmp_path: Path) -> None:
+    model, optimizer = held(name, tmp_path / "run", commit_every=0, tier="nvme")
+    with optimizer:
+        loop = Loop(model, optimizer)
+        for number in range(3):
+            loop.step(number)
+        state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+        loop.step(8)
+        optimizer.commit()
+        optimizer.load_state_dict(state)
+        for number in range(3, STEPS):
+            loop.step(number)
+        assert_as_plain(name, model, optimizer)
+
+
 def test_states_that_plain_torch_would_show_are_shown(tmp_path: Path) -> None:
     model, optimizer = held("nadam", tmp_path / "run", tier="cpu")
     with optimizer:
@@ -173,7 +213,7 @@ def test_states_that_plain_torch_would_show_are_shown(tmp_path: Path) -> None:
         expected = other.state[reference.head.weight]
         assert set(state) == set(expected)
         for kind, value in expected.items():
-            assert torch.equal(torch.as_tensor(state[kind] * 1), value), kind
+            assert torch.equal(torch.as_tensor(state[kind] * 1).cpu(), value.cpu()), kind
 
 
 def test_another_optimizer_is_refused_at_resume(tmp_path: Path) -> None:
@@ -183,10 +223,16 @@ def test_another_optimizer_is_refused_at_resume(tmp_path: Path) -> None:
         optimizer.commit()
     for name, why in [
         ("lion", "param group 0 is of Lion, and one of SGD was committed"),
+        ("adam_maximize", "param group 0 is of Adam run by torch, and one of SGD was committed"),
         ("sgd", "has master, and master, momentum_buffer was committed"),
     ]:
         with pytest.raises(ResumeError, match=why):
             held(name, tmp_path / "run", resume=True, commit_every=0, tier="nvme")
+    model, optimizer = held("adam_maximize", tmp_path / "other", commit_every=0, tier="nvme")
+    with optimizer:
+        optimizer.commit()
+    with pytest.raises(ResumeError, match="param group 0 is of Adam, and one of Adam run by torch was committed"):
+        held("adam", tmp_path / "other", resume=True, commit_every=0, tier="nvme")
     held("sgd_nesterov", tmp_path / "run", resume=True, commit_every=0, tier="nvme")[1].close()
 
 
@@ -240,21 +286,21 @@ def test_groups_of_one_optimizer_have_options_of_their_own(tmp_path: Path) -> No
 @pytest.mark.parametrize("place", ["RAM", "disk"])
 def test_bf16_masters_equal_fp32_training_on_the_rounded_gradients(place: str, tmp_path: Path) -> None:
     model, optimizer = held("rmsprop", tmp_path / "run", **PLACES[place] | {"compute_dtype": torch.bfloat16})
-    masters = {name: nn.Parameter(value.clone()) for name, value in net().named_parameters()}
+    masters = {name: nn.Parameter(value.detach().cpu()) for name, value in net().named_parameters()}
     expected = WORKING["rmsprop"](list(masters.values()))
     with optimizer:
         for number in range(4):
             optimizer.zero_grad()
-            model(batch(number).bfloat16()).float().square().mean().backward()
+            model(batch(number).to(DEVICE).bfloat16()).float().square().mean().backward()
             for name, param in model.named_parameters():
                 found = optimizer.grad(param)
                 assert found is not None
-                masters[name].grad = found.float().clone()
+                masters[name].grad = found.cpu().float()
             optimizer.step()
             expected.step()
         for name, param in model.named_parameters():
             assert torch.equal(optimizer.state_of(param)["master"], masters[name]), name
-            assert torch.equal(param, masters[name].bfloat16()), name
+            assert torch.equal(param.cpu(), masters[name].bfloat16()), name
 
 
 def several(model: Net) -> list[torch.optim.Optimizer]:

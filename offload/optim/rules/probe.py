@@ -34,6 +34,7 @@ from offload.optim.rules.torch_rule import (
     Blank,
     TorchRule,
     _quiet,
+    cpu_by_default,
     progress_of,
     step_piece,
     structure_of,
@@ -107,10 +108,13 @@ def _start(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> _Start
     Raises:
         RefusedError: parameters do not all begin alike, so the optimizer has stepped, or its states are no constants.
     """
-    found = [(param, optimizer.state[param]) for param in group["params"] if param in optimizer.state]
+    begun = [(param, state) for param, state in optimizer.state.items() if state]
+    # Of no dimension an array looks as a number does: other groups of the optimizer tell.
+    named = {name for param, state in begun for name, value in state.items() if _is_array(param, value)}
+    params = set(group["params"])
+    found = [(param, state) for param, state in begun if param in params and param.numel()]
     if not found:
         return _Start({}, NEVER)
-    named = {name for param, state in found for name, value in state.items() if _is_array(param, value)}
     starts = set()
     for param, state in found:
         constants, kinds = {}, []
@@ -154,7 +158,7 @@ def _probe(blank: Blank, group: Mapping[str, Any], start: _Start, dims: Sequence
     options = _that_moves(group)
     shapes = [shape for dim in (dims if any(dims) else (0, 1)) for shape in _shapes(dim)]
     before = _random_states()
-    with _quiet(), torch.no_grad():
+    with _quiet(), cpu_by_default(), torch.no_grad():
         whole = _Whole(blank, options, start, shapes)
         history = [whole.step() for _ in range(STEPS)]
         if _random_states() != before:
@@ -190,10 +194,11 @@ def _shapes(dim: int) -> list[tuple[int, ...]]:
 
 def _values(seed: int, shape: Sequence[int]) -> Tensor:
     """Normally distributed, with magnitudes from 1e-4 to 1e2, and zeros."""
-    made = torch.Generator().manual_seed(seed)
-    values = torch.randn(tuple(shape), generator=made)
-    scale = torch.randint(-4, 3, tuple(shape), generator=made).float()
-    return torch.where(torch.rand(tuple(shape), generator=made) < 0.05, 0.0, values * 10.0**scale)
+    made = torch.Generator("cpu").manual_seed(seed)
+    values, scale, zeros = torch.empty((3, *shape), dtype=torch.float32, device="cpu")
+    scale.random_(-4, 3, generator=made)
+    values.normal_(generator=made).mul_(10.0**scale)
+    return torch.where(zeros.uniform_(generator=made) < 0.05, 0.0, values)
 
 
 def _gradient(step: int, number: int, shape: Sequence[int]) -> Tensor:
@@ -367,7 +372,7 @@ def _same_bits_in_large_blocks(
         arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in states]
         rule = TorchRule(blank, states, NEVER, None, lambda _: (), has_large_blocks=False)
         progress = start.progress
-        with _quiet(), torch.no_grad():
+        with _quiet(), cpu_by_default(), torch.no_grad():
             for step in range(2):
                 grad = _gradient(step, 7, (numel,))
                 for low in range(0, numel, block):

@@ -19,6 +19,7 @@ import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ CUT = 64
 BLOCK = 32_768
 """The most elements for which torch starts no threads of its own."""
 LARGE_BLOCK = 262_144
+
+KERNELS_OF = ("Adam", "AdamW")
+"""The optimizers that have kernels of their own: rules/adam.py. In a commit they have these names."""
 
 _MADE_ANEW = frozenset({"state", "param_groups", "defaults", "step"})
 
@@ -56,7 +60,12 @@ class Blank:
         for name, value in own.items():
             if any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves(value)):
                 raise ConfigError(f"it keeps tensors of its own, in its attribute {name}, which no commit would find")
-        self._own = copy.deepcopy({name: value for name, value in own.items() if name not in self._hooks})
+        try:
+            self._own = copy.deepcopy({name: value for name, value in own.items() if name not in self._hooks})
+        except Exception as error:  # whatever an attribute raises that cannot be copied
+            raise ConfigError(
+                f"an attribute of it cannot be copied, as each piece needs: {type(error).__name__}: {error}"
+            ) from error
         self._defaults = dict(optimizer.defaults)
         # Without torch's wrapper, which would call hooks and the profiler for each piece.
         step: Any = self._kind.step
@@ -132,7 +141,8 @@ class TorchRule(Rule):
         *,
         has_large_blocks: bool,
     ) -> None:
-        self.name = blank.name
+        # Adam's own kernels keep other progress, and a user's class may have its name.
+        self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
         self.states = tuple(states)
         self.initial = initial
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
@@ -160,11 +170,12 @@ class TorchRule(Rule):
 
     def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
         """See Rule.advance. The class steps a stand-in of one element."""
-        param = nn.Parameter(torch.zeros(1))
-        param.grad = torch.ones(1)
-        state = {name: torch.zeros(1) for name in before.arrays} | scalars_of(before)
+        zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+        param = nn.Parameter(zero.clone())
+        param.grad = torch.ones_like(zero)
+        state = {name: zero.clone() for name in before.arrays} | scalars_of(before)
         try:
-            with _quiet():
+            with _quiet(), cpu_by_default():
                 after, states = self._blank.step(_with_copies(group), {param: state} if state else {}, [param])
         except Exception as error:  # whatever the class raises
             raise ConfigError(
@@ -178,7 +189,7 @@ class TorchRule(Rule):
 
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
         """See Rule.scalars."""
-        return dict(group), before, scale
+        return _with_copies(group), before, scale
 
     def agreed(self, group: Mapping[str, Any]) -> Hashable:
         """See Rule.agreed."""
@@ -241,7 +252,8 @@ class TorchRule(Rule):
         param.grad = grad.to(torch.float32, copy=True)
         if scale != 1.0:
             param.grad.mul_(scale)
-        step_piece(self._blank, self.states, group, before, param, states)
+        with cpu_by_default():
+            step_piece(self._blank, self.states, group, before, param, states)
         if out.data_ptr() != master.data_ptr():
             out.copy_(master)
 
@@ -328,6 +340,15 @@ def _structure(value: Any) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return type(value).__name__, value == 0
     return repr(value)
+
+
+def cpu_by_default() -> AbstractContextManager[object]:
+    """The numbers of a state that a class makes are on the CPU, whatever torch.set_default_device says.
+
+    That holds for the thread that called it, and pieces are stepped by several.
+    """
+    default = torch.get_default_device()
+    return nullcontext() if default.type == "cpu" else torch.device("cpu")
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801
