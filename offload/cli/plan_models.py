@@ -120,7 +120,7 @@ def rule_named(name: str) -> Rule:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--optimizer {name}: {meant}Choose one of {', '.join(known)}")
     kind, options = known[name]
-    (rule,) = rules_of(kind([nn.Parameter(torch.zeros(2, 2))], **options))
+    (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)])
     return rule
 
 
