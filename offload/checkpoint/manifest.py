@@ -722,7 +722,8 @@ def _optimizers(manifest: Manifest) -> list[str]:
 
 def _states(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """The names of the arrays in the slots of each parameter."""
-    return {manifest.parameters[number].name: flat.kinds for flat in manifest.flats for number in flat.params}
+    kinds = {number: flat.kinds for flat in manifest.flats for number in flat.params}
+    return {param.name: kinds[number] for number, param in enumerate(manifest.parameters)}
 
 
 def _param_differences(old: ParameterFacts, new: ParameterFacts) -> list[str]:

@@ -99,7 +99,7 @@ def _gaps(stage: int) -> int:
             for piece in chunk.pieces:
                 inside[piece.chunk_offset : piece.chunk_offset + piece.numel] = True
             with optimizer._parts.stores.states.lease(chunk.index, Use.READ, step=1) as lease:
-                for state in lease.states().values():
+                for state in lease.arrays:
                     found += int(state[~inside].count_nonzero())
     return found
 

@@ -320,7 +320,7 @@ def test_closing_raises_what_failed_behind_the_calls_and_commits_nothing(make: M
 def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = committed(make)
     expected = bits(model, optimizer)
-    run = optimizer._parts.step._adam
+    run = optimizer._parts.run.kernels.run
     calls: list[int] = []
 
     def interrupted(*args: Any) -> None:
@@ -329,7 +329,7 @@ def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pyt
             raise KeyboardInterrupt
         run(*args)
 
-    monkeypatch.setattr(optimizer._parts.step, "_adam", interrupted)
+    monkeypatch.setattr(optimizer._parts.run.kernels, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         some_steps(model, optimizer)
     with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"):

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ from offload import (
     TierIOError,
     Tuning,
 )
+from offload.native import Task
 from offload.sizes import MIB, PAGE_BYTES
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, batch, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
@@ -644,15 +645,15 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     optimizer = make(model)
     one_step(model, optimizer)
     optimizer.synchronize()
-    real, calls = optimizer._parts.step._adam, []
+    real, calls = optimizer._parts.run.kernels.run, []
 
-    def interrupted(*args: object) -> None:
-        calls.append(args)
+    def interrupted(tasks: Iterable[Task]) -> None:
+        calls.append(tasks)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        real(*args)
+        real(tasks)
 
-    monkeypatch.setattr(optimizer._parts.step, "_adam", interrupted)
+    monkeypatch.setattr(optimizer._parts.run.kernels, "run", interrupted)
     backward(model)
     optimizer.step()
     with pytest.raises(KeyboardInterrupt):
