@@ -320,16 +320,16 @@ def test_closing_raises_what_failed_behind_the_calls_and_commits_nothing(make: M
 def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = committed(make)
     expected = bits(model, optimizer)
-    run = optimizer._parts.run.kernels.run
+    run = optimizer._parts.step._tasks
     calls: list[int] = []
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        run(*args)
+        return run(*args)
 
-    monkeypatch.setattr(optimizer._parts.run.kernels, "run", interrupted)
+    monkeypatch.setattr(optimizer._parts.step, "_tasks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         some_steps(model, optimizer)
     with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"):

@@ -11,8 +11,9 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from offload import (
     TierIOError,
     Tuning,
 )
-from offload.native import Task
 from offload.sizes import MIB, PAGE_BYTES
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, batch, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
@@ -645,15 +645,15 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     optimizer = make(model)
     one_step(model, optimizer)
     optimizer.synchronize()
-    real, calls = optimizer._parts.run.kernels.run, []
+    real, calls = optimizer._parts.step._tasks, []
 
-    def interrupted(tasks: Iterable[Task]) -> None:
-        calls.append(tasks)
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        real(tasks)
+        return real(*args)
 
-    monkeypatch.setattr(optimizer._parts.run.kernels, "run", interrupted)
+    monkeypatch.setattr(optimizer._parts.step, "_tasks", interrupted)
     backward(model)
     optimizer.step()
     with pytest.raises(KeyboardInterrupt):
