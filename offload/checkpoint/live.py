@@ -145,6 +145,7 @@ def untag(directory: Path, run_id: str, rank: int, files: Files) -> None:
     """Removes a tag if the rank has no swap file beside it."""
     with suppress(OSError, PathError):
         if swap_name(run_id, rank) not in names_in(directory, files):
+            files.sync_directory(directory)  # a swap file that a power cut brings back needs its tag
             files.remove(directory / tag_name(run_id, rank))
 
 

@@ -23,6 +23,7 @@ from offload.checkpoint.live import (
     live,
     read_tag,
     swaps,
+    untag,
     withdraw,
     write_tag,
 )
@@ -413,3 +414,16 @@ def test_a_damaged_record_is_said_before_anything_is_judged(places: list[Path]) 
     (places[0] / COMMIT_NAME).write_bytes(data[:-3] + b"\n")
     with pytest.raises(CorruptionError):
         live(places, LOCAL)
+
+
+def test_a_tag_goes_only_when_it_is_certain_that_its_swap_file_has_gone(places: list[Path]) -> None:
+    """A start that failed removes what it made, and then power goes: a swap file that is back would belong to nobody."""
+    for seed in range(20):
+        begun(places[:1], OLD)
+        files = SimulatedFiles().load(places[0])
+        untag(places[0], OLD, 0, files)
+        assert tag_name(OLD, 0) in files.names(places[0]), "its swap file is there"
+        files.remove(places[0] / swap_name(OLD, 0))
+        untag(places[0], OLD, 0, files)
+        assert files.names(places[0]) == []
+        assert files.after_cut(seed).names(places[0]) in ([], [tag_name(OLD, 0)])
