@@ -628,6 +628,8 @@ def leave(directory: Path, files: Files) -> None:
         is_committed = COMMIT_NAME in names and _is_record(record, files) and files.stat(record).st_size > 0
         has_more = is_committed or any(kind in ("swap", "tag") for _, kind in known)
         if not has_more and not any_is_held(directory, pages, files):
+            if any(kind != "older" for _, kind in known):  # of an older run such a page may be the swap file
+                pages = []
             for name in [*pages, LOCK_NAME]:
                 files.remove(directory / name)
 

@@ -390,6 +390,17 @@ def test_locks_stay_as_long_as_anything_else_of_ours_does(places: list[Path]) ->
     assert names(places[0]) == {"notes"}
 
 
+def test_a_page_beside_an_older_manifest_stays(places: list[Path]) -> None:
+    """It is the swap file of a rank that has no chunks in this directory."""
+    page = places[1] / older_swap_name(0)
+    page.write_bytes(superblock(manifest_of(run_id=OLD, paths=2), 1))
+    write_manifest(places[1], manifest_of(run_id=OLD, paths=2))
+    (places[1] / LOCK_NAME).touch()
+    before = names(places[1])
+    leave(places[1], LOCAL)
+    assert names(places[1]) == before - {LOCK_NAME}
+
+
 def test_a_file_to_be_claimed_is_no_link_and_a_held_one_leaves_no_descriptor(places: list[Path]) -> None:
     file = swap(places[0], NEW)
     link = places[1] / swap_name(NEW, 0)
@@ -417,7 +428,7 @@ def test_a_damaged_record_is_said_before_anything_is_judged(places: list[Path]) 
 
 
 def test_a_tag_goes_only_when_it_is_certain_that_its_swap_file_has_gone(places: list[Path]) -> None:
-    """A start that failed removes what it made, and then power goes: a swap file that is back would belong to nobody."""
+    """A start that failed removes what it made, and then power goes: a swap file that is back has to have its tag."""
     for seed in range(20):
         begun(places[:1], OLD)
         files = SimulatedFiles().load(places[0])
