@@ -456,7 +456,6 @@ def garbage(
         PathError: a file or directory cannot be read.
     """
     names = names_in(directory, files)
-    keeps = frozenset[str]() if record is None else record.names_in(directory)
     found = [name for name in names if rank is None and _is_left(directory / name, files)]
     for name in names:
         file = file_name(name)
@@ -466,7 +465,7 @@ def garbage(
             if rank is None and _is_older_garbage(directory / name, file, dead, files):
                 found.append(name)
         elif record is not None and file.run_id == record.run_id:
-            if keeps and name not in keeps and rank in (None, file.rank):
+            if rank in (None, file.rank) and record.supersedes(name, file.rank, directory):
                 found.append(name)
         elif rank is None and file.run_id in dead and _is_ours(directory / name, file, files):
             found.append(name)

@@ -8,11 +8,21 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from offload.checkpoint.commit import Commit, manifest_name, read_commit, spelled, write_commit, write_manifest
+from offload.checkpoint.commit import (
+    Commit,
+    RankFiles,
+    manifest_name,
+    names_of,
+    read_commit,
+    spelled,
+    write_commit,
+    write_manifest,
+)
 from offload.checkpoint.live import (
     Tag,
     collect,
@@ -310,8 +320,25 @@ def test_a_record_says_nothing_of_directories_that_it_does_not_name(places: list
     assert names(places[0]) == before - {f"manifest-{NEW}-6-rank0.json"}
 
 
+def test_a_record_says_nothing_of_the_files_of_ranks_that_have_another_directory(places: list[Path]) -> None:
+    """As where the names of two ranks' directories were swapped."""
+    for rank, place in enumerate(places):
+        swap(place, NEW, rank=rank)
+        tag(place, NEW, [place], rank)
+        for step in (6, 7):
+            (place / f"manifest-{NEW}-{step}-rank{rank}.json").touch()
+    at = manifest_of(run_id=NEW)
+    files = tuple(RankFiles((spelled(places[1 - rank]),), names_of(at, rank, has_tensors=False)) for rank in range(2))
+    before = [names(place) for place in places]
+    for place in places:
+        collect(place, replace(AFTER, manifests=AFTER.manifests * 2, files=files), (), LOCAL)
+    assert [names(place) for place in places] == before
+
+
 def test_a_rank_leaves_what_others_are_writing(places: list[Path]) -> None:
     record = decided(places, AFTER)
+    other = record.files[0]._replace(names=names_of(manifest_of(run_id=NEW), 1, has_tensors=False))
+    record = replace(record, manifests=record.manifests * 2, files=(*record.files, other))
     for rank in range(2):
         (places[0] / f"manifest-{NEW}-8-rank{rank}.json").touch()
     (places[0] / f"{COMMIT_NAME}.offload.new").touch()
