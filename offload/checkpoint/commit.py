@@ -125,10 +125,17 @@ class Commit:
         """Whether an older version of this library wrote it, in format 1."""
         return not self.files
 
-    def names_in(self, directory: Path) -> frozenset[str]:
-        """The names of the files that live in a directory; none if the record does not name the directory."""
-        place = spelled(directory)
-        return frozenset(name for rank in self.files if place in rank.directories for name in rank.names)
+    def supersedes(self, name: str, rank: int, directory: Path) -> bool:
+        """Whether a file of this run does not live any more: the rank has the directory, and other files in it.
+
+        Args:
+            name: the name of the file.
+            rank: the rank that wrote it.
+            directory: where it is. The record says nothing of files in directories that it does not name for the rank.
+        """
+        if rank >= len(self.files) or spelled(directory) not in self.files[rank].directories:
+            return False
+        return name not in self.files[rank].names
 
 
 def manifest_name(of: Commit | Manifest, rank: int) -> str:

@@ -145,6 +145,7 @@ def untag(directory: Path, run_id: str, rank: int, files: Files) -> None:
     """Removes a tag if the rank has no swap file beside it."""
     with suppress(OSError, PathError):
         if swap_name(run_id, rank) not in names_in(directory, files):
+            files.sync_directory(directory)  # a swap file that a power cut brings back needs its tag
             files.remove(directory / tag_name(run_id, rank))
 
 
@@ -455,7 +456,6 @@ def garbage(
         PathError: a file or directory cannot be read.
     """
     names = names_in(directory, files)
-    keeps = frozenset[str]() if record is None else record.names_in(directory)
     found = [name for name in names if rank is None and _is_left(directory / name, files)]
     for name in names:
         file = file_name(name)
@@ -465,7 +465,7 @@ def garbage(
             if rank is None and _is_older_garbage(directory / name, file, dead, files):
                 found.append(name)
         elif record is not None and file.run_id == record.run_id:
-            if keeps and name not in keeps and rank in (None, file.rank):
+            if rank in (None, file.rank) and record.supersedes(name, file.rank, directory):
                 found.append(name)
         elif rank is None and file.run_id in dead and _is_ours(directory / name, file, files):
             found.append(name)
@@ -627,6 +627,8 @@ def leave(directory: Path, files: Files) -> None:
         is_committed = COMMIT_NAME in names and _is_record(record, files) and files.stat(record).st_size > 0
         has_more = is_committed or any(kind in ("swap", "tag") for _, kind in known)
         if not has_more and not any_is_held(directory, pages, files):
+            if any(kind != "older" for _, kind in known):  # of an older run such a page may be the swap file
+                pages = []
             for name in [*pages, LOCK_NAME]:
                 files.remove(directory / name)
 

@@ -8,11 +8,21 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from offload.checkpoint.commit import Commit, manifest_name, read_commit, spelled, write_commit, write_manifest
+from offload.checkpoint.commit import (
+    Commit,
+    RankFiles,
+    manifest_name,
+    names_of,
+    read_commit,
+    spelled,
+    write_commit,
+    write_manifest,
+)
 from offload.checkpoint.live import (
     Tag,
     collect,
@@ -23,6 +33,7 @@ from offload.checkpoint.live import (
     live,
     read_tag,
     swaps,
+    untag,
     withdraw,
     write_tag,
 )
@@ -309,8 +320,25 @@ def test_a_record_says_nothing_of_directories_that_it_does_not_name(places: list
     assert names(places[0]) == before - {f"manifest-{NEW}-6-rank0.json"}
 
 
+def test_a_record_says_nothing_of_the_files_of_ranks_that_have_another_directory(places: list[Path]) -> None:
+    """As where the names of two ranks' directories were swapped."""
+    for rank, place in enumerate(places):
+        swap(place, NEW, rank=rank)
+        tag(place, NEW, [place], rank)
+        for step in (6, 7):
+            (place / f"manifest-{NEW}-{step}-rank{rank}.json").touch()
+    at = manifest_of(run_id=NEW)
+    files = tuple(RankFiles((spelled(places[1 - rank]),), names_of(at, rank, has_tensors=False)) for rank in range(2))
+    before = [names(place) for place in places]
+    for place in places:
+        collect(place, replace(AFTER, manifests=AFTER.manifests * 2, files=files), (), LOCAL)
+    assert [names(place) for place in places] == before
+
+
 def test_a_rank_leaves_what_others_are_writing(places: list[Path]) -> None:
     record = decided(places, AFTER)
+    other = record.files[0]._replace(names=names_of(manifest_of(run_id=NEW), 1, has_tensors=False))
+    record = replace(record, manifests=record.manifests * 2, files=(*record.files, other))
     for rank in range(2):
         (places[0] / f"manifest-{NEW}-8-rank{rank}.json").touch()
     (places[0] / f"{COMMIT_NAME}.offload.new").touch()
@@ -389,6 +417,17 @@ def test_locks_stay_as_long_as_anything_else_of_ours_does(places: list[Path]) ->
     assert names(places[0]) == {"notes"}
 
 
+def test_a_page_beside_an_older_manifest_stays(places: list[Path]) -> None:
+    """It is the swap file of a rank that has no chunks in this directory."""
+    page = places[1] / older_swap_name(0)
+    page.write_bytes(superblock(manifest_of(run_id=OLD, paths=2), 1))
+    write_manifest(places[1], manifest_of(run_id=OLD, paths=2))
+    (places[1] / LOCK_NAME).touch()
+    before = names(places[1])
+    leave(places[1], LOCAL)
+    assert names(places[1]) == before - {LOCK_NAME}
+
+
 def test_a_file_to_be_claimed_is_no_link_and_a_held_one_leaves_no_descriptor(places: list[Path]) -> None:
     file = swap(places[0], NEW)
     link = places[1] / swap_name(NEW, 0)
@@ -413,3 +452,16 @@ def test_a_damaged_record_is_said_before_anything_is_judged(places: list[Path]) 
     (places[0] / COMMIT_NAME).write_bytes(data[:-3] + b"\n")
     with pytest.raises(CorruptionError):
         live(places, LOCAL)
+
+
+def test_a_tag_goes_only_when_it_is_certain_that_its_swap_file_has_gone(places: list[Path]) -> None:
+    """A start that failed removes what it made, and then power goes: a swap file that is back has to have its tag."""
+    for seed in range(20):
+        begun(places[:1], OLD)
+        files = SimulatedFiles().load(places[0])
+        untag(places[0], OLD, 0, files)
+        assert tag_name(OLD, 0) in files.names(places[0]), "its swap file is there"
+        files.remove(places[0] / swap_name(OLD, 0))
+        untag(places[0], OLD, 0, files)
+        assert files.names(places[0]) == []
+        assert files.after_cut(seed).names(places[0]) in ([], [tag_name(OLD, 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from tests.support import models
 from tests.support.disks import on_disk
 from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds
-from tests.support.run_files import kinds_in, swap_in
+from tests.support.run_files import contents, kinds_in, swap_in
 from tests.support.sharded import batches_of, communicators, devices_apart
 from tests.support.training import LR, schedule
 
@@ -365,6 +366,41 @@ def test_a_run_cut_off_before_its_first_commit_begins_anew(worlds: Worlds, tmp_p
     for resume in (False, "auto", "auto"):
         worlds(2).run(_undecided, str(tmp_path), resume)
     worlds(2).run(_decided, str(tmp_path))
+
+
+def _own(base: str, resume: bool) -> dict[str, Tensor]:
+    """A directory for each rank. Returns: the bits that are committed there."""
+    training = Training(f"{base}/rank{dist.get_rank()}", stage=2, resume=resume)
+    training.go_to(AT)
+    training.optimizer.commit() if not resume else None
+    with training.optimizer:
+        return training.bits()
+
+
+def _refused_at(base: str) -> str:
+    with pytest.raises(OffloadError) as caught:
+        Training(f"{base}/rank{dist.get_rank()}", stage=2, resume="auto")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_directories_that_ranks_have_swapped_are_known_and_one_that_is_missing_is_missed(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    base, away = str(tmp_path), tmp_path / "away"
+    expected = worlds(2).run(_own, base, False)
+    for missing in (tmp_path / "rank0", tmp_path / "rank1"):
+        missing.rename(away)
+        missing.mkdir()  # a mount point without its disk
+        before = contents(tmp_path)
+        assert any(said.startswith("ResumeError") for said in worlds(2).run(_refused_at, base))
+        assert contents(tmp_path) == before
+        shutil.rmtree(missing)
+        away.rename(missing)
+    (tmp_path / "rank0").rename(away)
+    (tmp_path / "rank1").rename(tmp_path / "rank0")
+    away.rename(tmp_path / "rank1")
+    for _ in range(2):
+        assert all(same(found, expected[0]) for found in worlds(2).run(_own, base, True))
 
 
 def test_ranks_that_do_not_fit_what_is_there_are_refused(worlds: Worlds, tmp_path: Path) -> None:
