@@ -205,7 +205,10 @@ def _optimizer(call: Call, config: dict[str, Any]) -> str:
     """
     kind, params = str(config.get("type", "AdamW")), dict(config.get("params") or {})
     if kind.lower() not in ("adam", "adamw"):
-        raise ConfigError(f"optimizer.type is {kind!r}: this library runs Adam and AdamW: choose one of them")
+        raise ConfigError(
+            f"optimizer.type is {kind!r}: only Adam and AdamW are converted: choose one of them, or give "
+            "OffloadZero the torch optimizer in a script of your own"
+        )
     # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode says otherwise.
     is_decoupled = kind.lower() == "adamw" or params.get("adam_w_mode", True) is not False
     name = "AdamW" if is_decoupled else "Adam"
