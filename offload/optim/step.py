@@ -111,6 +111,7 @@ class Step:
         self._pending: dict[int, list[_Work]] = {}
         # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
         self._bound: dict[int, tuple[_Addresses, list[Callable[[Any], Task]]]] = {}
+        self._spans: dict[tuple[int, int, int], list[Span]] = {}  # of each run of a chunk, from its first step on
         self._number = 0
         self._started: set[int] = set()
         self._health = run.health
@@ -341,9 +342,9 @@ class Step:
             at = slice(run.start, run.stop)
             arrays, grads, target = [array[at] for array in arrays], grads[at], target[at]
             current = None if current is None else current[at]
-        spans = [
-            Span(piece.chunk_offset - run.start, piece.numel)
-            for piece in chunk.pieces
-            if run.start <= piece.chunk_offset < run.stop
-        ]
+        spans = self._spans.get((chunk.index, run.start, run.stop))
+        if spans is None:
+            inside = (piece for piece in chunk.pieces if run.start <= piece.chunk_offset < run.stop)
+            spans = [Span(piece.chunk_offset - run.start, piece.numel) for piece in inside]
+            self._spans[chunk.index, run.start, run.stop] = spans
         return self._rules[run.key.group].bind(self._kernels, arrays, grads, target, spans, current)
