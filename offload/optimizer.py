@@ -125,8 +125,8 @@ class OffloadZero(torch.optim.Optimizer):
         optimizer: any fresh torch optimizer whose step treats each element by itself, as AdamW, SGD, RMSprop or a class
             of your own, also as wrapped by Accelerate or Lightning. Any other is a ConfigError with the reason, and
             the model is not changed; docs/optimizers.md lists both. Its param groups are adopted (the same dicts), and
-            hooks that were registered on it move along. Its own `step()` raises GradientMovedError from then on. Several
-            in a list are one: one step, one clip, one commit. None: AdamW(model.parameters()).
+            hooks that were registered on it move along. Its own `step()` raises GradientMovedError from then on.
+            Several in a list are one: one step, one clip, one commit. None: AdamW(model.parameters()).
         tier: where the optimizer states are: "device", "cpu" or "nvme". None: "nvme" if `path` is given, else "cpu".
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
