@@ -33,11 +33,11 @@ from offload.optim.rules.torch_rule import (
     LARGE_BLOCK,
     Blank,
     TorchRule,
-    _quiet,
     cpu_by_default,
     progress_of,
     step_piece,
     structure_of,
+    without_warnings,
 )
 
 STEPS = 4
@@ -158,7 +158,7 @@ def _probe(blank: Blank, group: Mapping[str, Any], start: _Start, dims: Sequence
     options = _that_moves(group)
     shapes = [shape for dim in (dims if any(dims) else (0, 1)) for shape in _shapes(dim)]
     before = _random_states()
-    with _quiet(), cpu_by_default(), torch.no_grad():
+    with without_warnings(), cpu_by_default(), torch.no_grad():
         whole = _Whole(blank, options, start, shapes)
         history = [whole.step() for _ in range(STEPS)]
         if _random_states() != before:
@@ -372,7 +372,7 @@ def _same_bits_in_large_blocks(
         arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in states]
         rule = TorchRule(blank, states, NEVER, None, lambda _: (), has_large_blocks=False)
         progress = start.progress
-        with _quiet(), cpu_by_default(), torch.no_grad():
+        with without_warnings(), cpu_by_default(), torch.no_grad():
             for step in range(2):
                 grad = _gradient(step, 7, (numel,))
                 for low in range(0, numel, block):

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ class TorchRule(Rule):
         param.grad = torch.ones_like(zero)
         state = {name: zero.clone() for name in before.arrays} | scalars_of(before)
         try:
-            with _quiet(), cpu_by_default():
+            with without_warnings(), cpu_by_default():
                 after, states = self._blank.step(_with_copies(group), {param: state} if state else {}, [param])
         except Exception as error:  # whatever the class raises
             raise ConfigError(
@@ -351,9 +351,9 @@ def cpu_by_default() -> AbstractContextManager[object]:
     return nullcontext() if default.type == "cpu" else torch.device("cpu")
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801
+@contextmanager
+def without_warnings() -> Iterator[None]:
     """No warnings of a class that steps stand-ins."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
