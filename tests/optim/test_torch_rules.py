@@ -292,6 +292,12 @@ def test_defaults_of_torch_change_nothing() -> None:
     assert torch.equal(arrays[0], expected)
 
 
+def test_a_scheduler_that_was_made_before_hides_nothing() -> None:
+    optimizer = o.SGD(parameters(), lr=0.1)
+    o.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rule_of(optimizer, optimizer.param_groups[0])
+
+
 def test_an_attribute_that_cannot_be_copied_is_refused() -> None:
     optimizer = o.SGD(parameters(), lr=0.1)
     optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
