@@ -513,7 +513,7 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: an optimizer refuses its options.
         """
         held, groups = self._parts.parameters.held, self._layout.groups
-        found = {(groups[number], held[number].progress) for number in active}
+        found = dict.fromkeys((groups[number], held[number].progress) for number in active)  # alike on all ranks
         rules = self._plan.rules
         return {(group, one): rules[group].advance(self.param_groups[group], one) for group, one in found}
 
