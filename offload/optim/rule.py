@@ -71,10 +71,12 @@ class Span(NamedTuple):
     Attributes:
         start: where they begin in the arrays.
         numel: how many there are.
+        shape: that of the parameter, if the rule is of whole parameters.
     """
 
     start: int
     numel: int
+    shape: tuple[int, ...] = ()
 
 
 class Rule(ABC):
@@ -85,12 +87,14 @@ class Rule(ABC):
         states: the arrays that it keeps beside the master.
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
+        is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
     """
 
     name: str
     states: tuple[StateKind, ...]
     initial: Progress = NEVER
     splits_masters: bool = False
+    is_whole: bool = False
 
     @abstractmethod
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:

@@ -345,6 +345,9 @@ class Step:
         spans = self._spans.get((chunk.index, run.start, run.stop))
         if spans is None:
             inside = (piece for piece in chunk.pieces if run.start <= piece.chunk_offset < run.stop)
-            spans = [Span(piece.chunk_offset - run.start, piece.numel) for piece in inside]
+            spans = [
+                Span(piece.chunk_offset - run.start, piece.numel, self._layout.specs[piece.param].whole or ())
+                for piece in inside
+            ]
             self._spans[chunk.index, run.start, run.stop] = spans
         return self._rules[run.key.group].bind(self._kernels, arrays, grads, target, spans, current)

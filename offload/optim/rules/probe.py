@@ -32,6 +32,7 @@ from offload.optim.rules.torch_rule import (
     BLOCK,
     LARGE_BLOCK,
     Blank,
+    Found,
     TorchRule,
     cpu_by_default,
     progress_of,
@@ -82,17 +83,17 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
         start = _start(optimizer, group)
         dims = sorted({param.dim() for param in group["params"]}) or [1]
 
-        def probe(options: Mapping[str, Any]) -> Sequence[StateKind]:
+        def probe(options: Mapping[str, Any]) -> Found:
             return _probe(blank, options, start, dims)
 
-        states = probe(group)
-        has_large_blocks = _same_bits_in_large_blocks(blank, group, start, states)
+        found = probe(group)
+        has_large_blocks = not found.is_whole and _same_bits_in_large_blocks(blank, group, start, found.states)
     except ConfigError as error:
         raise ConfigError(
             f"optimizer is {name}, which cannot be offloaded: {error}; the model was not changed. Optimizers run whose "
             "step treats each element by itself, as torch.optim.AdamW, SGD, RMSprop, Adagrad, NAdam"
         ) from None
-    return TorchRule(blank, states, start.progress, structure_of(group), probe, has_large_blocks=has_large_blocks)
+    return TorchRule(blank, found, start.progress, structure_of(group), probe, has_large_blocks=has_large_blocks)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -146,11 +147,8 @@ def _constant(name: str, value: Tensor, group: Mapping[str, Any]) -> float:
     return float(first)
 
 
-def _probe(blank: Blank, group: Mapping[str, Any], start: _Start, dims: Sequence[int]) -> tuple[StateKind, ...]:
-    """Steps whole stand-ins and pieces.
-
-    Returns:
-        The arrays that the optimizer keeps.
+def _probe(blank: Blank, group: Mapping[str, Any], start: _Start, dims: Sequence[int]) -> Found:
+    """Steps whole stand-ins and pieces, or, if these differ, whole stand-ins each by itself.
 
     Raises:
         RefusedError: the results differ, or are none that can be kept.
@@ -164,14 +162,14 @@ def _probe(blank: Blank, group: Mapping[str, Any], start: _Start, dims: Sequence
         if _random_states() != before:
             raise RefusedError("it draws random numbers, so no two runs on other tiers would agree")
         states = _kinds_of(whole, start)
-        in_pieces = [_Pieces(blank, options, start, states, shape, number) for number, shape in enumerate(shapes)]
-        why = next((why for one in in_pieces if (why := one.differs_from(history))), None)
-        if why is None:
-            return states
-        alone = [_Pieces(blank, options, start, states, shape, n, cuts=()) for n, shape in enumerate(shapes)]
-        if all(one.differs_from(history) is None for one in alone):
-            raise RefusedError("its update of an element depends on others of the same parameter, such as their norm")
-        raise RefusedError(why)
+        reasons = []
+        for found in (Found(states), Found(states, is_whole=True, dims=len(shapes[0]))):
+            stepped = (_Pieces(blank, options, start, found, shape, number) for number, shape in enumerate(shapes))
+            why = next((why for one in stepped if (why := one.differs_from(history))), None)
+            if why is None:
+                return found
+            reasons.append(why)
+        raise RefusedError(reasons[-1])
 
 
 def _that_moves(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,18 +282,16 @@ class _Pieces:
         blank: Blank,
         group: Mapping[str, Any],
         start: _Start,
-        states: Sequence[StateKind],
+        found: Found,
         shape: tuple[int, ...],
         number: int,
-        cuts: Sequence[int] = CUT_AT,
     ) -> None:
-        self._blank, self._group, self._states, self._shape, self._number = blank, dict(group), states, shape, number
+        self._blank, self._group, self._found, self._shape, self._number = blank, dict(group), found, shape, number
         self._progress = start.progress
         self._master = _values(number, shape).reshape(-1)
-        self._arrays = [torch.full_like(self._master, start.constants.get(kind.name, 0.0)) for kind in states]
-        inner = [cut for cut in cuts if cut < len(self._master)]
+        self._arrays = [torch.full_like(self._master, start.constants.get(kind.name, 0.0)) for kind in found.states]
+        inner = [] if found.is_whole else [cut for cut in CUT_AT if cut < len(self._master)]
         self._edges = [0, *inner, len(self._master)]
-        self._is_whole = not cuts
 
     def differs_from(self, history: Sequence[Sequence[tuple[Tensor, Mapping[str, Any]]]]) -> str | None:
         """Steps as often as `history` is long.
@@ -306,44 +302,41 @@ class _Pieces:
         Returns:
             What is not the same; None: all bits are.
         """
-        rule = TorchRule(
-            self._blank, self._states, NEVER, structure_of(self._group), lambda _: (), has_large_blocks=False
-        )
+        states, whose = self._found.states, "parameter by itself" if self._found.is_whole else "piece of a parameter"
+        rule = TorchRule(self._blank, self._found, NEVER, structure_of(self._group), lambda _: self._found)
         for step, expected in enumerate(history):
             master, state = expected[self._number]
             grad = _gradient(step, self._number, self._shape).reshape(-1)
             try:
-                after, options = (NEVER, {}) if self._is_whole else rule.advance(self._group, self._progress)
+                after, options = rule.advance(self._group, self._progress)
                 for low, high in zip(self._edges, self._edges[1:], strict=False):
                     made = self._step_piece(grad, low, high)
             except ConfigError as error:  # of a stand-in of one element
                 return str(error)
             except Exception as error:  # whatever the class raises
-                return f"on a piece of a parameter its step() raises {type(error).__name__}: {error}"
-            if self._is_whole:  # no stand-in of one element tells
-                after = progress_of(made, self._states, step + 1)
+                return f"on a {whose} its step() raises {type(error).__name__}: {error}"
             self._progress = after
             self._group |= options
             if not _equal(self._master, master.reshape(-1)):
                 return (
-                    "a piece of a parameter gets other values than the same elements of the whole parameter: its step "
-                    "looks at more than one element, or keeps something on the optimizer that changes from step to step"
+                    f"a {whose} gets other values than when all are stepped together: its step looks at several "
+                    "parameters, or keeps something on the optimizer that changes from step to step"
                 )
-            for kind, array in zip(self._states, self._arrays, strict=True):
+            for kind, array in zip(states, self._arrays, strict=True):
                 whole = state.get(kind.name)
                 if isinstance(whole, Tensor) and not _equal(array, whole.reshape(-1)):
-                    return f"its state {kind.name} of a piece of a parameter differs from that of the whole parameter"
-            for shown in (progress_of(state, self._states, after.step), progress_of(made, self._states, after.step)):
+                    return f"its state {kind.name} of a {whose} differs from that when all are stepped together"
+            for shown in (progress_of(state, states, after.step), progress_of(made, states, after.step)):
                 if not _same_numbers(shown, after):
                     return "the numbers of its state depend on the values of a parameter"
         return None
 
     def _step_piece(self, grad: Tensor, low: int, high: int) -> Mapping[str, Any]:
-        shape = self._shape if self._is_whole else (-1,)
+        shape = self._shape if self._found.is_whole else (-1,)
         param = nn.Parameter(self._master[low:high].view(shape))
         param.grad = grad[low:high].clone().view(shape)
         arrays = [array[low:high].view(shape) for array in self._arrays]
-        return step_piece(self._blank, self._states, self._group, self._progress, param, arrays)
+        return step_piece(self._blank, self._found.states, self._group, self._progress, param, arrays)
 
 
 def _same_numbers(one: Progress, other: Progress) -> bool:
@@ -362,7 +355,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_bits_in_large_blocks(
-    blank: Blank, group: Mapping[str, Any], start: _Start, states: Sequence[StateKind]
+    blank: Blank, group: Mapping[str, Any], start: _Start, states: tuple[StateKind, ...]
 ) -> bool:
     """Whether torch's threads may share a piece: that of one thread and of several have the same bits."""
     options, numel = _that_moves(group), LARGE_BLOCK
@@ -370,7 +363,7 @@ def _same_bits_in_large_blocks(
     for block in (BLOCK, LARGE_BLOCK):
         master = _values(7, (numel,))
         arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in states]
-        rule = TorchRule(blank, states, NEVER, None, lambda _: (), has_large_blocks=False)
+        rule = TorchRule(blank, Found(states), NEVER, None, lambda _: Found(states))
         progress = start.progress
         with without_warnings(), cpu_by_default(), torch.no_grad():
             for step in range(2):

@@ -1,4 +1,5 @@
-"""Any elementwise torch optimizer: its own class runs on pieces of the masters, with its own bits.
+"""Any torch optimizer whose step looks at no other parameter: its own class runs on pieces of the masters, or on whole
+ones, with its own bits.
 
 [Note: an optimizer on pieces]
 A *copy* of the optimizer gets one Parameter over a piece of the master, `state[p]` made of views of the piece's arrays
@@ -10,6 +11,9 @@ Operations of torch give an element the same bits wherever it lies, but for some
 and the scalar part of their loop. So pieces begin at multiples of 64 elements of their parameter. Pieces of at most
 BLOCK elements are calculated by one thread of torch. Those of LARGE_BLOCK, which cost less of Python, are shared by
 torch's own threads, where `probe` has found that this gives the same bits.
+
+An optimizer that looks at more than one element of a parameter at once, as Muon does, steps *whole* parameters. Each
+lies in one chunk then (layout.py), and is stepped as a piece is, in its shape.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,32 +124,47 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, int | float | str | bool | torch.dtype)
 
 
+class Found(NamedTuple):
+    """What a probe found about an optimizer.
+
+    Attributes:
+        states: the arrays that it keeps.
+        is_whole: whether it looks at whole parameters.
+        dims: how many dimensions a stand-in has that tells which numbers a step makes.
+    """
+
+    states: tuple[StateKind, ...]
+    is_whole: bool = False
+    dims: int = 1
+
+
 class TorchRule(Rule):
     """Runs a torch optimizer's class on pieces; see [Note: an optimizer on pieces].
 
     Args:
         blank: makes copies of the optimizer.
-        states: the arrays that it keeps.
+        found: what was found about it.
         initial: the progress of a parameter that was never stepped: what the constructor put into its state.
-        has_large_blocks: whether torch's threads may share a piece.
         structure: of the options with which it was probed.
-        probe: probes the optimizer with other options: gives the names of its arrays.
+        probe: probes the optimizer with other options.
+        has_large_blocks: whether torch's threads may share a piece.
     """
 
     def __init__(
         self,
         blank: Blank,
-        states: Sequence[StateKind],
+        found: Found,
         initial: Progress,
         structure: object,
-        probe: Callable[[Mapping[str, Any]], Sequence[StateKind]],
+        probe: Callable[[Mapping[str, Any]], Found],
         *,
-        has_large_blocks: bool,
+        has_large_blocks: bool = False,
     ) -> None:
         # Adam's own kernels keep other progress, and a user's class may have its name.
         self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
-        self.states = tuple(states)
+        self.states, self.is_whole = found.states, found.is_whole
         self.initial = initial
+        self._dims = found.dims
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
         self._blank = blank
         self._probe = probe
@@ -159,7 +179,12 @@ class TorchRule(Rule):
             found = self._probe(group)
         except ConfigError as error:
             raise ConfigError(f"param group {number}: {error}; nothing was changed") from error
-        missing = [kind.name for kind in found if kind not in self.states]
+        if found.is_whole and not self.is_whole:
+            raise ConfigError(
+                f"param group {number} has options now with which {self.name} looks at whole parameters, which lie in "
+                "pieces: construct the run with options like these, and change them later; nothing was changed"
+            )
+        missing = [kind.name for kind in found.states if kind not in self.states]
         if missing:
             raise ConfigError(
                 f"param group {number} has options now with which {self.name} keeps {', '.join(missing)} of each "
@@ -170,7 +195,7 @@ class TorchRule(Rule):
 
     def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
         """See Rule.advance. The class steps a stand-in of one element."""
-        zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+        zero = torch.zeros((1,) * self._dims, dtype=torch.float32, device="cpu")
         param = nn.Parameter(zero.clone())
         param.grad = torch.ones_like(zero)
         state = {name: zero.clone() for name in before.arrays} | scalars_of(before)
@@ -211,6 +236,8 @@ class TorchRule(Rule):
         """See Rule.bind."""
         assert current is None, "no master is split"
         n = len(grad)
+        if self.is_whole:
+            return partial(self._whole_task, spans, arrays, grad, out)
 
         def task(scalars: Any) -> Task:
             def work(low: int, high: int) -> None:
@@ -227,6 +254,17 @@ class TorchRule(Rule):
             return Task(work, 0, n, CUT, written)
 
         return task
+
+    def _whole_task(
+        self, spans: Sequence[Span], arrays: Sequence[Tensor], grad: Tensor, out: Tensor, scalars: Any
+    ) -> Task:
+        def work(low: int, high: int) -> None:
+            for span in spans:
+                at = slice(span.start, span.start + span.numel)
+                master, *states = (array[at].view(span.shape) for array in arrays)
+                self._step([master, *states], grad[at].view(span.shape), out[at].view(span.shape), *scalars)
+
+        return Task(work, 0, 1, written=(*arrays, out))  # the caller alone calls torch, whose threads share
 
     def _blocks(self, span: Span, low: int, high: int) -> Iterator[tuple[int, int]]:
         """The pieces of a span within positions `low` to `high`, which are multiples of CUT or the ends."""
