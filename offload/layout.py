@@ -16,12 +16,12 @@ parameters alone, a rank then also keeps the shards of its counterparts in the o
 `Layout.param_chunks` the first ones, `chunks`, have states and gradients here; the others, `stateless`, only values.
 
 A *chunk* is a slice of at most `chunk_numel` elements of a shard, with its place in the flat parameter. A *piece* is
-the part of one parameter that lies in one chunk.
+the part of one parameter that lies in one chunk. A *segment* is a run of pieces that one Adam call can do, because
+param group and step count are the same.
 
 A flat parameter is *whole* if its optimizer steps whole parameters. Its chunks hold as many of them as `chunk_numel`
-has room for, and at least one, however large that is. Over ranks each parameter has one owner: its shards are as large
-as the largest needs, and the parameters of each rank lie end to end at the beginning of its shard. A *segment* is a run of pieces that one Adam call can do, because
-param group and step count are the same.
+has room for, and at least one, however large that is. Over ranks each parameter has one owner: shards are as large as
+the largest needs, and the parameters of each rank lie end to end at the beginning of its shard.
 
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|
@@ -201,8 +201,8 @@ class Layout:
         specs: the parameters, the trained ones first.
         flats: the flat parameters.
         chunks: the chunks that have states: those of this rank's shards of trained parameters.
-        chunk_numel: the most elements of a chunk that is no whole parameter. With several ranks, chunks of flats that are
-            not whole begin at multiples of it within a shard.
+        chunk_numel: the most elements of a chunk, unless it is one whole parameter. With several ranks, others begin at
+            multiples of it within a shard.
         ranks: the number of ranks that the flats are sharded over.
         rank: the rank whose shards the chunks are.
         replicas: the number of groups of ranks, each of which keeps all parameters.
@@ -539,7 +539,7 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
 
 
 def _whole_cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts elements `start` to `last` of a whole flat between parameters: so many as there is room for, at least one."""
+    """Cuts elements `start` to `last` of a whole flat between parameters: as many as fit, at least one."""
     begin = end = start
     for param, offset in zip(flat.params, flat.offsets, strict=True):
         stop = offset + layout.specs[param].numel
