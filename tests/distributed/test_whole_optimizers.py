@@ -44,24 +44,31 @@ def gradients(model: nn.Module, step: int, micro: int, rank: int, ranks: int, mi
         model.blocks[1][1].weight.grad = None  # type: ignore[union-attr, index]
 
 
+def add(total: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for key, value in values.items():
+        total[key] = total[key] + value if key in total else value.clone()
+
+
 @cache
-def plain(name: str, counts: tuple[int, ...], micros: int = 1) -> Found:
-    """Args: counts: how many ranks take each step; micros: micro-batches of each of them."""
+def plain(name: str, counts: tuple[int, ...], micros: int = 1, stage: int = 1) -> Found:
+    """Args: counts: how many ranks take each step; micros: micro-batches of each of them; stage: from 2 on each
+    micro-batch is averaged by itself."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have
     model = net()
     optimizers = MAKES[name](list(model.parameters()))
     for step, ranks in enumerate(counts):
         total: dict[str, Tensor] = {}
-        for rank in range(ranks):
-            model.zero_grad()
-            for micro in range(micros):
-                gradients(model, step, micro, rank, ranks, micros)
-            for key, param in model.named_parameters():
-                if param.grad is not None:
-                    total[key] = total[key] + param.grad if key in total else param.grad.clone()
+        for together in [range(micros)] if stage == 1 else [range(micro, micro + 1) for micro in range(micros)]:
+            average: dict[str, Tensor] = {}
+            for rank in range(ranks):
+                model.zero_grad()
+                for micro in together:
+                    gradients(model, step, micro, rank, ranks, micros)
+                add(average, {key: param.grad for key, param in model.named_parameters() if param.grad is not None})
+            add(total, {key: value / ranks for key, value in average.items()})
         for key, param in model.named_parameters():
-            param.grad = total[key] / ranks if key in total else None
+            param.grad = total.get(key)
         for optimizer in optimizers:
             optimizer.step()
     torch.set_num_threads(before)
@@ -115,7 +122,7 @@ def test_ranks_have_the_bits_of_plain_torch(worlds: Worlds, name: str, ranks: in
 def test_one_step_is_of_the_average_of_all_micro_batches(worlds: Worlds, stage: int) -> None:
     """Newton-Schulz once a step: not once for each micro-batch, and not of a part of a matrix."""
     runs = worlds(2).run(train, "muon", 0, STEPS, False, {"tier": "cpu", "stage": stage, "param_tier": "cpu"}, 4)
-    assert_as_plain(runs, plain("muon", (2,) * STEPS, 4))
+    assert_as_plain(runs, plain("muon", (2,) * STEPS, 4, stage))
 
 
 WAYS = [(2, 3), (3, 2), (1, 2), (2, 1), (4, 3)]
