@@ -99,7 +99,7 @@ _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_devi
 
 
 class OffloadZero(torch.optim.Optimizer):
-    """Trains `model` with an elementwise torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
+    """Trains `model` with a torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
 
     The model is hooked in place. Its parameters become `compute_dtype` on the device to train on. Its class, its names
     and its `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays ordinary

@@ -76,6 +76,14 @@ class ModelShape:
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
+    def with_groups_by_kind(self) -> ModelShape:
+        """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
+        specs = [
+            spec if spec.group is None else replace(spec, group=int(param.dim() != 2 or spec.unit == ROOT))
+            for spec, param in zip(self.specs, self.params, strict=True)
+        ]
+        return replace(self, specs=specs)
+
     def with_rules(self, rules: Sequence[Rule], options: Options) -> ModelShape:
         """The shape for other optimizers than Adam.
 

@@ -147,7 +147,7 @@ def plan_of(
     ranks: int = 1,
     tensor_parallel: int = 1,
     free_cpu_bytes: int | None = None,
-    rule: Rule | None = None,
+    rules: tuple[Rule, Rule] | None = None,
     **options: Any,
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
@@ -158,7 +158,7 @@ def plan_of(
         ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
         tensor_parallel: ranks that share the matrices of blocks.
         free_cpu_bytes: free RAM; None: what is free here.
-        rule: that of the optimizer; None: Adam's.
+        rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
         **options: of OffloadZero.
 
     Raises:
@@ -166,7 +166,7 @@ def plan_of(
     """
     given = Options(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
-    shape = shape if rule is None else shape.with_rules([rule], given)
+    shape = shape if rules is None else shape.with_groups_by_kind().with_rules(rules, given)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
