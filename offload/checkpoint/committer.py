@@ -110,6 +110,7 @@ class Commits:
 
     Attributes:
         last: the manifest of the last durable commit; None before the first.
+        is_outdated: whether the states of its step have changed since, without another step.
 
     Raises:
         ResumeError: the commit that was found is no longer the last one.
@@ -136,6 +137,7 @@ class Commits:
         self._wanted = wanted
         self._health = run.health
         self.last: Manifest | None = None
+        self.is_outdated = False
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
@@ -247,7 +249,7 @@ class Commits:
             store.set_committed(of)
         self._health.can_go_back = True
         self.last, self._versions, self._record, self._source = attempt
-        self._is_named = False
+        self._is_named = self.is_outdated = False
         self._undecided = None
 
     @property
@@ -305,8 +307,8 @@ class Commits:
             if carried_in(extra).extra is None and versions == self._versions:
                 return None
             raise ConfigError(
-                f"step {step} is committed already: commit once a step, with all there is to commit; state_dict() "
-                "commits, too"
+                f"step {step} is committed already: commit once a step, with all there is to commit, and after "
+                "apply(); state_dict() commits, too"
             )
         manifest = self._manifest(step, progress, groups, versions)
         self._final_if_ambiguous(slots.sync)
@@ -735,6 +737,7 @@ class Commits:
 
     def _go_to(self, manifest: Manifest) -> None:
         """Makes the content of all stores what `manifest` names."""
+        self.is_outdated = False
         self._versions = [
             {number: Version(slot.step, slot.slot, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]

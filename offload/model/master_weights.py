@@ -22,6 +22,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
 from offload.model.torch_helpers import bits_of
 from offload.native import JOIN, SPLIT
+from offload.optim.method import MethodCall
 from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.param_store import ParamStore
@@ -96,6 +97,30 @@ class MasterWeights:
             self._round_masters(step)
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._forget_writes(self._held)
+
+    @torch.no_grad()
+    def run(self, call: MethodCall, step: int) -> None:
+        """Runs a method of the optimizers over masters and states, and rounds the masters into the parameters.
+
+        The parameters are those that this rank keeps, wherever they are: on the device too, if they do not stream.
+
+        Args:
+            call: the method.
+            step: the last step, whose results masters and states are.
+        """
+        runs = {chunk: found for chunk in self._layout.chunks if (found := call.runs(chunk))}
+        self._store.expect(chunk.index for chunk in runs)
+        for chunk, found in runs.items():
+            is_whole = all(piece.param in call.keys for piece in chunk.pieces)
+            with (
+                self._store.lease(chunk.index, Use.UPDATE, step=step) as lease,
+                self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values,
+            ):
+                self._kernels.run(call.task(chunk, run, lease.arrays) for run in found)
+                for run in found:
+                    values[run.start : run.stop].copy_(lease.master[run.start : run.stop])
+                if not self._params.in_model:
+                    self._params.chunk_updated(chunk, values)
 
     def _forget_writes(self, held: Iterable[HeldParam]) -> None:
         """Forgets what was written to parameters, which their masters follow now."""
