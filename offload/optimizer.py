@@ -157,6 +157,10 @@ class OffloadZero(torch.optim.Optimizer):
             A Path, or a list: the directories of the run, if they are not all in `path`. Where the layout differs
             (chunks, directories, ranks, split masters), the commit is first written in the new layout, and the old one
             is removed when that is committed. See `resumed`.
+        resume_states: "committed": the run goes on with the states of its optimizer, which has to be of the same class
+            and keep the same arrays. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
+            anew, and the masters and the number of the step are those of the commit. Each resume with it begins them
+            again.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
             may be larger than the device. None: where it is; for the meta device, the CPU.
         init: where the values of a model come from that was built on the meta device: a function that is called with
@@ -227,6 +231,7 @@ class OffloadZero(torch.optim.Optimizer):
         nonfinite: str = "raise",
         commit_every: int | str | None = "auto",
         resume: bool | str | PathLike | Sequence[PathLike] = False,
+        resume_states: str = "committed",
         device: torch.device | str | None = None,
         init: Init = None,
         init_missing: bool = False,
@@ -279,7 +284,9 @@ class OffloadZero(torch.optim.Optimizer):
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 print(self._placement.describe(self._plan.held, self._parts.run.paths, self._given), file=sys.stderr)
                 if found is not None:
-                    print(f"offload: resumed at step {self._step}, committed {found.committed_at}", file=sys.stderr)
+                    states = "; the optimizer's states begin anew" if found.begins_states else ""
+                    at = f"step {self._step}, committed {found.committed_at}"
+                    print(f"offload: resumed at {at}{states}", file=sys.stderr)
             self._held.take_others()
             if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
                 self._parts.slots.make_permanent()
@@ -1319,7 +1326,10 @@ class OffloadZero(torch.optim.Optimizer):
         if found.manifest is not None:
             self._take_progress(self._commits.restore())
             return
-        self._take_progress(found.first)
+        if found.begins_states:
+            self._step = found.commit.step
+        else:
+            self._take_progress(found.first)
         self._commits.reshard(found, self._parts.parameters.progress, self.param_groups)
 
     @exclusive_entry("export")
@@ -1716,7 +1726,9 @@ class _First(NamedTuple):
 
 
 def _committed(found: RecoveryPlan | None) -> Committed:
-    return Committed(Carried()) if found is None else Committed(found.extra, found.first.groups)
+    if found is None:
+        return Committed(Carried())
+    return Committed(found.extra, () if found.begins_states else found.first.groups)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

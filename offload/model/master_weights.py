@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.choices import StateChoice
 from offload.errors import StaleParameterError
-from offload.layout import MASTER, CopyRange, Piece
+from offload.layout import MASTER, CopyRange, Piece, StateKind
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
@@ -153,7 +153,7 @@ class MasterWeights:
 
         Args:
             sources: for each committed slot, which of its elements go where (sorted by target), and its whole fp32
-                states.
+                states. Those that are left out begin as if no step had been made.
             numels: how many elements each chunk gets; the others were not committed, and stay.
             step: the step of the commit.
         """
@@ -180,8 +180,11 @@ class MasterWeights:
             kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
         }
         for kind, state in zip(self._kinds_of(lease.chunk), lease.arrays, strict=True):
-            if state.dtype is torch.float32:
+            if state.dtype is torch.float32 and kind in elements:
                 state[into].copy_(elements[kind])
+        for begun, state in zip(self._states_of(lease.chunk), lease.arrays[1:], strict=True):
+            if begun.name not in elements:
+                state[into].fill_(begun.starts)
         if lease.master.dtype is torch.int16:
             whole, (low, _, exp_avg_sq) = elements[MASTER], (state[into] for state in lease.arrays)
             for start in range(0, copied.numel, BLOCK):
@@ -258,6 +261,10 @@ class MasterWeights:
     def _kinds_of(self, chunk: int) -> tuple[str, ...]:
         """The names of the arrays in a chunk's slot."""
         return self._layout.flats[self._layout.chunks[chunk].flat].kinds
+
+    def _states_of(self, chunk: int) -> tuple[StateKind, ...]:
+        """The kinds of the arrays in a chunk's slot, beside the master."""
+        return self._layout.flats[self._layout.chunks[chunk].flat].states
 
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, Sequence[Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""
