@@ -255,6 +255,22 @@ class Manifest:
     rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
 
     @property
+    def optimizers(self) -> list[str]:
+        """The name of each param group's optimizer."""
+        names = self.rules or (ADAM,) * len(self.groups)
+        return [
+            "AdamW" if name == ADAM and group.get("decoupled_weight_decay") else name
+            for name, group in zip(names, self.groups, strict=True)
+        ]
+
+    def arrays_of(self, number: int) -> tuple[str, ...]:
+        """The names of the arrays that a parameter has by now, its master first. Some come with its first step."""
+        facts, flat = self.parameters[number], self.flats[self.homes[number][0]]
+        if flat.states is None:
+            return flat.kinds
+        return (MASTER, *(() if facts.progress is None else facts.progress.arrays))
+
+    @property
     def slice(self) -> int:
         """The number of the rank's slice."""
         return self.rank // (self.world // self.slices)
@@ -722,19 +738,10 @@ def _optimizer_differences(committed: Manifest, wanted: Manifest) -> list[str]:
     found = []
     if len(committed.groups) != len(wanted.groups):
         found.append(f"there are {len(wanted.groups)} param groups, and {len(committed.groups)} were committed")
-    for number, (is_of, was_of) in enumerate(zip(_optimizers(wanted), _optimizers(committed), strict=False)):
+    for number, (is_of, was_of) in enumerate(zip(wanted.optimizers, committed.optimizers, strict=False)):
         if is_of != was_of:
             found.append(f"param group {number} is of {is_of}, and one of {was_of} was committed")
     return found
-
-
-def _optimizers(manifest: Manifest) -> list[str]:
-    """The name of each group's optimizer."""
-    names = manifest.rules or (ADAM,) * len(manifest.groups)
-    return [
-        "AdamW" if name == ADAM and group.get("decoupled_weight_decay") else name
-        for name, group in zip(names, manifest.groups, strict=True)
-    ]
 
 
 def _states(manifest: Manifest) -> dict[str, tuple[str, ...]]:
