@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offload import native
 from offload.errors import ConfigError
-from offload.optim.rule import Progress, Span
+from offload.optim.rule import Progress, SegmentMemory, Span
 from offload.optim.rules.probe import rule_of
 from offload.optim.rules.torch_rule import LARGE_BLOCK, TorchRule
 
@@ -105,8 +105,8 @@ class OnPieces:
     def _tasks(self, arrays: list[Tensor], grad: Tensor, scalars: Any) -> Iterator[native.Task]:
         for low in range(0, len(grad), self.cut):
             piece = [array[low : low + self.cut] for array in arrays]
-            spans = [Span(0, len(piece[0]))]
-            yield self.rule.bind(self.kernels, piece, grad[low : low + self.cut], piece[0], spans)(scalars)
+            memory = SegmentMemory(piece, grad[low : low + self.cut], piece[0], [Span(0, len(piece[0]))])
+            yield self.rule.bind(self.kernels, memory)(scalars)
 
 
 def run(make: Make, *, cut: int, threads: int, scale: float = 1.0) -> None:
@@ -287,7 +287,8 @@ def test_a_tensor_among_the_options_may_change_once_the_step_has_begun() -> None
     optimizer.param_groups[0]["lr"].fill_(7.0)
     master, grad = torch.zeros(3), torch.ones(3)
     with torch.no_grad():
-        native.load(1).run([rule.bind(native.load(1), [master], grad, master, [Span(0, 3)])(scalars)])
+        memory = SegmentMemory([master], grad, master, [Span(0, 3)])
+        native.load(1).run([rule.bind(native.load(1), memory)(scalars)])
     assert torch.equal(master, torch.full((3,), -0.1))
 
 
@@ -303,7 +304,7 @@ def test_defaults_of_torch_change_nothing() -> None:
         with torch.device("cpu"):
             arrays = [torch.zeros(3, dtype=torch.float32) for _ in range(3)]
             grad = torch.ones(3, dtype=torch.float32)
-        bound = rule.bind(kernels, arrays, grad, arrays[0], [Span(0, 3)])
+        bound = rule.bind(kernels, SegmentMemory(arrays, grad, arrays[0], [Span(0, 3)]))
         kernels.run([bound(rule.scalars(optimizer.param_groups[0], rule.initial, 1.0))])
         kernels.run([bound(rule.scalars(optimizer.param_groups[0], after, 1.0))])
     finally:
