@@ -54,6 +54,7 @@ class MatrixMemory:
     def __init__(self, memory: Tensor, copier: Copier) -> None:
         self._memory = memory
         self._copier = copier
+        self._is_free = copier.mark()  # of who had this memory before
 
     @staticmethod
     def of(memory: Memory) -> MatrixMemory | None:
@@ -72,6 +73,7 @@ class MatrixMemory:
             The copies of `arrays`, and that of `grad`.
         """
         with self._copier.apart():
+            self._is_free.wait_on_device()
             start, there = 0, []
             for source in (*arrays, grad):
                 piece = self._memory[start : start + source.numel() * source.element_size()]
