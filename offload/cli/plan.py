@@ -223,7 +223,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         model.module,
         direct=accelerator() is None and not options.gpu,
         free_cpu_bytes=options.free_cpu_bytes,
-        states=rule.states,
+        rule=rule,
         tier=options.tier,
         path="." if options.has_path else None,
         cpu_memory=options.given_cpu_memory,

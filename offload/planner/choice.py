@@ -23,8 +23,10 @@ from offload.model.units import (
     untrained_bytes,
 )
 from offload.optim.adopt import groups_of, rules_of
+from offload.optim.rule import Rule
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
+from offload.planner.machine import kernel_threads
 from offload.planner.placement import Needs, Placement, Room, place
 from offload.sizes import SUM_BLOCK
 from offload.tiers import CPU, DEVICE, NVME
@@ -134,6 +136,20 @@ class ModelShape:
         held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
         kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
         return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
+
+
+def temporary_bytes(rules: Sequence[Rule], options: Options, threads: int) -> int:
+    """What the rules take at once beside the arrays that they step: those of one optimizer, and of others beside it.
+
+    Args:
+        rules: that of each param group.
+        options: what the user said.
+        threads: how many threads the kernels have.
+    """
+    each = {rule.name: 0 for rule in rules}
+    for rule in rules:
+        each[rule.name] = max(each[rule.name], rule.temporary_bytes(options.chunk_numel, threads))
+    return sum(each.values())
 
 
 def choose(
@@ -272,10 +288,13 @@ def least_cpu_memory(
     optimizers: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     groups = groups_of(optimizers) if optimizers else [{"params": list(model.parameters())}]
     shape = ModelShape.of(model, groups, given)
+    rules = rules_of(optimizers)
     if optimizers:
-        shape = shape.with_states([rule.states for rule in rules_of(optimizers)])
+        shape = shape.with_states([rule.states for rule in rules])
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
+    threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
+    situation = replace(situation, temporary_bytes=temporary_bytes(rules, given, threads))
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)
     if chooses_params(given, situation) and given.grads.is_durable and not direct:
         wish = wish._replace(params=NVME)  # the least of those that `place` takes

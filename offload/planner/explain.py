@@ -10,6 +10,7 @@ state kind (param, grad, master, and the optimizer's, as exp_avg and exp_avg_sq)
     slots     reserved on the disk, and not written in every step: those of resident chunks; with commits, the second
               slot of each chunk, and both of parameters that live elsewhere
     rest      headers, padding, bounce buffers of copies to and from a device, and temporaries of a device's kernels
+              and of optimizers that torch runs
 
 With `tier="device"` all of this is on the device, and only the buffers of commits are in RAM.
 
@@ -28,12 +29,15 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError
-from offload.layout import ADAM_STATES, Layout, StateKind
+from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
+from offload.optim.rule import Rule
+from offload.optim.rules.adam import AdamRule
 from offload.options import Options
-from offload.planner.choice import ModelShape, search
+from offload.planner.choice import ModelShape, search, temporary_bytes
 from offload.planner.decide import decide, replicas_of
+from offload.planner.machine import kernel_threads
 from offload.planner.placement import (
     ACTIVATIONS,
     IN_FLIGHT,
@@ -146,7 +150,7 @@ def plan_of(
     ranks: int = 1,
     tensor_parallel: int = 1,
     free_cpu_bytes: int | None = None,
-    states: tuple[StateKind, ...] = ADAM_STATES,
+    rule: Rule | None = None,
     **options: Any,
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
@@ -157,17 +161,20 @@ def plan_of(
         ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
         tensor_parallel: ranks that share the matrices of blocks.
         free_cpu_bytes: free RAM; None: what is free here.
-        states: what the optimizer keeps of each element beside the master.
+        rule: of the optimizer; None: Adam's.
         **options: of OffloadZero.
 
     Raises:
         ConfigError: as `OffloadZero` does.
     """
     given = Options(**options)
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given).with_states([states])
+    rules = [AdamRule() if rule is None else rule]
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given).with_states([rules[0].states])
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
+    threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
+    situation = replace(situation, temporary_bytes=temporary_bytes(rules, given, threads))
     replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     choice, layout, result = search(given, situation, layout_of, direct=direct, room=room)

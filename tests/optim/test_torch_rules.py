@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from offload import native
 from offload.errors import ConfigError
+from offload.optim.adopt import rules_of
 from offload.optim.rule import Progress, SegmentMemory, Span
 from offload.optim.rules.probe import rule_of
-from offload.optim.rules.torch_rule import LARGE_BLOCK, TorchRule
+from offload.optim.rules.torch_rule import BLOCK, LARGE_BLOCK, TorchRule
 
 SHAPES = [(3, 67), (70_001,), (65, 129), (1,), (), (2, 3, 5, 7)]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -330,6 +331,35 @@ def test_hooks_and_attributes_of_the_optimizer_are_not_called_or_changed_for_pie
 def test_torch_shares_large_pieces_where_that_has_the_same_bits() -> None:
     fast = o.SGD(parameters(), lr=0.1, momentum=0.9)
     assert rule_of(fast, fast.param_groups[0]).block == LARGE_BLOCK
+
+
+class Wasteful(Lion):
+    """At once a product, a sum, and its root: two of them at a time, beside momenta that it makes anew."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (one for one in group["params"] if one.grad is not None):
+                twice = p.grad * 2
+                total = twice + p
+                del twice
+                root = total.abs_().sqrt().view(-1)
+                self.state[p]["momentum"] = root.view_as(p) + 1
+                del total, root
+                p.sub_(self.state[p]["momentum"], alpha=group["lr"])
+
+
+def test_what_a_step_takes_beside_its_arrays_is_counted() -> None:
+    """By hand: the gradient's copy, and the total, the root and the new momenta."""
+    optimizer = Wasteful(parameters())
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    assert rule.block == LARGE_BLOCK
+    assert rule.temporary_bytes(1 << 24, threads=2) == 4 * 4 * LARGE_BLOCK
+    assert rule.temporary_bytes(1000, threads=2) == 4 * 4 * 1000
+    rule.block = BLOCK
+    assert rule.temporary_bytes(1 << 24, threads=3) == 4 * 4 * 3 * BLOCK
+    adam = torch.optim.AdamW(parameters())
+    assert rules_of([adam])[0].temporary_bytes(1 << 24, threads=2) == 0
 
 
 class Runaway(Lion):
