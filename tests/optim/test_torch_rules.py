@@ -182,6 +182,8 @@ class Whole(Lion):
                     self.state[p]["phase"] = torch.tensor(1j)
                 if self.kind == "half":
                     self.state[p]["half"] = p.half()
+                if self.kind == "an option of values":
+                    group["largest"] = float(p.max())
                 if self.kind == "depends on values":
                     self.state[p]["largest"] = float(p.max())
                 p.add_(grad, alpha=-rate)
@@ -199,6 +201,7 @@ REFUSED = {
     "another shape": "its state row has shape",
     "half": "its state half is torch.float16",
     "complex": "its state phase is a number of torch.complex64",
+    "an option of values": "its step makes an option of the group, largest, of the values of a parameter",
     "depends on values": "depends on others of the same parameter",
 }
 
@@ -207,8 +210,11 @@ REFUSED = {
 def test_what_cannot_run_on_pieces_is_refused_with_the_reason(kind: str) -> None:
     params = parameters()
     optimizer = type("Whole", (Whole,), {"kind": kind})(params)
+    generators = torch.get_rng_state(), random.getstate()
     with pytest.raises(ConfigError, match=f"optimizer is Whole, which cannot be offloaded: .*{REFUSED[kind]}"):
         rule_of(optimizer, optimizer.param_groups[0])
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
     for param, expected in zip(params, parameters(), strict=True):
         assert torch.equal(param, expected)
         assert param.grad is None
@@ -220,7 +226,10 @@ def test_classes_of_torch_that_need_more_are_refused() -> None:
     for made, why in [
         (o.LBFGS(parameters()), "closure"),
         (o.Adafactor(matrices), "its state row_var has shape"),
-        (o.Muon(matrices), "depends on others of the same parameter"),
+        (
+            o.Muon(matrices),
+            "depends on others of the same parameter, .* ValueError: Param gradient must be a 2D matrix",
+        ),
     ]:
         with pytest.raises(ConfigError, match=why):
             rule_of(made, made.param_groups[0])

@@ -135,13 +135,16 @@ def assert_as_plain(model: nn.Module, optimizer: OffloadZero, evaluated: list[Te
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == options
 
 
-@pytest.mark.parametrize("place", PLACES)
+SIX = PLACES | {"disk, with a commit of each step": {"tier": "nvme", "commit_every": 1, "tuning": Tuning("16KiB")}}
+
+
+@pytest.mark.parametrize("place", SIX)
 def test_methods_have_the_bits_of_plain_torch(place: str, tmp_path: Path) -> None:
-    model, optimizer = held(tmp_path / "run", **PLACES[place])
+    model, optimizer = held(tmp_path / "run", **SIX[place])
     with optimizer:
         loop = Loop(model, optimizer, [])
         loop.run(0, STEPS)
-        assert_as_plain(model, optimizer, loop.evaluated, PLACES[place]["tier"])
+        assert_as_plain(model, optimizer, loop.evaluated, SIX[place]["tier"])
 
 
 RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
