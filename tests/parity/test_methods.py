@@ -244,7 +244,7 @@ def test_gradients_wait_for_their_step_meanwhile(place: str, tmp_path: Path) -> 
             for number in range(3):
                 loop.step(number, ("eval", "train"))
         for name, value in model.state_dict().items():
-            assert torch.equal(value, expected.model.state_dict()[name]), name
+            assert torch.equal(value.cpu(), expected.model.state_dict()[name].cpu()), name
 
 
 @pytest.mark.parametrize("place", ["RAM", "streamed", "disk"])
