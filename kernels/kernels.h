@@ -39,9 +39,9 @@ struct offload_adam_scalars {
     int32_t add_decay; /* 1: g += weight_decay * p (Adam); 0: p *= decay (AdamW, or no decay: 1.0) */
 };
 
-/* Of what this file and uring.h declare; counted up when a kernel, a structure or an order of sums changes. A library of
+/* Of what this file, pool.h and uring.h declare; counted up when a kernel, a structure or an order of sums changes. A library of
  * another number is refused (offload/native/library.py). */
-#define OFFLOAD_ABI 4
+#define OFFLOAD_ABI 5
 
 /* Elements that adam.c, adam_split.c and limit.c prefetch ahead, see offload_prefetch: one distance, so
  * that the limit is that of this traffic. It changes no bit. */
