@@ -442,7 +442,6 @@ def several(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     ]
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="plain torch steps on the CPU")
 @pytest.mark.parametrize("place", ["RAM", "disk"])
 def test_several_optimizers_are_one(place: str, tmp_path: Path) -> None:
     """One step, one clip and one commit; a scheduler of either steers its groups."""
