@@ -264,6 +264,20 @@ def test_bf16_parameters_are_the_rounded_masters(place: str, tmp_path: Path) -> 
             assert torch.equal(param.detach().cpu(), master.bfloat16()), name
 
 
+@pytest.mark.parametrize("place", ["RAM", "streamed"])
+def test_inference_mode_changes_nothing(place: str, tmp_path: Path) -> None:
+    model, optimizer = held(tmp_path / "run", **PLACES[place])
+    with optimizer:
+        loop = Loop(model, optimizer, [])
+        loop.run(2, 4)
+        z = optimizer.state_of(model.head.weight)["z"]
+        with torch.inference_mode():
+            optimizer.apply("exchange")
+            loop.evaluate()
+        assert torch.equal(model.head.weight.detach().cpu(), z)
+        loop.step(5)  # what was made there can be trained
+
+
 def test_writes_from_outside_come_first_and_old_graphs_are_refused(tmp_path: Path) -> None:
     model, optimizer = held(tmp_path / "run", tier="cpu")
     with optimizer:
