@@ -41,7 +41,7 @@ from offload.optim.rule import Rule
 from offload.optim.scale import StepScale
 from offload.optim.step import Step
 from offload.options import Options
-from offload.planner.choice import ModelShape, choose, temporary_bytes
+from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
 from offload.planner.machine import free_memory, kernel_threads
 from offload.planner.placement import (
@@ -151,7 +151,7 @@ def plan_run(
             f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
             stacklevel=4,
         )
-    shape = ModelShape.of(model, groups, options, planned=is_meta(model)).with_states([rule.states for rule in rules])
+    shape = ModelShape.of(model, groups, options, planned=is_meta(model)).with_rules(rules, options)
     nodes = comm.ranks_on_node
     situation = shape.situation(ranks=comm.size, ranks_on_node=nodes, slices=comm.tensor_parallel.size)
     first_choice = decide(options, situation)
@@ -168,7 +168,7 @@ def plan_run(
         raise ConfigError(f"Tuning.split_master=True with {unsplit}: only Adam's masters can be split; leave it out")
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     threads = kernel_threads(options.tuned.threads, ranks_on_node=nodes, direct=copier.direct)
-    situation = replace(situation, temporary_bytes=temporary_bytes(rules, options, threads))
+    situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, options, threads))
     held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.params[first:every])

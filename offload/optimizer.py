@@ -101,7 +101,7 @@ _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_devi
 
 
 class OffloadZero(torch.optim.Optimizer):
-    """Trains `model` with an elementwise torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
+    """Trains `model` with a torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
 
     The model is hooked in place. Its parameters become `compute_dtype` on the device to train on. Its class, its names
     and its `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays ordinary
@@ -755,10 +755,7 @@ class OffloadZero(torch.optim.Optimizer):
             names = [spec.name for spec in self._layout.specs]
             self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
-            with_rules = zip(self._plan.rules, self.param_groups, strict=True)
-            numbers = (
-                None if fault is not None else [update.factor, *(rule.agreed(group) for rule, group in with_rules)]
-            )
+            numbers = None if fault is not None else [update.factor, *self._agreed_options]
             if not self._everyone.all_equal(repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "

@@ -239,8 +239,8 @@ def _of_torch(call: Call, kind: str, params: dict[str, Any]) -> str:
             "them, or give OffloadZero the torch optimizer in a script of your own"
         )
     try:
-        rules_of([getattr(optim, name)([nn.Parameter(zeros(2, 2))], **params)])
-    except ConfigError as error:
+        rules_of([getattr(optim, name)([nn.Parameter(zeros(2, 2)), nn.Parameter(zeros(2))], **params)])
+    except (ConfigError, ValueError) as error:  # of this library, or of the class
         raise ConfigError(f"optimizer.type is {kind!r}: {error}") from error
     call.optimizer = _making(f"torch.optim.{name}", params)
     return f"torch.optim.{name}"

@@ -91,4 +91,4 @@ class MethodCall:
         group, before = run.key
         views = [array[run.start : run.stop] for array in arrays]
         method = self._rules[group].methods[self.name]
-        return method.task(self._groups[group], before, views, spans_of(chunk, run.start, run.stop))
+        return method.task(self._groups[group], before, views, spans_of(self._layout, chunk, run.start, run.stop))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.layout import Chunk, StateKind
+from offload.layout import Chunk, Layout, StateKind
 from offload.native import Kernels, Task
 
 
@@ -72,10 +72,12 @@ class Span(NamedTuple):
     Attributes:
         start: where they begin in the arrays.
         numel: how many there are.
+        shape: that of the parameter, if the rule is of whole parameters.
     """
 
     start: int
     numel: int
+    shape: tuple[int, ...] = ()
 
 
 class SegmentMemory(NamedTuple):
@@ -97,16 +99,17 @@ class SegmentMemory(NamedTuple):
     current: Tensor | None = None
 
 
-def spans_of(chunk: Chunk, start: int, stop: int) -> list[Span]:
+def spans_of(layout: Layout, chunk: Chunk, start: int, stop: int) -> list[Span]:
     """Where the parameters of a run of a chunk's elements lie in the arrays of that run.
 
     Args:
+        layout: of all parameters.
         chunk: the chunk.
         start: the first element of the run, where a parameter begins.
         stop: the one after its last.
     """
     inside = (piece for piece in chunk.pieces if start <= piece.chunk_offset < stop)
-    return [Span(piece.chunk_offset - start, piece.numel) for piece in inside]
+    return [Span(piece.chunk_offset - start, piece.numel, layout.specs[piece.param].whole or ()) for piece in inside]
 
 
 class Method(ABC):
@@ -155,6 +158,7 @@ class Rule(ABC):
         states: the arrays that it keeps beside the master.
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
+        is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
         methods: what else its class does with parameters and states, by the name of the method.
     """
 
@@ -162,6 +166,7 @@ class Rule(ABC):
     states: tuple[StateKind, ...]
     initial: Progress = NEVER
     splits_masters: bool = False
+    is_whole: bool = False
     methods: Mapping[str, Method] = MappingProxyType({})
 
     @abstractmethod
@@ -198,7 +203,7 @@ class Rule(ABC):
         """The most bytes that its tasks take at once beside the arrays of their segments.
 
         Args:
-            numel: the most elements of a segment.
+            numel: the most elements of a segment; of a parameter, if the rule steps whole ones.
             threads: how many threads run tasks.
         """
         return 0

@@ -344,6 +344,6 @@ class Step:
             current = None if current is None else current[at]
         spans = self._spans.get((chunk.index, run.start, run.stop))
         if spans is None:
-            spans = self._spans[chunk.index, run.start, run.stop] = spans_of(chunk, run.start, run.stop)
+            spans = self._spans[chunk.index, run.start, run.stop] = spans_of(self._layout, chunk, run.start, run.stop)
         memory = SegmentMemory(arrays, grads, target, spans, current)
         return self._rules[run.key.group].bind(self._kernels, memory)

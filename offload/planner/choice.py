@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, ParamSpec, StateKind, build, tiled
+from offload.layout import Layout, ParamSpec, build, tiled
 from offload.model.units import (
     ROOT,
     compute_dtypes,
@@ -28,7 +28,7 @@ from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.machine import kernel_threads
 from offload.planner.placement import Needs, Placement, Room, place
-from offload.sizes import SUM_BLOCK
+from offload.sizes import SUM_BLOCK, option_bytes
 from offload.tiers import CPU, DEVICE, NVME
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
@@ -77,14 +77,61 @@ class ModelShape:
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
-    def with_states(self, states: Sequence[tuple[StateKind, ...]]) -> ModelShape:
-        """The shape with other states than Adam's.
+    def with_groups_by_kind(self) -> ModelShape:
+        """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
+        specs = [
+            spec if spec.group is None else replace(spec, group=int(param.dim() != 2 or spec.unit == ROOT))
+            for spec, param in zip(self.specs, self.params, strict=True)
+        ]
+        return replace(self, specs=specs)
+
+    def with_rules(self, rules: Sequence[Rule], options: Options) -> ModelShape:
+        """The shape for other optimizers than Adam.
 
         Args:
-            states: what is kept of each element of a trained parameter, by its param group.
+            rules: that of each param group.
+            options: what the user said.
+
+        Raises:
+            ConfigError: one steps whole parameters, of which a rank or a tile has a part only.
         """
-        specs = [spec if spec.group is None else replace(spec, states=states[spec.group]) for spec in self.specs]
-        return replace(self, specs=specs)
+        specs, rows = [], dict(self.rows)
+        for number, (spec, param) in enumerate(zip(self.specs, self.params, strict=True)):
+            if spec.group is None:
+                specs.append(spec)
+                continue
+            rule = rules[spec.group]
+            specs.append(replace(spec, states=rule.states, whole=tuple(param.shape) if rule.is_whole else None))
+            if not rule.is_whole:
+                continue
+            if spec.shard_dim is not None:
+                raise ConfigError(
+                    f"{spec.name} is cut by tensor parallelism, and {rule.name} steps whole parameters: give it "
+                    "another optimizer"
+                )
+            if options.tile_bytes and rows.pop(number, None):
+                raise ConfigError(
+                    f"Tuning.tile={option_bytes(options.tile_bytes)}: {rule.name} steps {spec.name} as a whole, and a "
+                    "tile is a part of it: leave tile out, or give that parameter another optimizer"
+                )
+            rows.pop(number, None)
+        return replace(self, specs=specs, rows=rows)
+
+    def temporary_bytes(self, rules: Sequence[Rule], options: Options, threads: int) -> int:
+        """What rules take at once beside the arrays that they step: those of one optimizer, and of others beside it.
+
+        Args:
+            rules: that of each param group.
+            options: what the user said.
+            threads: how many threads the kernels have.
+        """
+        each: dict[str, int] = {}
+        for spec in self.specs:
+            if spec.group is not None:
+                rule = rules[spec.group]
+                numel = spec.numel if rule.is_whole else options.chunk_numel
+                each[rule.name] = max(each.get(rule.name, 0), rule.temporary_bytes(numel, threads))
+        return sum(each.values())
 
     def cut(self, parts: int) -> ModelShape:
         """The shape of the part that one of `parts` tensor-parallel ranks would have, judged by shapes alone.
@@ -136,20 +183,6 @@ class ModelShape:
         held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
         kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
         return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
-
-
-def temporary_bytes(rules: Sequence[Rule], options: Options, threads: int) -> int:
-    """What the rules take at once beside the arrays that they step: those of one optimizer, and of others beside it.
-
-    Args:
-        rules: that of each param group.
-        options: what the user said.
-        threads: how many threads the kernels have.
-    """
-    each = {rule.name: 0 for rule in rules}
-    for rule in rules:
-        each[rule.name] = max(each[rule.name], rule.temporary_bytes(options.chunk_numel, threads))
-    return sum(each.values())
 
 
 def choose(
@@ -290,11 +323,12 @@ def least_cpu_memory(
     shape = ModelShape.of(model, groups, given)
     rules = rules_of(optimizers)
     if optimizers:
-        shape = shape.with_states([rule.states for rule in rules])
+        shape = shape.with_rules(rules, given)
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
-    situation = replace(situation, temporary_bytes=temporary_bytes(rules, given, threads))
+    if optimizers:
+        situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)
     if chooses_params(given, situation) and given.grads.is_durable and not direct:
         wish = wish._replace(params=NVME)  # the least of those that `place` takes

@@ -33,9 +33,8 @@ from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
 from offload.optim.rule import Rule
-from offload.optim.rules.adam import AdamRule
 from offload.options import Options
-from offload.planner.choice import ModelShape, search, temporary_bytes
+from offload.planner.choice import ModelShape, search
 from offload.planner.decide import decide, replicas_of
 from offload.planner.machine import kernel_threads
 from offload.planner.placement import (
@@ -150,7 +149,7 @@ def plan_of(
     ranks: int = 1,
     tensor_parallel: int = 1,
     free_cpu_bytes: int | None = None,
-    rule: Rule | None = None,
+    rules: tuple[Rule, Rule] | None = None,
     **options: Any,
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
@@ -161,20 +160,21 @@ def plan_of(
         ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
         tensor_parallel: ranks that share the matrices of blocks.
         free_cpu_bytes: free RAM; None: what is free here.
-        rule: of the optimizer; None: Adam's.
+        rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
         **options: of OffloadZero.
 
     Raises:
         ConfigError: as `OffloadZero` does.
     """
     given = Options(**options)
-    rules = [AdamRule() if rule is None else rule]
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given).with_states([rules[0].states])
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
+    shape = shape if rules is None else shape.with_groups_by_kind().with_rules(rules, given)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
-    threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
-    situation = replace(situation, temporary_bytes=temporary_bytes(rules, given, threads))
+    if rules is not None:
+        threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
+        situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     choice, layout, result = search(given, situation, layout_of, direct=direct, room=room)

@@ -191,18 +191,16 @@ class Whole(Lion):
 
 REFUSED = {
     "counts": "keeps something on the optimizer",
-    "norm": "depends on others of the same parameter",
-    "norm of all": "looks at more than one element",
+    "norm of all": "looks at several parameters",
     "noise": "draws random numbers",
     "python's noise": "draws random numbers",
-    "by dimension": "depends on others of the same parameter",
     "None is zero": "moves parameters that have no gradient",
     "a list": "its state seen is a list",
     "another shape": "its state row has shape",
     "half": "its state half is torch.float16",
     "complex": "its state phase is a number of torch.complex64",
     "an option of values": "its step makes an option of the group, largest, of the values of a parameter",
-    "depends on values": "depends on others of the same parameter",
+    "depends on values": "the numbers of its state depend on the values of a parameter",
 }
 
 
@@ -226,19 +224,43 @@ def test_classes_of_torch_that_need_more_are_refused() -> None:
     for made, why in [
         (o.LBFGS(parameters()), "closure"),
         (o.Adafactor(matrices), "its state row_var has shape"),
-        (
-            o.Muon(matrices),
-            "depends on others of the same parameter, .* ValueError: Param gradient must be a 2D matrix",
-        ),
     ]:
         with pytest.raises(ConfigError, match=why):
             rule_of(made, made.param_groups[0])
 
 
-def test_a_learning_rate_of_0_hides_nothing() -> None:
-    optimizer = type("Whole", (Whole,), {"kind": "norm"})(parameters(), lr=0.0)
-    with pytest.raises(ConfigError, match="depends on others"):
-        rule_of(optimizer, optimizer.param_groups[0])
+@pytest.mark.parametrize("lr", [0.1, 0.0])
+@pytest.mark.parametrize("kind", ["norm", "by dimension"])
+def test_what_looks_at_a_whole_parameter_steps_whole_ones_also_if_nothing_moves_yet(kind: str, lr: float) -> None:
+    optimizer = type("Whole", (Whole,), {"kind": kind})(parameters(), lr=lr)
+    assert rule_of(optimizer, optimizer.param_groups[0]).is_whole
+
+
+def test_muon_is_whole_and_what_is_elementwise_is_not() -> None:
+    muon = o.Muon([nn.Parameter(torch.randn(64, 32))])
+    rule = rule_of(muon, muon.param_groups[0])
+    assert (rule.is_whole, [kind.name for kind in rule.states]) == (True, ["momentum_buffer"])
+    assert not any(
+        rule_of(one, one.param_groups[0]).is_whole for one in (make(parameters()) for make in WORKING.values())
+    )
+
+
+def test_options_with_which_whole_parameters_are_looked_at_later_are_refused() -> None:
+    class Normed(o.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if group["nesterov_norm"] and p.grad is not None:
+                        p.grad.div_(p.grad.norm())
+            super().step(closure)
+
+    optimizer = Normed(parameters(), lr=0.1)
+    optimizer.param_groups[0]["nesterov_norm"] = 0.0
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    assert not rule.is_whole
+    with pytest.raises(ConfigError, match="param group 2 has options now with which Normed looks at whole parameters"):
+        rule.require_sound(2, dict(optimizer.param_groups[0]) | {"nesterov_norm": 1.0})
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:

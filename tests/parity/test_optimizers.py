@@ -380,7 +380,7 @@ def test_options_that_the_class_refuses_change_nothing(tmp_path: Path) -> None:
         loop.step(3)
 
 
-@pytest.mark.parametrize("kind", ["norm", "counts"])
+@pytest.mark.parametrize("kind", ["norm of all", "counts"])
 def test_what_cannot_be_held_is_refused_and_the_model_is_as_it_was(kind: str, tmp_path: Path) -> None:
     from tests.optim.test_torch_rules import Whole
 

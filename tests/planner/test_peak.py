@@ -47,11 +47,11 @@ numel = sum(p.numel() for p in model.parameters())
 budget = int((2 if accumulation == 1 else 4) * numel + 40 * 2**20 + share * 12 * numel)
 tuning = Tuning(chunk="4MiB", threads=1, split_master=split)
 options = {"path": path, "cpu_memory": budget, "accumulation": accumulation, "tuning": tuning}
-given, rule = None, None
+given, rules = None, None
 if sys.argv[4] == "large":
     given = Large(model.parameters(), {})
-    (rule,) = rules_of([given])
-planned = plan_of(model, direct=True, rule=rule, **options).place()
+    rules = tuple(2 * rules_of([given]))
+planned = plan_of(model, direct=True, rules=rules, **options).place()
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 before = status("RssAnon")
 with OffloadZero(model, given, **options) as optimizer:

@@ -41,6 +41,7 @@ from offload.optim.rules.torch_rule import (
     BLOCK,
     LARGE_BLOCK,
     Blank,
+    Found,
     RaisedError,
     StepRaisesError,
     TorchRule,
@@ -64,10 +65,6 @@ CUT_AT = (4_160, 8_192)
 
 class RefusedError(ConfigError):
     """Why an optimizer cannot run on pieces."""
-
-
-class PieceRaisesError(RefusedError):
-    """The class raises where it steps a part of a parameter."""
 
 
 class _Start(NamedTuple):
@@ -99,8 +96,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
         blank = Blank(optimizer)
         start = _start(optimizer, group)
         probe = Probe(blank, start, sorted({param.dim() for param in group["params"]}) or [1])
-        states = probe.states(group)
-        has_large_blocks = _same_bits_in_large_blocks(blank, group, start, states)
+        found = probe.found(group)
+        has_large_blocks = not found.is_whole and _same_bits_in_large_blocks(blank, group, start, found.states)
     except ConfigError as error:
         raise ConfigError(
             f"optimizer is {name}, which cannot be offloaded: {error}; the model was not changed. Optimizers run whose "
@@ -108,12 +105,12 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
         ) from None
     return TorchRule(
         blank,
-        states,
+        found,
         start.progress,
         structure_of(group),
         probe,
         has_large_blocks=has_large_blocks,
-        temporary_numel=_temporary_numel(blank, group, start, states),
+        temporary_numel=_temporary_numel(blank, group, start, found),
     )
 
 
@@ -181,14 +178,11 @@ class Probe:
         self._blank, self._start = blank, start
         self._shapes = [shape for dim in (dims if any(dims) else (0, 1)) for shape in _shapes(dim)]
 
-    def states(self, group: Mapping[str, Any]) -> tuple[StateKind, ...]:
-        """Steps whole stand-ins and pieces.
+    def found(self, group: Mapping[str, Any]) -> Found:
+        """Steps whole stand-ins and pieces or, if these differ, whole stand-ins each by itself.
 
         Args:
             group: the options.
-
-        Returns:
-            The arrays that the optimizer keeps.
 
         Raises:
             StepRaisesError: its step raises with these options.
@@ -201,23 +195,15 @@ class Probe:
                 history = [whole.step() for _ in range(STEPS)]
             states = _kinds_of(whole.states, start)
 
-            def why(cuts: Sequence[int]) -> str | None:
+            reason = ""
+            for found in (Found(states), Found(states, is_whole=True, dims=len(self._shapes[0]))):
                 pieces = (
-                    _Pieces(blank, options, start, states, shape, number, cuts)
-                    for number, shape in enumerate(self._shapes)
+                    _Pieces(blank, options, start, found, shape, number) for number, shape in enumerate(self._shapes)
                 )
-                return next((why for one in pieces if (why := one.differs_from(history))), None)
-
-            raised = ""
-            try:
-                reason = why(CUT_AT)
-            except PieceRaisesError as error:
-                reason = raised = str(error)
-            if reason is None:
-                return states
-            if why(()) is None:
-                reason = "its update of an element depends on others of the same parameter, such as their norm"
-                reason += f": {raised}" if raised else ""
+                why = next((why for one in pieces if (why := one.differs_from(history))), None)
+                if why is None:
+                    return found
+                reason = why
             raise RefusedError(reason)
 
     def method(
@@ -368,18 +354,17 @@ class _Pieces:
         blank: Blank,
         group: Mapping[str, Any],
         start: _Start,
-        states: Sequence[StateKind],
+        found: Found,
         shape: tuple[int, ...],
         number: int,
-        cuts: Sequence[int],
     ) -> None:
-        self._blank, self._group, self._states, self._shape, self._number = blank, dict(group), states, shape, number
+        self._blank, self._group, self._found, self._shape, self._number = blank, dict(group), found, shape, number
+        self._what = "parameter by itself" if found.is_whole else "piece of a parameter"
         self._progress = start.progress
         self._master = _values(number, shape).reshape(-1)
-        self._arrays = [torch.full_like(self._master, start.constants.get(kind.name, 0.0)) for kind in states]
-        inner = [cut for cut in cuts if cut < len(self._master)]
+        self._arrays = [torch.full_like(self._master, start.constants.get(kind.name, 0.0)) for kind in found.states]
+        inner = [] if found.is_whole else [cut for cut in CUT_AT if cut < len(self._master)]
         self._edges = [0, *inner, len(self._master)]
-        self._is_whole = not cuts
 
     def differs_from(self, history: Sequence[_Stepped]) -> str | None:
         """Steps as often as `history` is long.
@@ -389,55 +374,43 @@ class _Pieces:
 
         Returns:
             What is not the same; None: all bits are.
-
-        Raises:
-            PieceRaisesError: the class raises with a piece.
-            RefusedError: no pieces could be the same.
         """
+        states = self._found.states
         for step, expected in enumerate(history):
             master, state = expected.params[self._number]
             grad = _gradient(step, self._number, self._shape).reshape(-1)
-            after, changed = (NEVER, {}) if self._is_whole else self._advanced()
             try:
+                after, changed = advanced(self._blank, states, self._group, self._progress, dims=self._found.dims)
                 for low, high in pairwise(self._edges):
                     made = self._step_piece(grad, low, high)
+            except RaisedError as error:
+                return f"on a parameter of one element its step() raises {error}"
             except Exception as error:  # whatever the class raises
-                raise PieceRaisesError(
-                    f"on a piece of a parameter its step() raises {type(error).__name__}: {error}"
-                ) from error
-            if self._is_whole:  # no stand-in of one element tells
-                after = progress_of(made, self._states, step + 1)
-                changed = changed_options(self._group, expected.group)
+                return f"on a {self._what} its step() raises {type(error).__name__}: {error}"
             self._progress = after
             self._group |= changed
             if other := changed_options(self._group, expected.group):
-                raise RefusedError(f"its step makes an option of the group, {next(iter(other))}, {OF_VALUES}")
+                return f"its step makes an option of the group, {next(iter(other))}, {OF_VALUES}"
             if not _equal(self._master, master.reshape(-1)):
                 return (
-                    "a piece of a parameter gets other values than the same elements of the whole parameter: its step "
-                    "looks at more than one element, or keeps something on the optimizer that changes from step to step"
+                    f"a {self._what} gets other values than when all are stepped together: its step looks at several "
+                    "parameters, or keeps something on the optimizer that changes from step to step"
                 )
-            for kind, array in zip(self._states, self._arrays, strict=True):
+            for kind, array in zip(states, self._arrays, strict=True):
                 whole = state.get(kind.name)
                 if isinstance(whole, Tensor) and not _equal(array, whole.reshape(-1)):
-                    return f"its state {kind.name} of a piece of a parameter differs from that of the whole parameter"
-            for shown in (progress_of(state, self._states, after.step), progress_of(made, self._states, after.step)):
+                    return f"its state {kind.name} of a {self._what} differs from that when all are stepped together"
+            for shown in (progress_of(state, states, after.step), progress_of(made, states, after.step)):
                 if not _same_numbers(shown, after):
                     return "the numbers of its state depend on the values of a parameter"
         return None
 
-    def _advanced(self) -> tuple[Progress, dict[str, Any]]:
-        try:
-            return advanced(self._blank, self._states, self._group, self._progress)
-        except RaisedError as error:
-            raise PieceRaisesError(f"on a parameter of one element its step() raises {error}") from error
-
     def _step_piece(self, grad: Tensor, low: int, high: int) -> Mapping[str, Any]:
-        shape = self._shape if self._is_whole else (-1,)
+        shape = self._shape if self._found.is_whole else (-1,)
         param = nn.Parameter(self._master[low:high].view(shape))
         param.grad = grad[low:high].clone().view(shape)
         arrays = [array[low:high].view(shape) for array in self._arrays]
-        return run_piece(self._blank, self._states, self._group, self._progress, param, arrays)[0]
+        return run_piece(self._blank, self._found.states, self._group, self._progress, param, arrays)[0]
 
 
 class _Part(NamedTuple):
@@ -663,22 +636,23 @@ class _Peak(TorchFunctionMode):
             self._nbytes -= nbytes
 
 
-def _temporary_numel(blank: Blank, group: Mapping[str, Any], start: _Start, states: Sequence[StateKind]) -> int:
+def _temporary_numel(blank: Blank, group: Mapping[str, Any], start: _Start, found: Found) -> int:
     """How many fp32 elements a step takes at once for each element of a piece, the gradient's copy among them.
 
     The first steps are counted too: arrays that they make are copied.
     """
     options, progress, peak = _that_moves(group), start.progress, 0
+    shape = _shapes(found.dims)[-1]
     with _on_stand_ins():
-        master = _values(7, (ROUND,))
-        arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in states]
+        master = _values(7, shape)
+        arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in found.states]
         for step in range(2):
             param = nn.Parameter(master)
-            param.grad = _gradient(step, 7, (ROUND,))
+            param.grad = _gradient(step, 7, shape)
             with _Peak([master, *arrays, param.grad]) as counted:
-                run_piece(blank, states, options, progress, param, arrays)
+                run_piece(blank, found.states, options, progress, param, arrays)
             peak = max(peak, counted.peak_bytes)
-            progress, changed = advanced(blank, states, options, progress)
+            progress, changed = advanced(blank, found.states, options, progress, dims=found.dims)
             options = options | changed
     return 1 + -(-peak // master.nbytes)
 

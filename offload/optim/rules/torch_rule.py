@@ -1,4 +1,5 @@
-"""Any elementwise torch optimizer: its own class runs on pieces of the masters, with its own bits.
+"""Any torch optimizer that looks at one parameter at a time: its own class runs on pieces of the masters, or on whole
+ones, with its own bits.
 
 [Note: an optimizer on pieces]
 A *copy* of the optimizer gets one Parameter over a piece of the master, `state[p]` made of views of the piece's arrays
@@ -10,6 +11,9 @@ Operations of torch give an element the same bits wherever it lies, but for some
 and the scalar part of their loop. So pieces begin at multiples of 64 elements of their parameter. Pieces of at most
 BLOCK elements are calculated by one thread of torch. Those of LARGE_BLOCK, which cost less of Python, are shared by
 torch's own threads, where `probe` has found that this gives the same bits.
+
+An optimizer that looks at more than one element of a parameter at once, as Muon does, steps *whole* parameters. Each
+lies in one chunk then (layout.py), and is stepped as a piece is, in its shape.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -137,12 +142,26 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, int | float | str | bool | torch.dtype)
 
 
+class Found(NamedTuple):
+    """What a probe found about an optimizer.
+
+    Attributes:
+        states: the arrays that it keeps.
+        is_whole: whether it looks at whole parameters.
+        dims: how many dimensions a stand-in has that tells which numbers a step makes.
+    """
+
+    states: tuple[StateKind, ...]
+    is_whole: bool = False
+    dims: int = 1
+
+
 class TorchRule(Rule):
     """Runs a torch optimizer's class on pieces; see [Note: an optimizer on pieces].
 
     Args:
         blank: makes copies of the optimizer.
-        states: the arrays that it keeps.
+        found: what was found about it.
         initial: the progress of a parameter that was never stepped: what the constructor put into its state.
         has_large_blocks: whether torch's threads may share a piece.
         temporary_numel: how many fp32 elements a step takes at once for each element of a piece.
@@ -153,7 +172,7 @@ class TorchRule(Rule):
     def __init__(
         self,
         blank: Blank,
-        states: Sequence[StateKind],
+        found: Found,
         initial: Progress,
         structure: object,
         probe: Prober,
@@ -163,8 +182,9 @@ class TorchRule(Rule):
     ) -> None:
         # Adam's own kernels keep other progress, and a user's class may have its name.
         self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
-        self.states = tuple(states)
+        self.states, self.is_whole = found.states, found.is_whole
         self.initial = initial
+        self._dims = found.dims
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
         self._blank = blank
         self._probe = probe
@@ -178,14 +198,19 @@ class TorchRule(Rule):
         if structure in self._probed:
             return
         try:
-            found = self._probe.states(group)
+            found = self._probe.found(group)
         except StepRaisesError as error:
             if self._refuses(group):
                 return  # before a step anything changes, `advance` says so; a commit may keep such options
             raise _of_group(number, error) from error
         except ConfigError as error:
             raise _of_group(number, error) from error
-        missing = [kind.name for kind in found if kind not in self.states]
+        if found.is_whole and not self.is_whole:
+            raise ConfigError(
+                f"param group {number} has options now with which {self.name} looks at whole parameters, which lie in "
+                "pieces: construct the run with options like these, and change them later; nothing was changed"
+            )
+        missing = [kind.name for kind in found.states if kind not in self.states]
         if missing:
             raise ConfigError(
                 f"param group {number} has options now with which {self.name} keeps {', '.join(missing)} of each "
@@ -204,7 +229,7 @@ class TorchRule(Rule):
     def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
         """See Rule.advance. The class steps a stand-in of one element."""
         try:
-            progress, changed = advanced(self._blank, self.states, group, before)
+            progress, changed = advanced(self._blank, self.states, group, before, dims=self._dims)
         except RaisedError as error:
             raise ConfigError(f"{self.name} refuses its options: {error}; nothing was changed") from error
         _require_finite(progress, self.name)
@@ -217,7 +242,8 @@ class TorchRule(Rule):
     def temporary_bytes(self, numel: int, threads: int) -> int:
         """See Rule.temporary_bytes. A method takes copies of a piece, and is counted with as much again."""
         small, large = min(numel, threads * BLOCK), min(numel, LARGE_BLOCK)
-        step = self._temporary_numel * (large if self.block == LARGE_BLOCK else small)
+        at_once = numel if self.is_whole else large if self.block == LARGE_BLOCK else small
+        step = self._temporary_numel * at_once
         method = 2 * (1 + len(self.states)) * small if self.methods else 0
         return torch.float32.itemsize * max(step, method)
 
@@ -234,6 +260,8 @@ class TorchRule(Rule):
         arrays, grad, out, spans, current = memory
         assert current is None, "no master is split"
         n = len(grad)
+        if self.is_whole:
+            return partial(self._whole_task, memory)
 
         def task(scalars: Any) -> Task:
             def work(low: int, high: int) -> None:
@@ -250,6 +278,16 @@ class TorchRule(Rule):
             return Task(work, 0, n, CUT, written)
 
         return task
+
+    def _whole_task(self, memory: SegmentMemory, scalars: Any) -> Task:
+        def work(low: int, high: int) -> None:
+            for span in memory.spans:
+                at = slice(span.start, span.start + span.numel)
+                arrays = [array[at].view(span.shape) for array in memory.arrays]
+                self._step(arrays, memory.grad[at].view(span.shape), memory.out[at].view(span.shape), *scalars)
+
+        # The caller alone calls torch, whose threads share.
+        return Task(work, 0, 1, written=(*memory.arrays, memory.out))
 
     @torch.no_grad()
     def _step(
@@ -345,12 +383,12 @@ class StepRaisesError(ConfigError):
 class Prober(Protocol):
     """Tries an optimizer out on stand-ins; rules/probe.py has one."""
 
-    def states(self, group: Mapping[str, Any]) -> Sequence[StateKind]:
-        """The arrays that the optimizer keeps with these options.
+    def found(self, group: Mapping[str, Any]) -> Found:
+        """What the optimizer is with these options.
 
         Raises:
             StepRaisesError: its step raises with them.
-            ConfigError: it cannot run on pieces with them; it says why.
+            ConfigError: it can run neither on pieces nor on whole parameters with them; it says why.
         """
 
     def method(
@@ -387,7 +425,13 @@ def _blocks(span: Span, low: int, high: int, block: int) -> Iterator[tuple[int, 
 
 
 def advanced(
-    blank: Blank, kinds: Sequence[StateKind], group: Mapping[str, Any], before: Progress, method: str = STEP
+    blank: Blank,
+    kinds: Sequence[StateKind],
+    group: Mapping[str, Any],
+    before: Progress,
+    method: str = STEP,
+    *,
+    dims: int = 1,
 ) -> tuple[Progress, dict[str, Any]]:
     """What a call of the class makes of a parameter's progress and of its group, found with a stand-in of one element.
 
@@ -397,6 +441,7 @@ def advanced(
         group: the options. They are not changed.
         before: the progress before the call.
         method: what is called. A step has a gradient, of ones.
+        dims: how many dimensions the stand-in has.
 
     Returns:
         The progress after the call, and the options that it changes.
@@ -404,7 +449,7 @@ def advanced(
     Raises:
         RaisedError: the class raises.
     """
-    zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+    zero = torch.zeros((1,) * dims, dtype=torch.float32, device="cpu")
     param = nn.Parameter(zero.clone())
     param.grad = torch.ones_like(zero) if method == STEP else None
     arrays = [zero.clone() for _ in kinds]
