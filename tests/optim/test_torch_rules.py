@@ -389,6 +389,11 @@ def test_what_a_step_takes_beside_its_arrays_is_counted() -> None:
     assert rule.temporary_bytes(1000, threads=2) == 4 * 4 * 1000
     rule.block = BLOCK
     assert rule.temporary_bytes(1 << 24, threads=3) == 4 * 4 * 3 * BLOCK
+    normed = type("Whole", (Whole,), {"kind": "norm"})(parameters())
+    of_wholes = rule_of(normed, normed.param_groups[0])
+    assert of_wholes.is_whole
+    # The copy and the quotient; the norm is a number, which counts as one more.
+    assert of_wholes.temporary_bytes(1 << 24, threads=2) == 4 * 3 * (1 << 24)
     adam = torch.optim.AdamW(parameters())
     assert rules_of([adam])[0].temporary_bytes(1 << 24, threads=2) == 0
 
