@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ from offload.model.meta_init import is_meta
 from offload.model.units import device_for, require_movable, require_on_mesh, require_streamable
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
-from offload.native.threads import usable_cpus
 from offload.optim.new_params import NewParameters, new_parameters
 from offload.optim.rule import Rule
 from offload.optim.scale import StepScale
@@ -44,7 +43,7 @@ from offload.optim.step import Step
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
-from offload.planner.machine import free_memory
+from offload.planner.machine import free_memory, kernel_threads
 from offload.planner.placement import (
     ACTIVATIONS,
     SCRATCH,
@@ -55,6 +54,7 @@ from offload.planner.placement import (
 )
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
+from offload.regions import lent_bytes
 from offload.run import Memory, OpenEngine, Run, Stores
 from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Reserved
@@ -167,6 +167,8 @@ def plan_run(
     if first_choice.states.split_master and unsplit is not None:
         raise ConfigError(f"Tuning.split_master=True with {unsplit}: only Adam's masters can be split; leave it out")
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
+    threads = kernel_threads(options.tuned.threads, ranks_on_node=nodes, direct=copier.direct)
+    situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, options, threads))
     held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.params[first:every])
@@ -287,15 +289,16 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     Raises:
         BudgetError: if there is not enough.
     """
-    ram = Arena(placement.arena_bytes, plan.copier, at_once=False)
+    ram = Arena(lent_bytes(placement.regions, CPU), plan.copier, at_once=False)
     undo.callback(_free, comm, ram)
     is_on_device = plan.choice.states.tier == DEVICE
-    if not is_on_device and not placement.slab_bytes:
+    slab_bytes = lent_bytes(placement.regions, DEVICE)
+    if not is_on_device and not slab_bytes:
         return Memory(ram, None, Reserved(placement.regions, {CPU: ram}), plan.copier, plan.copier)
     if plan.copier.direct:
-        slab: Arena | DeviceArena = Arena(placement.slab_bytes, plan.copier, at_once=False)
+        slab: Arena | DeviceArena = Arena(slab_bytes, plan.copier, at_once=False)
     else:
-        slab = DeviceArena(placement.slab_bytes, plan.device)
+        slab = DeviceArena(slab_bytes, plan.device)
     undo.callback(_free, comm, slab)
     if isinstance(slab, Arena):
         slab.prefault(lambda: None)
@@ -328,23 +331,6 @@ def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> Kernels:
     undo.callback(kernels.close)
     kernels.start()
     return kernels
-
-
-LAUNCHING_THREADS = 2
-"""Of a model on a device: the one of the forward and autograd's own, which launch its kernels one after the other. One
-that has to wait for a CPU delays all that comes after it."""
-
-
-def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> int:
-    """How many threads this rank's kernels take.
-
-    Args:
-        wanted: `Tuning.threads`; None: a share of the usable CPUs, less those of the threads that launch a device's
-            kernels.
-        ranks_on_node: how many ranks share the CPUs.
-        direct: whether the model's device is the CPU, which waits while kernels run.
-    """
-    return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)
 
 
 def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None) -> Stores:

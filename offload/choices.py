@@ -42,12 +42,14 @@ class StateChoice:
         split_master: whether only the low halves of bf16 parameters' masters are kept.
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
+        temporary_bytes: what the optimizers take at once beside the arrays that they step.
     """
 
     tier: Tier
     split_master: bool
     chunk_numel: int
     in_flight: int | None
+    temporary_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ from offload.ranks.agreement import all_gather_shards, require_alike, together
 from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.run import DISK, Owner
 from offload.sizes import format_bytes
+from offload.tiers import CPU, DEVICE
 from offload.torch_private import DisableTorchFunctionSubclass
 
 HANDED_OVER = ("grad_scale", "found_inf")
@@ -754,10 +755,7 @@ class OffloadZero(torch.optim.Optimizer):
             names = [spec.name for spec in self._layout.specs]
             self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
-            with_rules = zip(self._plan.rules, self.param_groups, strict=True)
-            numbers = (
-                None if fault is not None else [update.factor, *(rule.agreed(group) for rule, group in with_rules)]
-            )
+            numbers = None if fault is not None else [update.factor, *self._agreed_options]
             if not self._everyone.all_equal(repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
@@ -980,7 +978,8 @@ class OffloadZero(torch.optim.Optimizer):
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
-          device_budget_bytes: the same for parameters, buffers and states on the device.
+          device_budget_bytes: the same for parameters, buffers and states on the device. What torch takes for a moment
+          in the step of an optimizer that it runs is counted as it was planned.
         - activation_bytes, peak_activation_bytes: the size of the region for activations, and the most that was in it
           at once.
         - disk_bytes: the size of the swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0
@@ -998,6 +997,7 @@ class OffloadZero(torch.optim.Optimizer):
         """
         placement, parts, memory = self._placement, self._parts, self._parts.run.memory
         counted, initial = self._timeline.counted, self._held.initial_bytes
+        beside = placement.resident_bytes + placement.temporary_bytes(DEVICE)
         return {
             "step": self._step,
             "skipped_steps": self._skipped,
@@ -1012,9 +1012,9 @@ class OffloadZero(torch.optim.Optimizer):
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
             "gathered_bytes": counted("gathered_bytes"),
-            "peak_cpu_bytes": memory.ram.used,
+            "peak_cpu_bytes": memory.ram.used + placement.temporary_bytes(CPU),
             "cpu_budget_bytes": placement.budget_bytes,
-            "peak_device_bytes": parts.parameters.peak_bytes + placement.resident_bytes + memory.device_bytes,
+            "peak_device_bytes": beside + parts.parameters.peak_bytes + memory.device_bytes,
             "device_budget_bytes": placement.device_budget_bytes,
             "arena_utilisation": placement.states.utilisation,
             "disk_bytes": placement.disk_bytes,

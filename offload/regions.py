@@ -27,6 +27,8 @@ class Region:
         count: how many pieces there are.
         kind: under which `offload plan` counts it: a state kind, or one of [Note: rows] in planner/explain.py.
         holds: of these bytes, those that are counted under other kinds, as pairs (kind, bytes).
+        is_lent: whether the part gets pieces of reserved memory. What is not lent is allocated by torch while it is
+            used, and is only counted.
     """
 
     tier: Tier
@@ -35,6 +37,7 @@ class Region:
     count: int = 1
     kind: str = REST
     holds: tuple[tuple[str, int], ...] = ()
+    is_lent: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -50,6 +53,11 @@ class Region:
 def total_bytes(regions: Iterable[Region], tier: Tier) -> int:
     """The bytes of all regions that are on `tier`."""
     return sum(region.total_bytes for region in regions if region.tier == tier)
+
+
+def lent_bytes(regions: Iterable[Region], tier: Tier) -> int:
+    """The bytes that have to be reserved on `tier`, of which parts get pieces."""
+    return total_bytes((region for region in regions if region.is_lent), tier)
 
 
 def total_of(regions: Iterable[Region], names: Sequence[str]) -> int:

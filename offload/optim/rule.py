@@ -202,6 +202,15 @@ class Rule(ABC):
         """The state of a parameter as the class names it: numbers, tensors of shape (), and None for each array."""
         return scalars_of(progress) | dict.fromkeys(progress.arrays)
 
+    def temporary_bytes(self, numel: int, threads: int) -> int:
+        """The most bytes that its tasks take at once beside the arrays of their segments.
+
+        Args:
+            numel: the most elements of a segment; of a parameter, if the rule steps whole ones.
+            threads: how many threads run tasks.
+        """
+        return 0
+
     @abstractmethod
     def agreed(self, group: Mapping[str, Any]) -> Hashable:
         """What of a group has to be the same on all ranks. Its `repr` is compared."""

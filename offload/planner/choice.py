@@ -26,6 +26,7 @@ from offload.optim.adopt import groups_of, rules_of
 from offload.optim.rule import Rule
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
+from offload.planner.machine import kernel_threads
 from offload.planner.placement import Needs, Placement, Room, place
 from offload.sizes import SUM_BLOCK, option_bytes
 from offload.tiers import CPU, DEVICE, NVME
@@ -115,6 +116,22 @@ class ModelShape:
                 )
             rows.pop(number, None)
         return replace(self, specs=specs, rows=rows)
+
+    def temporary_bytes(self, rules: Sequence[Rule], options: Options, threads: int) -> int:
+        """What rules take at once beside the arrays that they step: those of one optimizer, and of others beside it.
+
+        Args:
+            rules: that of each param group.
+            options: what the user said.
+            threads: how many threads the kernels have.
+        """
+        each: dict[str, int] = {}
+        for spec in self.specs:
+            if spec.group is not None:
+                rule = rules[spec.group]
+                numel = spec.numel if rule.is_whole else options.chunk_numel
+                each[rule.name] = max(each.get(rule.name, 0), rule.temporary_bytes(numel, threads))
+        return sum(each.values())
 
     def cut(self, parts: int) -> ModelShape:
         """The shape of the part that one of `parts` tensor-parallel ranks would have, judged by shapes alone.
@@ -304,10 +321,14 @@ def least_cpu_memory(
     optimizers: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     groups = groups_of(optimizers) if optimizers else [{"params": list(model.parameters())}]
     shape = ModelShape.of(model, groups, given)
+    rules = rules_of(optimizers)
     if optimizers:
-        shape = shape.with_rules(rules_of(optimizers), given)
+        shape = shape.with_rules(rules, given)
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
+    threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
+    if optimizers:
+        situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)
     if chooses_params(given, situation) and given.grads.is_durable and not direct:
         wish = wish._replace(params=NVME)  # the least of those that `place` takes

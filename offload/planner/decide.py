@@ -34,6 +34,7 @@ class Situation:
         ranks: how many ranks hold a shard each.
         ranks_on_node: how many ranks share this machine.
         slices: how many tensor-parallel ranks there are.
+        temporary_bytes: what the optimizers take at once beside the arrays that they step.
     """
 
     trained_bytes: int
@@ -41,6 +42,7 @@ class Situation:
     ranks: int = 1
     ranks_on_node: int = 1
     slices: int = 1
+    temporary_bytes: int = 0
 
     @property
     def keeps_trained(self) -> bool:
@@ -112,6 +114,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             split_master=split,
             chunk_numel=options.chunk_numel,
             in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
+            temporary_bytes=situation.temporary_bytes,
         ),
         params,
         GradChoice(

@@ -10,6 +10,7 @@ state kind (param, grad, master, and the optimizer's, as exp_avg and exp_avg_sq)
     slots     reserved on the disk, and not written in every step: those of resident chunks; with commits, the second
               slot of each chunk, and both of parameters that live elsewhere
     rest      headers, padding, bounce buffers of copies to and from a device, and temporaries of a device's kernels
+              and of optimizers that torch runs
 
 With `tier="device"` all of this is on the device, and only the buffers of commits are in RAM.
 
@@ -35,6 +36,7 @@ from offload.optim.rule import Rule
 from offload.options import Options
 from offload.planner.choice import ModelShape, search
 from offload.planner.decide import decide, replicas_of
+from offload.planner.machine import kernel_threads
 from offload.planner.placement import (
     ACTIVATIONS,
     IN_FLIGHT,
@@ -170,6 +172,9 @@ def plan_of(
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
+    if rules is not None:
+        threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
+        situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     choice, layout, result = search(given, situation, layout_of, direct=direct, room=room)

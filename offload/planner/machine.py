@@ -1,4 +1,4 @@
-"""The free memory of this machine."""
+"""What of this machine a run may use: free memory, and threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offload.io.files import LOCAL
+from offload.native.threads import usable_cpus
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -60,3 +61,20 @@ def _available() -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+LAUNCHING_THREADS = 2
+"""Of a model on a device: the one of the forward and autograd's own, which launch its kernels one after the other. One
+that has to wait for a CPU delays all that comes after it."""
+
+
+def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> int:
+    """How many threads this rank's kernels take.
+
+    Args:
+        wanted: `Tuning.threads`; None: a share of the usable CPUs, less those of the threads that launch a device's
+            kernels.
+        ranks_on_node: how many ranks share the CPUs.
+        direct: whether the model's device is the CPU, which waits while kernels run.
+    """
+    return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)

@@ -26,7 +26,7 @@ from offload.native.torch_kernels import scratch_bytes
 from offload.optim import new_params, on_device
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
-from offload.regions import REST, Region, total_bytes, total_of
+from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
 from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.policy import residents
 from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
@@ -58,6 +58,7 @@ STAGED = "commits"
 """What the regions of `Placement.staged` are called. Those of other pools are called as `ChunkKind` says."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
+TEMPORARIES = "temporaries of optimizers that torch runs"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
@@ -116,9 +117,13 @@ class Placement:
         """Bytes that this library holds in RAM."""
         return total_bytes(self.regions, CPU)
 
+    def temporary_bytes(self, tier: Tier) -> int:
+        """Bytes on a tier that are not reserved, and taken by torch for a while."""
+        return total_bytes(self.regions, tier) - lent_bytes(self.regions, tier)
+
     @cached_property
     def slab_bytes(self) -> int:
-        """Bytes that this library reserves on the device.
+        """Bytes that this library takes on the device beside the model.
 
         With tier="device" these are for states, gradients and what works on them. Else they are for the buffers of
         collectives and for activations, if the device has memory of its own.
@@ -540,7 +545,11 @@ class Needs:
         if choice.states.tier == DEVICE and not self.direct:
             largest = max((spec.numel for spec in self.layout.specs), default=0)
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
-        return found if self.in_place else found + on_device.regions(self.layout)
+        matrices = [] if self.in_place else on_device.regions(self.layout)
+        if choice.states.temporary_bytes:
+            where = DEVICE if matrices else memory
+            found.append(Region(where, TEMPORARIES, choice.states.temporary_bytes, is_lent=False))
+        return found + matrices
 
     @property
     def _gradients(self) -> list[Region]:

@@ -79,13 +79,14 @@ class Reserved:
     """The pieces of all regions in memory, by name.
 
     Args:
-        regions: the regions, in the order of their memory. Those on a tier without a lender are left out.
+        regions: the regions, in the order of their memory. Those on a tier without a lender are left out, and those
+            that are not lent.
         lenders: what lends the memory of each tier.
     """
 
     def __init__(self, regions: Iterable[Region], lenders: Mapping[Tier, Lender]) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
-        for region in (one for one in regions if one.tier in lenders):
+        for region in (one for one in regions if one.is_lent and one.tier in lenders):
             pieces = [lenders[region.tier].carve(region.nbytes) for _ in range(region.count)]
             self._pieces.setdefault(region.what, []).extend(pieces)
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import build, native
+from offload import native
 from offload.errors import ClosedError
 from offload.native import threads
+from offload.planner import machine
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
 from tests.support.scripts import run_code
 
@@ -286,7 +287,7 @@ def test_closed_kernels_say_so_and_their_threads_end() -> None:
 
 EXIT = """
 import sys, torch
-from offload import build, native
+from offload import native
 mine = [native.load(3, variant) for variant in native.available_variants()]
 x = torch.ones(300_000)
 sums = torch.zeros(native.sum_blocks(0, 300_000), dtype=torch.float64)
@@ -316,7 +317,7 @@ def test_kernels_let_go_end_their_threads() -> None:
 FORK = """
 import os, sys, torch, warnings
 warnings.simplefilter("ignore")  # Python warns of forks beside threads from 3.12 on; this one is meant
-from offload import build, native
+from offload import native
 mine = native.load(2, sys.argv[1])
 x, one = torch.ones(300_000), torch.ones(300_000)
 mine.call(native.ACCUMULATE, x, one)
@@ -354,18 +355,18 @@ def test_ranks_share_the_cpus_of_their_machine_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert build.kernel_threads(None, ranks_on_node=8, direct=True) == 8
-    assert build.kernel_threads(3, ranks_on_node=8, direct=True) == 3
-    assert build.kernel_threads(None, ranks_on_node=100, direct=True) == 1
+    assert machine.kernel_threads(None, ranks_on_node=8, direct=True) == 8
+    assert machine.kernel_threads(3, ranks_on_node=8, direct=True) == 3
+    assert machine.kernel_threads(None, ranks_on_node=100, direct=True) == 1
 
 
 def test_threads_that_launch_kernels_of_a_device_keep_two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
-    assert build.kernel_threads(None, ranks_on_node=1, direct=False) == 14
-    assert build.kernel_threads(None, ranks_on_node=2, direct=False) == 6
-    assert build.kernel_threads(None, ranks_on_node=16, direct=False) == 1
-    assert build.kernel_threads(16, ranks_on_node=1, direct=False) == 16
+    assert machine.kernel_threads(None, ranks_on_node=1, direct=False) == 14
+    assert machine.kernel_threads(None, ranks_on_node=2, direct=False) == 6
+    assert machine.kernel_threads(None, ranks_on_node=16, direct=False) == 1
+    assert machine.kernel_threads(16, ranks_on_node=1, direct=False) == 16
 
 
 def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:

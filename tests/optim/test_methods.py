@@ -13,7 +13,7 @@ from offload import native
 from offload.errors import ConfigError
 from offload.optim.rule import NEVER, Progress, Scalar, Span
 from offload.optim.rules.probe import rule_of
-from offload.optim.rules.torch_rule import TorchRule
+from offload.optim.rules.torch_rule import BLOCK, TorchRule
 from tests.optim.test_torch_rules import gradients, parameters, run
 
 
@@ -223,6 +223,15 @@ def test_a_method_may_do_what_it_likes_with_the_memory_that_it_sees() -> None:
     native.load(1).run([method.task(optimizer.param_groups[0], rule.initial, [*memory], [Span(0, 300)])])
     assert not memory.untyped_storage().is_shared()
     assert optimizer.state[optimizer.param_groups[0]["params"][0]]["sum"].untyped_storage().is_shared() is False
+
+
+def test_the_copies_that_a_method_works_on_are_counted() -> None:
+    """Of masters and of one array, and as much again for what it makes."""
+    optimizer = Averaged(parameters())
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    rule.block = BLOCK
+    assert rule.temporary_bytes(1 << 24, threads=3) == 4 * 4 * 3 * BLOCK
+    assert rule.temporary_bytes(100, threads=3) == 4 * 4 * 100
 
 
 def test_methods_are_those_of_the_class_itself() -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from offload import native
 from offload.errors import ConfigError
+from offload.optim.adopt import rules_of
 from offload.optim.rule import Progress, SegmentMemory, Span
 from offload.optim.rules.probe import rule_of
-from offload.optim.rules.torch_rule import LARGE_BLOCK, TorchRule
+from offload.optim.rules.torch_rule import BLOCK, LARGE_BLOCK, TorchRule
 
 SHAPES = [(3, 67), (70_001,), (65, 129), (1,), (), (2, 3, 5, 7)]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -181,6 +182,8 @@ class Whole(Lion):
                     self.state[p]["phase"] = torch.tensor(1j)
                 if self.kind == "half":
                     self.state[p]["half"] = p.half()
+                if self.kind == "an option of values":
+                    group["largest"] = float(p.max())
                 if self.kind == "depends on values":
                     self.state[p]["largest"] = float(p.max())
                 p.add_(grad, alpha=-rate)
@@ -196,6 +199,7 @@ REFUSED = {
     "another shape": "its state row has shape",
     "half": "its state half is torch.float16",
     "complex": "its state phase is a number of torch.complex64",
+    "an option of values": "its step makes an option of the group, largest, of the values of a parameter",
     "depends on values": "the numbers of its state depend on the values of a parameter",
 }
 
@@ -204,8 +208,11 @@ REFUSED = {
 def test_what_cannot_run_on_pieces_is_refused_with_the_reason(kind: str) -> None:
     params = parameters()
     optimizer = type("Whole", (Whole,), {"kind": kind})(params)
+    generators = torch.get_rng_state(), random.getstate()
     with pytest.raises(ConfigError, match=f"optimizer is Whole, which cannot be offloaded: .*{REFUSED[kind]}"):
         rule_of(optimizer, optimizer.param_groups[0])
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
     for param, expected in zip(params, parameters(), strict=True):
         assert torch.equal(param, expected)
         assert param.grad is None
@@ -355,6 +362,40 @@ def test_hooks_and_attributes_of_the_optimizer_are_not_called_or_changed_for_pie
 def test_torch_shares_large_pieces_where_that_has_the_same_bits() -> None:
     fast = o.SGD(parameters(), lr=0.1, momentum=0.9)
     assert rule_of(fast, fast.param_groups[0]).block == LARGE_BLOCK
+
+
+class Wasteful(Lion):
+    """At once a product, a sum, and its root: two of them at a time, beside momenta that it makes anew."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (one for one in group["params"] if one.grad is not None):
+                twice = p.grad * 2
+                total = twice + p
+                del twice
+                root = total.abs_().sqrt().view(-1)
+                self.state[p]["momentum"] = root.view_as(p) + 1
+                del total, root
+                p.sub_(self.state[p]["momentum"], alpha=group["lr"])
+
+
+def test_what_a_step_takes_beside_its_arrays_is_counted() -> None:
+    """By hand: the gradient's copy, and the total, the root and the new momenta."""
+    optimizer = Wasteful(parameters())
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    assert rule.block == LARGE_BLOCK
+    assert rule.temporary_bytes(1 << 24, threads=2) == 4 * 4 * LARGE_BLOCK
+    assert rule.temporary_bytes(1000, threads=2) == 4 * 4 * 1000
+    rule.block = BLOCK
+    assert rule.temporary_bytes(1 << 24, threads=3) == 4 * 4 * 3 * BLOCK
+    normed = type("Whole", (Whole,), {"kind": "norm"})(parameters())
+    of_wholes = rule_of(normed, normed.param_groups[0])
+    assert of_wholes.is_whole
+    # The copy and the quotient; the norm is a number, which counts as one more.
+    assert of_wholes.temporary_bytes(1 << 24, threads=2) == 4 * 3 * (1 << 24)
+    adam = torch.optim.AdamW(parameters())
+    assert rules_of([adam])[0].temporary_bytes(1 << 24, threads=2) == 0
 
 
 class Runaway(Lion):

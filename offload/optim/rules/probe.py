@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import inspect
 import random
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -29,7 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.optim.rule import NEVER, Progress, Scalar, scalars_of
@@ -99,7 +103,15 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
             f"optimizer is {name}, which cannot be offloaded: {error}; the model was not changed. Optimizers run whose "
             "step treats each element by itself, as torch.optim.AdamW, SGD, RMSprop, Adagrad, NAdam"
         ) from None
-    return TorchRule(blank, found, start.progress, structure_of(group), probe, has_large_blocks=has_large_blocks)
+    return TorchRule(
+        blank,
+        found,
+        start.progress,
+        structure_of(group),
+        probe,
+        has_large_blocks=has_large_blocks,
+        temporary_numel=_temporary_numel(blank, group, start, found),
+    )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -581,6 +593,68 @@ def _without_noise() -> Iterator[None]:
     yield
     if _random_states() != before:
         raise RefusedError("it draws random numbers, so no two runs on other tiers would agree")
+
+
+class _Peak(TorchFunctionMode):
+    """Counts the memory that torch's functions take, as long as somebody has it.
+
+    Args:
+        known: what there is already.
+
+    Attributes:
+        peak_bytes: the most that there was at once beside `known`.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._tensors: Counter[int] = Counter()  # by their memory
+        self._nbytes = 0
+        self.peak_bytes = 0
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch_private.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                self._count(tensor)
+        self.peak_bytes = max(self.peak_bytes, self._nbytes)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        at, nbytes = storage.data_ptr(), storage.nbytes()
+        if at not in self._known:
+            self._nbytes += 0 if self._tensors[at] else nbytes
+            self._tensors[at] += 1
+            weakref.finalize(tensor, self._forget, at, nbytes)
+
+    def _forget(self, at: int, nbytes: int) -> None:
+        self._tensors[at] -= 1
+        if not self._tensors[at]:
+            self._nbytes -= nbytes
+
+
+def _temporary_numel(blank: Blank, group: Mapping[str, Any], start: _Start, found: Found) -> int:
+    """How many fp32 elements a step takes at once for each element of a piece, the gradient's copy among them.
+
+    The first steps are counted too: arrays that they make are copied.
+    """
+    options, progress, peak = _that_moves(group), start.progress, 0
+    shape = _shapes(found.dims)[-1]
+    with _on_stand_ins():
+        master = _values(7, shape)
+        arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in found.states]
+        for step in range(2):
+            param = nn.Parameter(master)
+            param.grad = _gradient(step, 7, shape)
+            with _Peak([master, *arrays, param.grad]) as counted:
+                run_piece(blank, found.states, options, progress, param, arrays)
+            peak = max(peak, counted.peak_bytes)
+            progress, changed = advanced(blank, found.states, options, progress, dims=found.dims)
+            options = options | changed
+    return 1 + -(-peak // master.nbytes)
 
 
 def _random_states() -> tuple[bytes, ...]:

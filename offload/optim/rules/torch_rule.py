@@ -165,6 +165,7 @@ class TorchRule(Rule):
         found: what was found about it.
         initial: the progress of a parameter that was never stepped: what the constructor put into its state.
         has_large_blocks: whether torch's threads may share a piece.
+        temporary_numel: how many fp32 elements a step takes at once for each element of a piece.
         structure: of the options with which it was probed.
         probe: tries the optimizer out.
     """
@@ -178,6 +179,7 @@ class TorchRule(Rule):
         probe: Prober,
         *,
         has_large_blocks: bool,
+        temporary_numel: int,
     ) -> None:
         # Adam's own kernels keep other progress, and a user's class may have its name.
         self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
@@ -188,6 +190,7 @@ class TorchRule(Rule):
         self._blank = blank
         self._probe = probe
         self._probed = {structure}
+        self._temporary_numel = temporary_numel
         self.methods = {name: TorchMethod(blank, name, self.states, probe) for name in blank.methods}
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
@@ -236,6 +239,14 @@ class TorchRule(Rule):
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
         """See Rule.scalars."""
         return _with_copies(group), before, scale
+
+    def temporary_bytes(self, numel: int, threads: int) -> int:
+        """See Rule.temporary_bytes. A method takes copies of a piece, and is counted with as much again."""
+        small, large = min(numel, threads * BLOCK), min(numel, LARGE_BLOCK)
+        at_once = numel if self.is_whole else large if self.block == LARGE_BLOCK else small
+        step = self._temporary_numel * at_once
+        method = 2 * (1 + len(self.states)) * small if self.methods else 0
+        return torch.float32.itemsize * max(step, method)
 
     def agreed(self, group: Mapping[str, Any]) -> Hashable:
         """See Rule.agreed."""
