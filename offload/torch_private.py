@@ -45,6 +45,9 @@ DisableTorchFunction: Any = _find("torch._C", "DisableTorchFunction")
 """Context manager: as above, and `TorchFunctionMode`s are off too."""
 disabled_torch_function: Any = _find("torch._C", "_disabled_torch_function_impl")
 """The `__torch_function__` of a class that wants none. Torch documents it under its private name."""
+inference_mode: Any = _find("torch._C", "_InferenceMode")
+"""Context manager: inference mode is on or off. What it was, and whether gradients are on, comes back at the end.
+Public, but in Python, where an interrupt may come before its exit is known: `torch.inference_mode`."""
 torch_function_modes: Any = _find("torch._C", "_len_torch_function_stack")
 """Number of active `TorchFunctionMode`s."""
 dispatch_modes: Any = _find("torch._C", "_len_torch_dispatch_stack")
