@@ -34,7 +34,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from offload import interrupts
+from offload import interrupts, torch_private
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
@@ -89,7 +89,6 @@ from offload.ranks.agreement import all_gather_shards, require_alike, together
 from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.run import DISK, Owner
 from offload.sizes import format_bytes
-from offload.torch_private import DisableTorchFunctionSubclass
 
 HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
@@ -467,8 +466,7 @@ class OffloadZero(torch.optim.Optimizer):
         Returns:
             The numbers of the parameters that have one on any rank.
         """
-        with DisableTorchFunctionSubclass():
-            self._parts.parameters.require_unchanged(self._model, self.param_groups)
+        torch_private.past_subclasses(self._parts.parameters.require_unchanged, self._model, self.param_groups)
         self._held.pending.before_gradients()
         self._held.answers.take_changes()
         return self._parts.gradients.finalize(self._held.answers.active)
@@ -524,7 +522,7 @@ class OffloadZero(torch.optim.Optimizer):
         Args:
             set_to_none: False: the gradients that there were become zeros, which the next step uses.
         """
-        with DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             had = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             super().zero_grad(set_to_none=True)
         if self._adopted:
@@ -986,8 +984,7 @@ class OffloadZero(torch.optim.Optimizer):
             view: its flattened view, without the parts of other tensor-parallel ranks.
         """
         held = self._parts.parameters.held[number]
-        with DisableTorchFunctionSubclass():
-            local = held.shaped(view)
+        local = torch_private.past_subclasses(held.shaped, view)
         return whole_of(self._comm, held.tensor, local)
 
     def _shown_states(self, param: Any) -> Mapping[str, Any]:
