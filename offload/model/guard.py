@@ -110,7 +110,7 @@ class _Held:
                 return guards.call(kind, func, args, kwargs)
             if cls._guards_ref.is_elsewhere:
                 _refuse(getattr(func, "__name__", str(func)))
-        return torch_private.past_subclasses(func, *args, **kwargs)
+        return torch_private.disabled_torch_function(func, (), args, kwargs)
 
     @property
     def _is_plain(self) -> bool:
