@@ -1,7 +1,7 @@
 """The gradient buffer: what a gradient meets between autograd's hook and the step.
 
 [Note: the way of a gradient]
-Each of these files calls the next one, and none is called back:
+Each of these files calls the next one, and none of these is called back:
 
 1. model/gradient.py takes each gradient as soon as autograd has accumulated it, and passes it on: `accumulate`. Its
    micro-batch is counted (passes.py).

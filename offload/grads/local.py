@@ -199,7 +199,7 @@ class LocalGradients(GradientBuffer):
         for chunk, piece in self._layout.pieces_of(param):
             if start <= piece.param_offset < stop:  # no piece has elements of two tiles
                 first = piece.param_offset - start
-                self._through_bounce(
+                self._pass_on(
                     param,
                     grad[first : first + piece.numel],
                     Place(chunk, piece.chunk_offset, is_first, is_last, self._is_unfinished(chunk)),
@@ -270,7 +270,7 @@ class LocalGradients(GradientBuffer):
 
     # Copies from the device.
 
-    def _through_bounce(self, param: int, values: Tensor, place: Place) -> None:
+    def _pass_on(self, param: int, values: Tensor, place: Place) -> None:
         """Adds values to the shards: at once on the CPU, else in the worker when they are in RAM."""
         if self._copier.direct:
             self._shards.add(values, place)
