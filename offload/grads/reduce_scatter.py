@@ -54,7 +54,7 @@ UNITS_WAITING = 1
 """Units whose gradients wait on the device for a buffer, beside the one whose backward runs."""
 UNITS_AHEAD = 4
 """The host waits, for a limited time, until the buckets are averaged that were sent so many units ago. Fewer than the
-units of AHEAD_UNITS in transfer.py, which it waits for without a limit: a rank that is gone is noticed here."""
+units of HOST_LEADS_UNITS in transfer.py, which it waits for without a limit: a rank that is gone is noticed here."""
 
 
 @dataclass

@@ -456,7 +456,7 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[Unit]) -> None:
-        guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.depth)]
+        guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.forwards)]
         if guests:
             self._release_unused(self._root, *guests)
         self._require_room(units)

@@ -4,7 +4,7 @@
 A copy to the device waits for the last use of the memory that it writes to. Kernels wait for the copy on the device: a
 unit is AVAILABLE as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
 ended. The host asks for that without waiting; it waits only where somebody needs the chunk, or a buffer of the store.
-It is at most AHEAD_UNITS units ahead of the device.
+It leads the device by at most HOST_LEADS_UNITS units.
 
 unit.py has the states of a unit; policy.py says which unit is fetched and released, fetch.py when.
 """
@@ -32,7 +32,7 @@ from offload.ranks.communicator import Work
 from offload.run import Owner, Run
 from offload.storage.chunk_cache import Lease, Store, Use
 
-AHEAD_UNITS = 8
+HOST_LEADS_UNITS = 8
 """The host waits until the device is done with the unit that was released so many units ago."""
 
 
@@ -207,7 +207,7 @@ class UnitTransfers:
             return
         self._wait_on_device(unit)  # if that fails, another rank may still write here: the memory stays
         self._free(unit)
-        while len(self._released) > AHEAD_UNITS:
+        while len(self._released) > HOST_LEADS_UNITS:
             self._wait_for(self._released[0], "wait for device")
             self._released.popleft()
 
