@@ -720,32 +720,32 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: it is set to what is no number of at least 1 and not "auto", to more than OffloadZero was made
                 for, or between a backward and its step.
         """
-        most = self._parts.gradients.passes.most
+        most = self._parts.gradients.micro_batches.most
         return "auto" if most is None else most
 
     @accumulation.setter
     @entry
-    def accumulation(self, passes: int | str) -> None:
+    def accumulation(self, micro_batches: int | str) -> None:
         self._require_usable()
-        is_number = isinstance(passes, int) and not isinstance(passes, bool) and passes >= 1
-        if not is_number and passes != "auto":
-            raise ConfigError(f'accumulation={passes!r}: give a whole number, at least 1, or "auto"')
-        most = passes if isinstance(passes, int) else None
+        is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool) and micro_batches >= 1
+        if not is_number and micro_batches != "auto":
+            raise ConfigError(f'accumulation={micro_batches!r}: give a whole number, at least 1, or "auto"')
+        most = micro_batches if isinstance(micro_batches, int) else None
         if not self._choice.grads.takes_any:
-            if most is None or most > self._choice.grads.passes:
+            if most is None or most > self._choice.grads.micro_batches:
                 many = "any number of" if most is None else most
                 other = "" if most is None else ', or "auto"'
                 raise ConfigError(
-                    f"accumulation={self._choice.grads.passes}, and {many} backward passes are to come before each "
-                    f"step: give OffloadZero accumulation={passes!r}{other}"
+                    f"accumulation={self._choice.grads.micro_batches}, and {many} backward passes are to come before "
+                    f"each step: give OffloadZero accumulation={micro_batches!r}{other}"
                 )
             return
-        if most != self._parts.gradients.passes.most:
+        if most != self._parts.gradients.micro_batches.most:
             if self._held.answers.active:
                 raise ConfigError(
-                    f"accumulation={passes!r} between a backward and its step: set it before the backward"
+                    f"accumulation={micro_batches!r} between a backward and its step: set it before the backward"
                 )
-            self._parts.gradients.passes.declare(most)
+            self._parts.gradients.micro_batches.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
         """Clears the gradients.
