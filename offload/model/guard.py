@@ -541,13 +541,13 @@ class Guards:
             elif has_node:
                 for one in used:
                     if any(one is arg for arg in args):
-                        self._require_here(one)
+                        self._require_current(one)
                 is_saved = True
         return is_saved
 
-    def _require_here(self, tensor: Any) -> None:
+    def _require_current(self, tensor: Any) -> None:
         place = self._place_of(tensor)
-        if place is not None and not self._units.is_here(place[0]):
+        if place is not None and not self._units.is_current(place[0]):
             number = self._parameters.number_of(tensor)
             what = f"a part of {place[0].title}" if number is None else self._names[number]
             raise ReleasedParameterError(

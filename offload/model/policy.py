@@ -118,7 +118,7 @@ class UnitPolicy:
         return unit in self._gathered
 
     @property
-    def gathers(self) -> bool:
+    def holds_any(self) -> bool:
         """Whether `gathered` holds any unit."""
         return bool(self._gathered)
 

@@ -117,10 +117,10 @@ def test_uses_are_nested_and_a_unit_gathered_twice_is_let_go_of_twice() -> None:
     policy.gather(a)
     policy.gather(a)
     policy.let_go(a)
-    assert policy.gathers
+    assert policy.holds_any
     assert policy.is_in_use(a)
     policy.let_go(a)
-    assert not policy.gathers
+    assert not policy.holds_any
 
 
 def test_the_units_around_the_one_whose_backward_began_last_stay_in_each_thread() -> None:
