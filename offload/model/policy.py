@@ -194,7 +194,8 @@ class UnitPolicy:
     def wanted_with(self, unit: Unit) -> list[Unit]:
         """The units that stay while a unit is entered: itself, its guests, and units to come that are on their way.
 
-        Those that are available from before are released and fetched anew.
+        Units to come that are available, because they were in use before, do not stay. The store was told that each
+        unit of the order is fetched (`expect`): it would read ahead, and keep in RAM, what nobody fetches.
         """
         return [unit, *unit.guests, *(one for one in self.order.upcoming if one.is_coming)]
 
