@@ -58,7 +58,8 @@ def test_the_host_is_a_stated_number_of_units_ahead(copied_by: CopiedBy) -> None
             copier.ahead.clear()
             with torch.no_grad():
                 model(batch(0))
-        assert set(copier.ahead) <= {HOST_LEADS_UNITS, HOST_LEADS_UNITS + 1}  # one release may be of two flat parameters
+        # One release may be of two flat parameters.
+        assert set(copier.ahead) <= {HOST_LEADS_UNITS, HOST_LEADS_UNITS + 1}
         assert len(copier.ahead) > HOST_LEADS_UNITS
         assert optimizer.stats()["wait_device_s"] > 0
 
