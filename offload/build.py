@@ -258,7 +258,7 @@ def build(
     run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries, health)
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
     stores = _stores(undo, run, placement, slots)
-    shards = open_shards(run, choice.grads.passes, stores.get(ChunkKind.GRADS))
+    shards = open_shards(run, choice.grads.micro_batches, stores.get(ChunkKind.GRADS))
     gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
     tier_of, limit = choice.params.tier_of, placement.streamed_bytes

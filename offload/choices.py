@@ -90,7 +90,7 @@ class GradChoice:
 
     Attributes:
         tier: where they wait for the step.
-        passes: the most micro-batches of a step; where any number is taken, how many are counted.
+        micro_batches: the most micro-batches of a step; where any number is taken, how many are counted.
         takes_any: whether any number of micro-batches is taken.
         params_stay: whether trained parameters stay on the device. Then new ones on their way to a device with memory
             of its own may take the memory of their gradients.
@@ -99,7 +99,7 @@ class GradChoice:
     """
 
     tier: Tier
-    passes: int
+    micro_batches: int
     takes_any: bool
     params_stay: bool
     stage: int | None
@@ -108,7 +108,7 @@ class GradChoice:
     @property
     def declared(self) -> int | str:
         """The value of the option `accumulation`."""
-        return "auto" if self.takes_any else self.passes
+        return "auto" if self.takes_any else self.micro_batches
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from offload.model.original import Original
 from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
-from offload.model.torch_helpers import hidden
+from offload.model.torch_helpers import call_hidden
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, require_same
@@ -174,12 +174,14 @@ class HeldModel:
             call: the method.
             step: the last step.
         """
-        with hidden():
-            self._parts.masters.run(call, step)
-            for flat in call.flats:
-                self._parts.new_params.all_gather(flat, step)
-                params = self._run.layout.flats[flat].params
-                self.pending.replaced(flat, [number for number in params if number in call.keys])
+        call_hidden(self._run_method, call, step)
+
+    def _run_method(self, call: MethodCall, step: int) -> None:
+        self._parts.masters.run(call, step)
+        for flat in call.flats:
+            self._parts.new_params.all_gather(flat, step)
+            params = self._run.layout.flats[flat].params
+            self.pending.replaced(flat, [number for number in params if number in call.keys])
 
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""

@@ -34,7 +34,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from offload import interrupts
+from offload import interrupts, torch_private
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
@@ -91,7 +91,6 @@ from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_o
 from offload.run import DISK, Owner
 from offload.sizes import format_bytes
 from offload.tiers import CPU, DEVICE
-from offload.torch_private import DisableTorchFunctionSubclass
 
 HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
@@ -476,8 +475,7 @@ class OffloadZero(torch.optim.Optimizer):
         Returns:
             The numbers of the parameters that have one on any rank.
         """
-        with DisableTorchFunctionSubclass():
-            self._parts.parameters.require_unchanged(self._model, self.param_groups)
+        torch_private.past_subclasses(self._parts.parameters.require_unchanged, self._model, self.param_groups)
         self._held.pending.before_gradients()
         self._held.answers.take_changes()
         return self._parts.gradients.finalize(self._held.answers.active)
@@ -542,7 +540,7 @@ class OffloadZero(torch.optim.Optimizer):
         Args:
             set_to_none: False: the gradients that there were become zeros, which the next step uses.
         """
-        with DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             had = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             super().zero_grad(set_to_none=True)
         if self._adopted:
@@ -802,32 +800,32 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: it is set to what is no number of at least 1 and not "auto", to more than OffloadZero was made
                 for, or between a backward and its step.
         """
-        most = self._parts.gradients.passes.most
+        most = self._parts.gradients.micro_batches.most
         return "auto" if most is None else most
 
     @accumulation.setter
     @entry
-    def accumulation(self, passes: int | str) -> None:
+    def accumulation(self, micro_batches: int | str) -> None:
         self._require_usable()
-        is_number = isinstance(passes, int) and not isinstance(passes, bool) and passes >= 1
-        if not is_number and passes != "auto":
-            raise ConfigError(f'accumulation={passes!r}: give a whole number, at least 1, or "auto"')
-        most = passes if isinstance(passes, int) else None
+        is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool) and micro_batches >= 1
+        if not is_number and micro_batches != "auto":
+            raise ConfigError(f'accumulation={micro_batches!r}: give a whole number, at least 1, or "auto"')
+        most = micro_batches if isinstance(micro_batches, int) else None
         if not self._choice.grads.takes_any:
-            if most is None or most > self._choice.grads.passes:
+            if most is None or most > self._choice.grads.micro_batches:
                 many = "any number of" if most is None else most
                 other = "" if most is None else ', or "auto"'
                 raise ConfigError(
-                    f"accumulation={self._choice.grads.passes}, and {many} backward passes are to come before each "
-                    f"step: give OffloadZero accumulation={passes!r}{other}"
+                    f"accumulation={self._choice.grads.micro_batches}, and {many} backward passes are to come before "
+                    f"each step: give OffloadZero accumulation={micro_batches!r}{other}"
                 )
             return
-        if most != self._parts.gradients.passes.most:
+        if most != self._parts.gradients.micro_batches.most:
             if self._held.answers.active:
                 raise ConfigError(
-                    f"accumulation={passes!r} between a backward and its step: set it before the backward"
+                    f"accumulation={micro_batches!r} between a backward and its step: set it before the backward"
                 )
-            self._parts.gradients.passes.declare(most)
+            self._parts.gradients.micro_batches.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
         """Clears the gradients.
@@ -1068,8 +1066,7 @@ class OffloadZero(torch.optim.Optimizer):
             view: its flattened view, without the parts of other tensor-parallel ranks.
         """
         held = self._parts.parameters.held[number]
-        with DisableTorchFunctionSubclass():
-            local = held.shaped(view)
+        local = torch_private.past_subclasses(held.shaped, view)
         return whole_of(self._comm, held.tensor, local)
 
     def _shown_states(self, param: Any) -> Mapping[str, Any]:

@@ -339,7 +339,7 @@ class Options:
         return _modules("keep_fp32", self.keep_fp32, nn.Module, "a module nor a module type")
 
     @property
-    def passes(self) -> int:
+    def micro_batches(self) -> int:
         """How many micro-batches a step has at most; where any number is taken, two are counted."""
         return 2 if self.accumulation == "auto" else self.accumulation  # type: ignore[return-value]
 

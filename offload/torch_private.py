@@ -8,15 +8,18 @@ public way to do the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import cache, reduce
+from collections.abc import Callable, Sequence
+from functools import cache, reduce, wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from offload import torch_2_11
 from offload.errors import TorchVersionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that the test suite runs with."""
@@ -39,12 +42,39 @@ def _find(module: str, path: str, *, required: bool = True) -> Any:
 
 # --- Calls that Python code outside must not see ---
 
-DisableTorchFunctionSubclass: Any = _find("torch._C", "DisableTorchFunctionSubclass")
-"""Context manager: `__torch_function__` of tensor subclasses is not called. Torch documents it under this name."""
+PastSubclasses: Any = _find("torch._C", "DisableTorchFunctionSubclass")
+"""Context manager: `__torch_function__` of tensor subclasses is not called. Torch documents it under that name.
+
+Only for a plain `with`, which enters it and knows its exit in one instruction: between two an interrupt would leave it
+entered for the rest of the thread. Where it is for a single call, or for a whole function, see `past_subclasses`.
+"""
 DisableTorchFunction: Any = _find("torch._C", "DisableTorchFunction")
 """Context manager: as above, and `TorchFunctionMode`s are off too."""
 disabled_torch_function: Any = _find("torch._C", "_disabled_torch_function_impl")
-"""The `__torch_function__` of a class that wants none. Torch documents it under its private name."""
+"""The `__torch_function__` of a class that wants none: makes the call past all subclasses. Torch documents it under its
+private name."""
+
+
+def past_subclasses(call: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+    """Calls `call(*args, **kwargs)` without calling any `__torch_function__` of tensor subclasses."""
+    result: R = disabled_torch_function(call, (), args, kwargs)
+    return result
+
+
+def goes_past_subclasses(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes all calls of a function without calling any `__torch_function__` of tensor subclasses."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = disabled_torch_function(function, (), args, kwargs)
+        return result
+
+    return call
+
+
+inference_mode: Any = _find("torch._C", "_InferenceMode")
+"""Context manager: inference mode is on or off. What it was, and whether gradients are on, comes back at the end.
+Public, but in Python, where an interrupt may come before its exit is known: `torch.inference_mode`."""
 torch_function_modes: Any = _find("torch._C", "_len_torch_function_stack")
 """Number of active `TorchFunctionMode`s."""
 dispatch_modes: Any = _find("torch._C", "_len_torch_dispatch_stack")

@@ -125,7 +125,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 def _leaves_torch_as_it_was() -> Iterator[None]:
     """A test that fails for what another one left on in this process would name the wrong one."""
     yield
-    assert torch._C._is_torch_function_enabled(), "torch functions of subclasses are off for this thread"
+    assert not torch._C._is_torch_function_all_disabled(), "all torch functions are off (DisableTorchFunction)"
+    assert torch._C._is_torch_function_enabled(), "those of subclasses are off (DisableTorchFunctionSubclass)"
     assert not torch._C._len_torch_function_stack(), "a torch function mode is still on"
     assert not torch._C._len_torch_dispatch_stack(), "a dispatch mode is still on"
     assert torch.is_grad_enabled(), "gradients are off for this thread"

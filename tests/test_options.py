@@ -32,7 +32,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     choice, options = decided(), Options()
     assert (choice.states.tier.name, options.paths, options.cpu_bytes) == ("cpu", (), None)
     assert choice.model.compute_dtype is torch.bfloat16
-    assert (choice.grads.passes, options.nonfinite, choice.model.keep_fp32) == (1, "raise", ())
+    assert (choice.grads.micro_batches, options.nonfinite, choice.model.keep_fp32) == (1, "raise", ())
     assert (choice.states.chunk_numel, choice.states.in_flight, options.tuned.threads) == (16 * MIB, None, None)
     assert (choice.commits.every, choice.commits.slots_per_chunk) == (None, 1)
 

@@ -162,6 +162,31 @@ def test_only_torch_private_touches_what_torch_keeps_to_itself() -> None:
     assert not wrong
 
 
+PLAINLY_ENTERED = {"PastSubclasses", "DisableTorchFunction", "inference_mode"}
+"""Context managers of torch_private that a `with` has to enter itself."""
+
+
+def test_what_turns_torch_functions_off_is_known_to_one_file_and_entered_by_a_plain_with() -> None:
+    """Through an ExitStack an interrupt could come after its entry, and before anybody knows the exit."""
+    wrong = []
+    for room, path in sources():
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        entered = {
+            item.context_expr.func
+            for node in nodes
+            if isinstance(node, ast.With)
+            for item in node.items
+            if isinstance(item.context_expr, ast.Call)
+        }
+        for node in nodes:
+            if not isinstance(node, ast.Attribute) or room == "torch_private":
+                continue
+            is_ours = node.attr in PLAINLY_ENTERED and ast.unparse(node.value) == "torch_private"
+            if node.attr == "DisableTorchFunctionSubclass" or (is_ours and node not in entered):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong
+
+
 MOST_ARGUMENTS = 7
 """Of a constructor. OffloadZero has one for each option."""
 

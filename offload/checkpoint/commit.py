@@ -1,6 +1,6 @@
 """The one decision: which manifests are the committed ones, and which files live.
 
-Order of a commit: the swap files are synced; every rank writes its manifest (`write_manifest`) into each directory of
+Order of a commit: the swap files are synced; every rank writes its manifest (`write_files`) into each directory of
 its own swap files, durable when the call returns; then rank 0 writes the COMMIT record with the digests of all of them
 (`write_commit`) into its first directory, and only there. That decides, for all ranks at once. Whatever
 is cut off before leaves the commit before; once the call has returned the new one is found, whatever happens then.
@@ -158,15 +158,6 @@ def names_of(manifest: Manifest, rank: int, *, has_tensors: bool) -> tuple[str, 
     tensors = (tensors_name(manifest, rank),) if has_tensors else ()
     run = manifest.run_id
     return tag_name(run, rank), swap_name(run, rank), manifest_name(manifest, rank), *tensors
-
-
-def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
-    """Writes the rank's manifest, and what the user gives along, as `write_files` does.
-
-    Returns:
-        What the COMMIT record has to say of the manifest.
-    """
-    return write_files(directory, manifest, extra, files)[0]
 
 
 def write_files(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> tuple[Digest, bool]:

@@ -56,7 +56,7 @@ class Call:
         options: the options of OffloadZero, by name.
         tuning: the options of Tuning, by name.
         scaler: the GradScaler; None: there is none.
-        passes: how many backward passes a step has.
+        micro_batches: how many backward passes a step has.
         clip: the largest norm of the gradients; None or 0: they are not clipped.
     """
 
@@ -65,7 +65,7 @@ class Call:
     options: dict[str, str] = field(default_factory=dict)
     tuning: dict[str, str] = field(default_factory=dict)
     scaler: str | None = None
-    passes: int = 1
+    micro_batches: int = 1
     clip: float | None = None
 
     def text(self) -> str:
@@ -92,12 +92,12 @@ class Call:
 
     def _loop(self) -> Iterator[str]:
         yield "for number, batch in enumerate(loader, 1):"
-        share = f" / {self.passes}" if self.passes > 1 else ""
+        share = f" / {self.micro_batches}" if self.micro_batches > 1 else ""
         yield f"    loss = model(**batch).loss{share}"
         yield "    scaler.scale(loss).backward()" if self.scaler else "    loss.backward()"
         indent = "    "
-        if self.passes > 1:
-            yield f"    if number % {self.passes} == 0:"
+        if self.micro_batches > 1:
+            yield f"    if number % {self.micro_batches} == 0:"
             indent *= 2
         if self.clip:
             if self.scaler:
@@ -158,11 +158,11 @@ def _path(call: Call, value: Any) -> str:
 
 
 def _accumulation(call: Call, value: Any) -> str:
-    call.passes = int(value)
-    if call.passes == 1:
+    call.micro_batches = int(value)
+    if call.micro_batches == 1:
         return "nothing to set"
-    call.options["accumulation"] = str(call.passes)
-    return f"accumulation={call.passes}; divide the loss by it yourself, which DeepSpeed's engine does"
+    call.options["accumulation"] = str(call.micro_batches)
+    return f"accumulation={call.micro_batches}; divide the loss by it yourself, which DeepSpeed's engine does"
 
 
 def _clip(call: Call, value: Any) -> str:

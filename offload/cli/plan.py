@@ -396,7 +396,7 @@ def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, An
     recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
     time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk)
-    of_step = tokens * planned.choice.grads.passes
+    of_step = tokens * planned.choice.grads.micro_batches
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
     found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
     if flops is None:

@@ -31,7 +31,7 @@ COLOURS = {
     "check": "#8cd17d",
     "seal": "#e79a96",
     "copy": "#8f6bb3",
-    "gather": "#9c755f",
+    "upload": "#9c755f",
     "all_gather": "#e377c2",
     "reduce_scatter": "#bcbd22",
     "wait for read": "#333333",

@@ -1,10 +1,10 @@
 """The gradient buffer: what a gradient meets between autograd's hook and the step.
 
 [Note: the way of a gradient]
-Each of these files calls the next one, and none is called back:
+Each of these files calls the next one, and none of these is called back:
 
 1. model/gradient.py takes each gradient as soon as autograd has accumulated it, and passes it on: `accumulate`. Its
-   micro-batch is counted (passes.py).
+   micro-batch is counted (micro_batches.py).
 2. With one rank it is brought to RAM (local.py): from a device at once if it is large, else with others of its unit
    (staging.py). With several it is first averaged over the ranks, and each rank keeps the average of its own shards
    (reduce_scatter.py).
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from offload.choices import GradChoice
-from offload.grads.passes import Passes
+from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import GradShards, ShardsInMemory
 from offload.layout import Chunk
 from offload.run import Run
@@ -49,11 +49,11 @@ class GradientBuffer(ABC):
         shards: where they wait for the step; None: in memory.
 
     Attributes:
-        passes: how many micro-batches of each gradient have come, and may come.
+        micro_batches: how many micro-batches of each gradient have come, and may come.
     """
 
     def __init__(self, run: Run, choice: GradChoice, shards: GradShards | None = None) -> None:
-        self.passes = Passes(run.layout, choice)
+        self.micro_batches = MicroBatches(run.layout, choice)
         self._layout = run.layout
         self._copier = run.memory.copier
         self._timeline = run.timeline
@@ -63,7 +63,7 @@ class GradientBuffer(ABC):
         # A parameter that tensor-parallel ranks do not split is counted by the first of them alone.
         is_first = run.comm.tensor_parallel.rank == 0
         self._is_counted = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
-        self._shards = shards or ShardsInMemory(run, choice.passes)
+        self._shards = shards or ShardsInMemory(run, choice.micro_batches)
         # Tensor-parallel ranks ask one another for norms, and have to do so alike, though only one of them may have
         # written to a gradient. Nobody writes to gradients that are averaged over ranks.
         self._asks_always = self._everyone.size > 1 and run.layout.ranks == 1
@@ -92,7 +92,7 @@ class GradientBuffer(ABC):
 
     def has(self, param: int) -> bool:
         """Whether a gradient of `param` was accumulated since it was last cleared."""
-        return self.passes.has(param)
+        return self.micro_batches.has(param)
 
     def clear(self, param: int) -> None:
         """Forgets the gradient of `param`: the next one replaces it.
@@ -100,7 +100,7 @@ class GradientBuffer(ABC):
         Raises:
             AccumulationError: if other ranks have that gradient already.
         """
-        self.passes.clear(param)
+        self.micro_batches.clear(param)
 
     def clear_all(self) -> None:
         """Forgets all gradients: the next ones replace them."""
@@ -110,9 +110,9 @@ class GradientBuffer(ABC):
         """Begins the gradients of the next step.
 
         Args:
-            had: as for `Passes.clear_all`.
+            had: as for `MicroBatches.clear_all`.
         """
-        self.passes.clear_all(had)
+        self.micro_batches.clear_all(had)
         self._shards.sums.norms = {}
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:  # noqa: B027

@@ -57,7 +57,7 @@ def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Regio
     reserved = shards.regions(layout, choice)
     if not in_place:
         reserved += staging.regions(layout)
-    if not in_place and (choice.passes > 1 or tier.is_durable):
+    if not in_place and (choice.micro_batches > 1 or tier.is_durable):
         nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
         reserved.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
     return reserved
@@ -100,7 +100,7 @@ class LocalGradients(GradientBuffer):
                     self._accumulate(param, tile, values)
 
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
-        number = self.passes.count(param, tile)
+        number = self.micro_batches.count(param, tile)
         size = grad.numel() * grad.element_size()
         if not self._copier.direct:
             self._timeline.count("device_to_host_bytes", size)
@@ -121,7 +121,7 @@ class LocalGradients(GradientBuffer):
             grad: shape (numel of the tile,).
             number: which micro-batch of the step it is of, from 1.
         """
-        is_last = number == self.passes.expected
+        is_last = number == self.micro_batches.expected
         memory = self._shards.tile_memory(param, tile)
         if memory is not None:
             self._queue(param, self._copy(param, grad, memory))
@@ -139,7 +139,7 @@ class LocalGradients(GradientBuffer):
 
     def _is_complete(self, unit: str) -> bool:
         """Whether equally many gradients of each parameter of a unit have come."""
-        return self.passes.are_equal(self._untiled[unit])
+        return self.micro_batches.are_equal(self._untiled[unit])
 
     def _leave_together(self) -> None:
         """Sends the gradients that wait on the device to RAM."""
@@ -148,7 +148,7 @@ class LocalGradients(GradientBuffer):
             return
         gradients = self._staging.take()
         made = self._copier.mark(common.stream)
-        is_last = common.number == self.passes.expected
+        is_last = common.number == self.micro_batches.expected
         if self._shards.come_whole:
             for shares in side_by_side(self._whole(gradients)):
                 params = [one.param for one in shares]
@@ -199,7 +199,7 @@ class LocalGradients(GradientBuffer):
         for chunk, piece in self._layout.pieces_of(param):
             if start <= piece.param_offset < stop:  # no piece has elements of two tiles
                 first = piece.param_offset - start
-                self._through_bounce(
+                self._pass_on(
                     param,
                     grad[first : first + piece.numel],
                     Place(chunk, piece.chunk_offset, is_first, is_last, self._is_unfinished(chunk)),
@@ -213,13 +213,13 @@ class LocalGradients(GradientBuffer):
         if self.is_in_memory or len(chunk.pieces) == 1:
             return False
         params = self._params_of[chunk.index]
-        return not self.passes.are_equal(params) or self._staging.has_any(params)
+        return not self.micro_batches.are_equal(params) or self._staging.has_any(params)
 
     def _has_come_in_this_backward(self, param: int, tile: int) -> bool:
         """Whether a tile has a gradient from the backward that runs."""
         key, now = (param, tile), torch_private.graph_task_id()
         before, self._backward[key] = self._backward.get(key), now
-        return before == now and self.passes.of(param, tile) > 0
+        return before == now and self.micro_batches.of(param, tile) > 0
 
     def _add_use(self, param: int, tile: int, grad: Tensor) -> None:
         """Adds to a gradient that came in the same backward, in the dtype in which it waits.
@@ -270,7 +270,7 @@ class LocalGradients(GradientBuffer):
 
     # Copies from the device.
 
-    def _through_bounce(self, param: int, values: Tensor, place: Place) -> None:
+    def _pass_on(self, param: int, values: Tensor, place: Place) -> None:
         """Adds values to the shards: at once on the CPU, else in the worker when they are in RAM."""
         if self._copier.direct:
             self._shards.add(values, place)

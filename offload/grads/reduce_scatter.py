@@ -54,7 +54,7 @@ UNITS_WAITING = 1
 """Units whose gradients wait on the device for a buffer, beside the one whose backward runs."""
 UNITS_AHEAD = 4
 """The host waits, for a limited time, until the buckets are averaged that were sent so many units ago. Fewer than the
-units of AHEAD_UNITS in transfer.py, which it waits for without a limit: a rank that is gone is noticed here."""
+units of HOST_LEADS_UNITS in transfer.py, which it waits for without a limit: a rank that is gone is noticed here."""
 
 
 @dataclass
@@ -161,12 +161,12 @@ class ReducedGradients(GradientBuffer):
                 if self._round + 1 == self._rounds:
                     raise self._too_late(param)
                 self._begin_next_round()
-            number = self.passes.count(param)
+            number = self.micro_batches.count(param)
             self._came = True
             if self._plan.sums_locally:
                 total = self._sum_of(param)
                 write_or_add(self._local_kernels, grad, total, is_first=number == 1)
-                if number == self.passes.most:
+                if number == self.micro_batches.most:
                     self._ready(param, total)
             else:
                 self._ready(param, grad)
@@ -174,10 +174,10 @@ class ReducedGradients(GradientBuffer):
                 self._finish_reduction()
 
     def _too_late(self, param: int) -> AccumulationError:
-        name, most = self._layout.specs[param].name, self.passes.most
+        name, most = self._layout.specs[param].name, self.micro_batches.most
         assert most is not None
-        if self.passes.of(param):
-            return self.passes.too_often(param)
+        if self.micro_batches.of(param):
+            return self.micro_batches.too_often(param)
         unit = self._layout.flats[self._layout.locations[param][0]].unit
         return AccumulationError(
             f"a gradient of {name} came when those of its unit, {unit}, had been averaged over the ranks, in another "
@@ -208,7 +208,7 @@ class ReducedGradients(GradientBuffer):
         Raises:
             AccumulationError: if there is a gradient of `param`, which other ranks have by now.
         """
-        if self.passes.of(param):
+        if self.micro_batches.of(param):
             raise AccumulationError(
                 f"the gradient of {self._layout.specs[param].name} was dropped or replaced by hand after backward, "
                 "when it was on its way to the other ranks: drop all of them, on every rank, with optimizer.zero_grad()"
@@ -220,7 +220,7 @@ class ReducedGradients(GradientBuffer):
         Raises:
             AccumulationError: if other ranks do not drop theirs; see `finalize`.
         """
-        if self._active is None and self.passes.has_any():
+        if self._active is None and self.micro_batches.has_any():
             self._end_rounds()
             self._agree(drops=True)
         self._begin_anew(self._round)
@@ -296,12 +296,12 @@ class ReducedGradients(GradientBuffer):
     @property
     def _rounds(self) -> int | None:
         """The most rounds that a step may have; None: any number."""
-        return 1 if self._plan.sums_locally else self.passes.most
+        return 1 if self._plan.sums_locally else self.micro_batches.most
 
     @property
     def _expected_rounds(self) -> int:
         """The rounds that this step is expected to have. In the last one, squares are summed as the averages come."""
-        return 1 if self._plan.sums_locally else self.passes.expected
+        return 1 if self._plan.sums_locally else self.micro_batches.expected
 
     def _sum_of(self, param: int) -> Tensor:
         """The fp32 memory in which the micro-batches of a parameter are summed before they are sent."""
@@ -326,7 +326,7 @@ class ReducedGradients(GradientBuffer):
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
             for param in range(len(self._layout.specs)):
-                if self.passes.of(param) not in (0, self.passes.most):
+                if self.micro_batches.of(param) not in (0, self.micro_batches.most):
                     self._ready(param, self._sum_of(param))
         if self._rounds is None:
             self._end_round()

@@ -42,7 +42,7 @@ class ReductionPlan:
     """
 
     def __init__(self, layout: Layout, choice: GradChoice, *, direct: bool) -> None:
-        stage, accumulation, stored = choice.stage, choice.passes, choice.tier.is_durable
+        stage, accumulation, stored = choice.stage, choice.micro_batches, choice.tier.is_durable
         assert stage is not None
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation

@@ -45,7 +45,7 @@ GRADIENTS = "gradients"
 
 def regions(layout: Layout, choice: GradChoice) -> list[Region]:
     """What `open_shards` reserves."""
-    dtypes = dtypes_of(layout, choice.passes)
+    dtypes = dtypes_of(layout, choice.micro_batches)
     reserved = sums.regions(layout, choice, dtypes)
     if choice.tier.is_durable:
         return reserved
@@ -80,7 +80,7 @@ class GradShards(ABC):
     One thread at a time calls it; beside it another one may call `tile_memory` and `memory_of`.
 
     Args:
-        passes: the most micro-batches that a step may have.
+        micro_batches: the most micro-batches that a step may have.
 
     Attributes:
         is_in_memory: whether all gradients are in memory that the step's kernels use. Then squares are summed when all
@@ -93,11 +93,11 @@ class GradShards(ABC):
     is_in_memory: bool
     come_whole: bool = False
 
-    def __init__(self, run: Run, passes: int) -> None:
+    def __init__(self, run: Run, micro_batches: int) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
         self._timeline = run.timeline
-        self.dtypes = dtypes_of(run.layout, passes)
+        self.dtypes = dtypes_of(run.layout, micro_batches)
         self.sums = SquareSums(run)
         self._chunks_of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
         for chunk in reversed(run.layout.chunks):
@@ -251,8 +251,8 @@ class ShardsInMemory(GradShards):
 
     is_in_memory = True
 
-    def __init__(self, run: Run, passes: int) -> None:
-        super().__init__(run, passes)
+    def __init__(self, run: Run, micro_batches: int) -> None:
+        super().__init__(run, micro_batches)
         layout = run.layout
         shards = run.memory.take(GRADIENTS)
         self._flats = [shard.view(dtype) for shard, dtype in zip(shards, self.dtypes, strict=True)]
@@ -263,7 +263,7 @@ class ShardsInMemory(GradShards):
             (flat, offset), (first, last) = layout.locations[param], layout.param_shard_range(param)
             self._params.append(self._flats[flat][max(offset + first - starts[flat], 0) :][: last - first])
         self._tiles = [self._tiles_of(param) for param in range(len(layout.specs))]
-        self.come_whole = passes == 1
+        self.come_whole = micro_batches == 1
 
     def _tiles_of(self, param: int) -> list[Tensor]:
         spans, values = self.sums.spans[param], self._params[param]
@@ -320,8 +320,8 @@ class ShardsInSlots(GradShards):
 
     is_in_memory = False
 
-    def __init__(self, run: Run, passes: int, store: Store) -> None:
-        super().__init__(run, passes)
+    def __init__(self, run: Run, micro_batches: int, store: Store) -> None:
+        super().__init__(run, micro_batches)
         self._store = store
 
     def tile_memory(self, param: int, tile: int) -> None:
@@ -386,12 +386,12 @@ def _pieces_in(chunk: Chunk, start: int, stop: int) -> Iterator[Piece]:
         at += 1
 
 
-def open_shards(run: Run, passes: int, store: Store | None) -> GradShards:
+def open_shards(run: Run, micro_batches: int, store: Store | None) -> GradShards:
     """Opens the place where this rank's gradients wait.
 
     Args:
         run: what the parts of a run share.
-        passes: the most micro-batches that a step may have.
+        micro_batches: the most micro-batches that a step may have.
         store: where gradients in slots are; None: they are in memory.
     """
-    return ShardsInMemory(run, passes) if store is None else ShardsInSlots(run, passes, store)
+    return ShardsInMemory(run, micro_batches) if store is None else ShardsInSlots(run, micro_batches, store)

@@ -24,11 +24,11 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not th
         """Wraps nothing."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        passes = self.lightning_module.trainer.accumulate_grad_batches
-        if passes > 1:  # a module that steps by itself may accumulate, too
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+        if micro_batches > 1:  # a module that steps by itself may accumulate, too
             for optimizer in self.optimizers:
                 if isinstance(optimizer, OffloadZero):
-                    optimizer.accumulation = passes
+                    optimizer.accumulation = micro_batches
 
 
 class OffloadPrecision(MixedPrecision):  # type: ignore[misc]

@@ -56,6 +56,7 @@ class Alias:
         self._table[self._key] = self._before
 
 
+@torch_private.goes_past_subclasses
 def aliases_of(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> list[Alias]:
     """The views that modules have of parameters.
 
@@ -66,8 +67,7 @@ def aliases_of(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> list[Alia
     Raises:
         ConfigError: if a tensor, which it names, shares memory with one of them and cannot follow it.
     """
-    with torch_private.DisableTorchFunctionSubclass():
-        return list(_aliases(model, moved))
+    return list(_aliases(model, moved))
 
 
 def _aliases(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> Iterator[Alias]:

@@ -148,8 +148,8 @@ class HeldUnits:
             if number is not None:
                 self._pending.apply(self._parameters.unit_of(number))
 
-    def is_here(self, unit: Unit) -> bool:
-        """Whether the current values of a unit are on the device."""
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the current values of a unit are on the device, and no update of it is pending."""
         return not self._pending.is_pending(unit)
 
     def used(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
@@ -322,7 +322,7 @@ class StreamedUnits(HeldUnits):
         if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
             if not unit.is_root:
                 self._policy.order.enter(unit)
-                self._release_unused(self._root, unit, *self._policy.order.upcoming)
+                self._release_unused(self._root, *self._policy.wanted_with(unit))
             self.transfers.begin_update(unit)
         self._pending.apply(unit)
 
@@ -456,7 +456,7 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[Unit]) -> None:
-        guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.depth)]
+        guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.forwards)]
         if guests:
             self._release_unused(self._root, *guests)
         self._require_room(units)
@@ -515,8 +515,8 @@ class StreamedUnits(HeldUnits):
     def is_training(self) -> bool:
         return self._policy.order.is_training
 
-    def is_here(self, unit: Unit) -> bool:
-        return super().is_here(unit) and unit.is_here
+    def is_current(self, unit: Unit) -> bool:
+        return super().is_current(unit) and unit.is_here
 
     def keep(self, units: Iterable[Unit]) -> None:
         if not self.entries.is_beside():
@@ -678,7 +678,7 @@ class StreamedUnits(HeldUnits):
         self.transfers.expect_same_order()
 
     def move(self, device: torch.device) -> None:
-        if self._policy.gathers:
+        if self._policy.holds_any:
             raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
         self._forget_graphs()
         self._release_unused()

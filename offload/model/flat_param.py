@@ -236,7 +236,7 @@ class FlatParameters:
             ReleasedParameterError: if the tensor is a view from before the model was moved.
         """
         tensor = local_of(tensor)
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 return None
             try:
@@ -252,21 +252,19 @@ class FlatParameters:
 
     def data_of(self, number: int) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
-        with torch_private.DisableTorchFunctionSubclass():
-            return self.held[number].data()
+        return torch_private.past_subclasses(self.held[number].data)
 
     @torch.no_grad()
     def repoint(self, number: int, value: Tensor) -> None:
         """Does `p.data = value`: the parameter lies there until the next step, which copies the values back."""
-        with torch_private.DisableTorchFunctionSubclass():
-            DATA.__set__(self.params[number], value)
+        torch_private.past_subclasses(DATA.__set__, self.params[number], value)
         self.held[number].forget_data()
 
+    @torch_private.goes_past_subclasses
     def version_of(self, number: int) -> int:
         """The version of a parameter, which grows with each write. It is known without memory, too."""
-        with torch_private.DisableTorchFunctionSubclass():
-            one = self.held[number]
-            return one.version_now if one.is_here else one.version
+        one = self.held[number]
+        return one.version_now if one.is_here else one.version
 
     def allocate(self, unit: Unit) -> DeviceEvent:
         """Gives a unit, which was freed, memory again. Its values are undefined.
@@ -340,7 +338,7 @@ class FlatParameters:
                 f"{one.spec.name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
                 f"parallelism stays there, so leave out the call that moves it to {device}"
             )
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             slices = [one.index for one in self.layout.slices if one.is_tile or not self.layout.tile_of(one.flat)]
             self._take_memory({index: self._memory_at(index, device) for index in slices}, device)
         self._unit_memory.free_spare()
@@ -412,7 +410,7 @@ class FlatParameters:
         Raises:
             ConfigError: if one has another shape, dtype or device now, since it was moved or cast.
         """
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             for one in self._held_of(numbers):
                 param, spec = one.local, one.spec
                 if one.is_swapped or not one.is_here or not param.numel():
@@ -452,7 +450,7 @@ class FlatParameters:
             ConfigError: if a parameter was replaced, added or unfrozen since then, so that a gradient would never be
                 used.
         """
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             swapped = [one.spec.name for one in self.held if one.is_swapped]
         if swapped:
             raise ConfigError(
@@ -497,18 +495,18 @@ class FlatParameters:
         for number in numbers:
             for _, leaf in self.tiles_of(number):
                 torch.autograd.graph.increment_version(leaf)
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             for number in numbers:
                 self.held[number].forget_writes()
 
+    @torch_private.goes_past_subclasses
     def find_outside_writes(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Finds the parameters to which others wrote (`load_state_dict`, `p.copy_`), among those that have memory now.
 
         Args:
             numbers: the parameters to look at; None: all.
         """
-        with torch_private.DisableTorchFunctionSubclass():
-            return [one.number for one in self._held_of(numbers) if one.is_here and one.is_written]
+        return [one.number for one in self._held_of(numbers) if one.is_here and one.is_written]
 
     def flat_of(self, number: int) -> int:
         """The index of the flat parameter that a parameter lies in."""

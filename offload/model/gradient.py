@@ -95,8 +95,7 @@ class StandIn(Tensor):
                 return torch.float32
             if func is torch_private.has_compatible_type:
                 return True  # `p.grad.data = x` is answered, whatever x is
-            with torch_private.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return torch_private.past_subclasses(func, *args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
 
     @classmethod
@@ -202,7 +201,7 @@ class Answers:
             return  # since the forward, and autograd accumulates nothing
         self._units.backward_runs()
         self._require_home()
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             held = self._held[number]
             if held.spec.tile and held.grad is not None and not held.is_marked:
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
@@ -237,7 +236,7 @@ class Answers:
             leaf: the parameter, or a tile of it.
             start: the element of the parameter at which the leaf begins.
         """
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             held = self._held[number]
             param, grad = held.tensor, leaf.grad
             if held.spec.tile and leaf is param and (grad is None or held.is_marked):
@@ -281,7 +280,7 @@ class Answers:
             if held.gradient.is_zeroed:
                 held.gradient.is_zeroed = False
                 if held.is_marked:
-                    with torch_private.DisableTorchFunctionSubclass():
+                    with torch_private.PastSubclasses():
                         like = held.local
                         zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
                         self._gradients.accumulate(held.number, zeros)
@@ -317,7 +316,7 @@ class Answers:
         for param in params:
             number = self._parameters.number_of(param)
             if number is None or number >= len(self._held):  # it is frozen
-                with torch_private.DisableTorchFunctionSubclass():
+                with torch_private.PastSubclasses():
                     param.grad = torch.zeros_like(param)
             else:
                 self._held[number].grad = self._held[number].gradient.stand_in
@@ -393,7 +392,7 @@ class Answers:
         if held.gradient.copy is not None:
             return held.gradient.copy[0].clone()
         param, values = held.tensor, self._current(number)
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             local = held.shaped(values.to(param.dtype)).to(param.device).clone()
             return whole_like(param, local)
 
@@ -444,7 +443,7 @@ class Answers:
         if copy is None or copy._version == version or not self.is_live(number):
             return
         held.gradient.copy = copy, copy._version
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             stored = self._current(number)
             new = held.flattened(local_gradient(held.tensor, copy.detach())).to(stored.device)
             if stored.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy

@@ -64,7 +64,6 @@ from offload.model.torch_helpers import (
 )
 from offload.model.unit import Unit
 from offload.ranks.tensor_parallel import is_dtensor, local_of
-from offload.torch_private import DisableTorchFunctionSubclass
 
 _DATA: Any = Tensor.data
 _VERSION: Any = Tensor._version
@@ -111,8 +110,7 @@ class _Held:
                 return guards.call(kind, func, args, kwargs)
             if cls._guards_ref.is_elsewhere:
                 _refuse(getattr(func, "__name__", str(func)))
-        with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return torch_private.disabled_torch_function(func, (), args, kwargs)
 
     @property
     def _is_plain(self) -> bool:
@@ -543,13 +541,13 @@ class Guards:
             elif has_node:
                 for one in used:
                     if any(one is arg for arg in args):
-                        self._require_here(one)
+                        self._require_current(one)
                 is_saved = True
         return is_saved
 
-    def _require_here(self, tensor: Any) -> None:
+    def _require_current(self, tensor: Any) -> None:
         place = self._place_of(tensor)
-        if place is not None and not self._units.is_here(place[0]):
+        if place is not None and not self._units.is_current(place[0]):
             number = self._parameters.number_of(tensor)
             what = f"a part of {place[0].title}" if number is None else self._names[number]
             raise ReleasedParameterError(
@@ -635,7 +633,7 @@ class Guards:
                 tensor.__class__ = self.class_for(kind, streams=True)
             if not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
-            with DisableTorchFunctionSubclass():
+            with torch_private.PastSubclasses():
                 nodes = [one.grad_fn for one in graphs_of(tensor)]
             for node in nodes:
                 assert node is not None
@@ -673,7 +671,7 @@ class Guards:
         if value is tensor:
             return
         name = self._names[number]
-        with DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
                 raise moved_elsewhere(name, tensor, value)
             if is_dtensor(tensor):
@@ -697,8 +695,7 @@ class Guards:
         number = self._parameters.number_of(tensor)
         if number is not None:
             return self._parameters.version_of(number)
-        with DisableTorchFunctionSubclass():
-            return int(tensor._version)
+        return int(torch_private.past_subclasses(_VERSION.__get__, tensor))
 
     def _detached(self, tensor: Any) -> Tensor:
         """Answers `detach()` for nn.Parameter(p), which wants the same class, and sets `_is_param` of the result."""
@@ -741,7 +738,7 @@ def _is_for_a_parameter() -> bool:
 
 def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
     """The error for a call that moves or casts a held model."""
-    with DisableTorchFunctionSubclass():
+    with torch_private.PastSubclasses():
         was = f"{tuple(param.shape)}, {param.dtype} on {param.device}"
         now = f"{tuple(value.shape)}, {value.dtype} on {value.device}"
     trains = (
@@ -763,6 +760,5 @@ def _as_edges(tree: Any) -> Any:
     if type(tree) is dict:
         return {key: _as_edges(value) for key, value in tree.items()}
     if isinstance(tree, _Held):
-        with DisableTorchFunctionSubclass():
-            return torch.autograd.graph.get_gradient_edge(tree)  # type: ignore[arg-type]
+        return torch_private.past_subclasses(torch.autograd.graph.get_gradient_edge, tree)
     return tuple(_as_edges(one) for one in tree) if type(tree) in (list, tuple) else tree

@@ -32,7 +32,10 @@ NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
 guards, raises before it reads a saved parameter that is not there."""
 
-DATA: Any = Tensor.data  # as torch has it, without the guards
+# As torch has them, without the guards.
+DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class HeldGrad:
@@ -166,13 +169,12 @@ class HeldParam:
     @property
     def grad(self) -> Tensor | None:
         """What `tensor.grad` is: a stand-in, what the user assigned, or None."""
-        with torch_private.DisableTorchFunctionSubclass():
-            return self.tensor.grad
+        grad: Tensor | None = torch_private.past_subclasses(_GRAD.__get__, self.tensor)
+        return grad
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        with torch_private.DisableTorchFunctionSubclass():
-            self.tensor.grad = grad
+        torch_private.past_subclasses(_GRAD.__set__, self.tensor, grad)
 
     @property
     def is_marked(self) -> bool:
@@ -183,8 +185,7 @@ class HeldParam:
     @property
     def requires_grad(self) -> bool:
         """Whether autograd makes gradients for it, and the user has not frozen it since the model was taken."""
-        with torch_private.DisableTorchFunctionSubclass():
-            return self.tensor.requires_grad
+        return bool(torch_private.past_subclasses(_REQUIRES_GRAD.__get__, self.tensor))
 
     # Elements.
 

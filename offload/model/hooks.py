@@ -278,7 +278,7 @@ class Hooks:
         for _, handle in self._nodes:
             handle.remove()
         self._nodes.clear()
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             for number, leaf in self._leaves:
                 needs_grad = leaf.requires_grad  # the user may have changed that since the model was taken
                 node = torch.autograd.graph.get_gradient_edge(leaf.requires_grad_()).node

@@ -334,11 +334,11 @@ class MasterWeights:
         exp_avg_sq = _in_chunk(lease.arrays[2], block).abs_()
         self._kernels.call(SPLIT, values.contiguous(), master, exp_avg_sq, copy)
 
+    @torch_private.goes_past_subclasses
     def _of_model(self, piece: Piece) -> Tensor:
         """A view of the elements of a piece in the model, 1-D."""
-        with torch_private.DisableTorchFunctionSubclass():
-            param = flattened(self._parameters.locals[piece.param])
-            return param[piece.param_offset : piece.param_offset + piece.numel]
+        param = flattened(self._parameters.locals[piece.param])
+        return param[piece.param_offset : piece.param_offset + piece.numel]
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -152,7 +152,7 @@ class Original:
     ) -> None:
         self._parameters = parameters
         self._masters = masters
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             self.kept: _Kept | None = _Kept(model, aliases)
 
     @property
@@ -164,7 +164,7 @@ class Original:
         """Keeps what a parameter has now, before it gets other memory or values."""
         before = self._before(param)
         if not before.is_changed and before.device.type != "meta":
-            with torch_private.DisableTorchFunctionSubclass():
+            with torch_private.PastSubclasses():
                 before.data = _DATA.__get__(local_of(param))
             before.is_changed = True
 
@@ -201,7 +201,7 @@ class Original:
     ) -> None:
         if error is None or self.kept is None:
             return
-        with torch_private.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch_private.PastSubclasses(), torch.no_grad():
             for before in self.kept.params.values():
                 before.param.__class__ = before.kind  # type: ignore[assignment]
             lost = [before.name for before in self._in_order(self.kept.params) if not self._is_given_back(before)]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from offload.errors import StaleParameterError
 from offload.model.flat_param import FlatParameters
-from offload.model.torch_helpers import hidden
+from offload.model.torch_helpers import call_hidden
 from offload.model.transfer import UnitTransfers
 from offload.model.unit import Unit
 from offload.model.units import ROOT
@@ -74,13 +74,16 @@ class PendingUpdates:
     def launch(self) -> None:
         """Makes all new values of this rank and sends them to the other ranks. Who uses a unit waits for theirs."""
         self._owner.require_usable()
-        with self._timeline.span("apply_s"), hidden():
-            try:
-                for group in self._step.together(list(self._step.pending)):
-                    self._step.start_apply(group)
-            except BaseException as error:
-                self._health.fail(error)
-                raise
+        with self._timeline.span("apply_s"):
+            call_hidden(self._start_all)
+
+    def _start_all(self) -> None:
+        try:
+            for group in self._step.together(list(self._step.pending)):
+                self._step.start_apply(group)
+        except BaseException as error:
+            self._health.fail(error)
+            raise
 
     def apply(self, unit: Unit) -> None:
         """Applies the pending update of a unit. Raises what went wrong with the step, too.
@@ -131,18 +134,21 @@ class PendingUpdates:
         if not flats:
             return
         self._owner.require_usable()
-        with self._timeline.span("apply_s"), hidden():
-            for group in self._step.together([flat for flat in flats if flat in self._step.pending]):
+        with self._timeline.span("apply_s"):
+            call_hidden(self._apply_each, flats)
+
+    def _apply_each(self, flats: Collection[int]) -> None:
+        for group in self._step.together([flat for flat in flats if flat in self._step.pending]):
+            for flat in group:
+                self._require_unwritten(self._active[flat])
+            try:
+                self._step.start_apply(group)
                 for flat in group:
-                    self._require_unwritten(self._active[flat])
-                try:
-                    self._step.start_apply(group)
-                    for flat in group:
-                        self._finish(flat)
-                except BaseException as error:
-                    # Some chunks are a step ahead of others: every later result would be wrong.
-                    self._health.fail(error)
-                    raise
+                    self._finish(flat)
+            except BaseException as error:
+                # Some chunks are a step ahead of others: every later result would be wrong.
+                self._health.fail(error)
+                raise
 
     def _finish(self, flat: int) -> None:
         self._step.apply(flat)

@@ -38,11 +38,11 @@ class UnitOrder:
     """The order in which units are entered; see [Note: prefetching].
 
     Args:
-        depth: how many units are prefetched.
+        ahead: how many units are prefetched.
     """
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
         self._is_training = True
         self._entered: deque[Unit] = deque(maxlen=MAX_REMEMBERED)
         self._orders: dict[bool, Sequence[Unit]] = {}  # of the last pass with gradients, and of the last one without
@@ -79,22 +79,22 @@ class UnitOrder:
     @property
     def upcoming(self) -> list[Unit]:
         """The units to prefetch now, the next one first."""
-        return list(dict.fromkeys(self._expected))[: self._depth]
+        return list(dict.fromkeys(self._expected))[: self._ahead]
 
 
 class UnitPolicy:
     """Which units are in use, which may be released, and which are prefetched; see the top of this file.
 
     Args:
-        depth: how many units are prefetched.
+        ahead: how many units are prefetched.
 
     Attributes:
         order: in which units are entered.
         makes_graph: whether a backward with `create_graph=True` ran since the last step, so that all stays.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.order = UnitOrder(depth)
+    def __init__(self, ahead: int) -> None:
+        self.order = UnitOrder(ahead)
         self.makes_graph = False
         self._gathered: list[Unit] = []  # by `gathered`
         self._used: list[Unit] = []  # by operations that run now
@@ -118,7 +118,7 @@ class UnitPolicy:
         return unit in self._gathered
 
     @property
-    def gathers(self) -> bool:
+    def holds_any(self) -> bool:
         """Whether `gathered` holds any unit."""
         return bool(self._gathered)
 
@@ -168,7 +168,7 @@ class UnitPolicy:
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a unit must stay, whoever needs its memory."""
         in_backward_of = any(unit.encloses(inner) for inner in self._backward.values())
-        is_used = unit.depth > 0 or unit in self._gathered or unit in self._used or unit in self._kept
+        is_used = unit.forwards > 0 or unit in self._gathered or unit in self._used or unit in self._kept
         return in_backward_of or is_used
 
     @property
@@ -194,7 +194,8 @@ class UnitPolicy:
     def wanted_with(self, unit: Unit) -> list[Unit]:
         """The units that stay while a unit is entered: itself, its guests, and units to come that are on their way.
 
-        Those that are available from before are released and fetched anew.
+        Units to come that are available, because they were in use before, do not stay. The store was told that each
+        unit of the order is fetched (`expect`): it would read ahead, and keep in RAM, what nobody fetches.
         """
         return [unit, *unit.guests, *(one for one in self.order.upcoming if one.is_coming)]
 

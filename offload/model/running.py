@@ -85,10 +85,10 @@ class RunningUnits:
         if not here.entered:
             here.watched = torch_private.disabled_torch_function
             here.owner = self.entries.pass_begins()
-        if not unit.depth:
+        if not unit.forwards:
             self._parameters.watch(unit.watched)
             self._units[unit] = None
-        unit.depth += 1
+        unit.forwards += 1
         here.entered[unit] = here.entered.get(unit, 0) + 1
 
     @entry
@@ -107,10 +107,10 @@ class RunningUnits:
             del entered[unit]
         if not entered:
             self._end_pass()
-        if unit.depth == 1:
+        if unit.forwards == 1:
             del self._units[unit]
             self._parameters.guard(unit.watched)
-        unit.depth = max(unit.depth - 1, 0)  # it is 0 where another thread has forgotten all forwards
+        unit.forwards = max(unit.forwards - 1, 0)  # it is 0 where another thread has forgotten all forwards
 
     def _end_pass(self) -> None:
         del self.here.watched
@@ -122,7 +122,7 @@ class RunningUnits:
 
     def watches(self, unit: Unit, number: int) -> bool:
         """Whether parameter `number` of `unit` is plain now in the threads that run the unit."""
-        return unit.depth > 0 and number in unit.watched
+        return unit.forwards > 0 and number in unit.watched
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -140,7 +140,7 @@ class RunningUnits:
         """Counts no unit as running, since a forward that raised, or was interrupted, never ended."""
         for unit in self._units:
             self._parameters.guard(unit.watched)
-            unit.depth = 0
+            unit.forwards = 0
         self._units.clear()
         if self.here.entered:
             self.here.entered.clear()

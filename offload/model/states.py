@@ -163,7 +163,7 @@ class StateTensor(Tensor):
     @staticmethod
     def of(param: Tensor, kind: str, shown: Shown, read: Read) -> StateTensor:
         value = _alive(shown)(param)[kind]
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             shape, strides = (param.shape, param.stride()) if value is None else ((), ())
         dtype = torch.float32 if value is None else value.dtype
         made: StateTensor = Tensor._make_wrapper_subclass(
@@ -190,8 +190,7 @@ class StateTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if kind_of(func) is Kind.META or func == _VERSION.__get__:
-            with torch_private.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return torch_private.past_subclasses(func, *args, **kwargs)
         answer = answer_without_values(func, args, kwargs, StateTensor)
         return call_eagerly(_compute, func, args, kwargs) if answer is NotImplemented else answer
 
@@ -236,7 +235,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     def plain(state: Tensor) -> Tensor:
         if id(state) not in copies:
-            with torch_private.DisableTorchFunctionSubclass():
+            with torch_private.PastSubclasses():
                 copy = state.values() if isinstance(state, StateTensor) else state.as_subclass(Tensor)
             copies[id(state)] = (state, copy, copy._version, _storage_of(copy))
         return copies[id(state)][1]

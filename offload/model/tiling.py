@@ -28,14 +28,14 @@ from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Unit
 
 
+@torch_private.goes_past_subclasses
 def has_hooks(weight: nn.Parameter) -> bool:
     """Whether somebody has hooks on a tiled weight, which would not see the gradients of its tiles.
 
     The hook that takes its gradient does not count.
     """
-    with torch_private.DisableTorchFunctionSubclass():
-        hooks: Any = weight._post_accumulate_grad_hooks
-        return bool(weight._backward_hooks) or len(hooks or ()) > 1
+    hooks: Any = weight._post_accumulate_grad_hooks
+    return bool(weight._backward_hooks) or len(hooks or ()) > 1
 
 
 class Tiling:
@@ -123,7 +123,7 @@ class _Anchor(torch.autograd.Function):
 
 def _is_asked_for(leaf: nn.Parameter) -> bool:
     """Whether the backward that runs accumulates a gradient of a leaf; False in `torch.autograd.grad`."""
-    with torch_private.DisableTorchFunctionSubclass():
+    with torch_private.PastSubclasses():
         if not leaf.requires_grad:
             return False
         node = torch.autograd.graph.get_gradient_edge(leaf).node

@@ -199,26 +199,26 @@ def takes_lists(func: Any) -> bool:
     return getattr(func, "__name__", "").startswith("_foreach_")
 
 
+@torch_private.goes_past_subclasses
 def moved_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
     """The device to which `func`, a MOVE, moves args[0]; None if it copies or changes it otherwise.
 
     Torch copies from "cpu" to "cpu:0", which is the same device.
     """
-    with torch_private.DisableTorchFunctionSubclass():
-        tensor = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-        try:
-            moved = func(tensor, *args[1:], **kwargs)
-        except (RuntimeError, TypeError, ValueError):
-            return None
-        if moved.dtype is not tensor.dtype or moved.layout is not tensor.layout or kwargs.get("copy", False):
-            return None
-        return device_of(moved)
+    tensor = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    try:
+        moved = func(tensor, *args[1:], **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    if moved.dtype is not tensor.dtype or moved.layout is not tensor.layout or kwargs.get("copy", False):
+        return None
+    return device_of(moved)
 
 
+@torch_private.goes_past_subclasses
 def device_of(tensor: Tensor) -> torch.device:
     """The device of a tensor, in the form in which `moved_to` names it."""
-    with torch_private.DisableTorchFunctionSubclass():
-        return torch.device("cpu") if tensor.device.type == "cpu" else tensor.device
+    return torch.device("cpu") if tensor.device.type == "cpu" else tensor.device
 
 
 def answer_without_values(

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
 from offload.model.plain_copy import LeftBehind, refuse_script
 
@@ -183,35 +184,45 @@ def is_watched() -> bool:
     )
 
 
-@contextmanager
-def hidden() -> Iterator[None]:
-    """A context that hides what runs inside from modes, transforms and traces outside; see [Note: out of sight]."""
-    if not is_watched():
-        yield
-        return
-    makes_graph = torch.is_grad_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch_private.DisableTorchFunction())
-        if torch_private.dispatch_modes():
-            stack.enter_context(torch_private.without_dispatch_modes())
-        if torch_private.functorch_level() is not None:
-            stack.enter_context(torch_private.without_functorch())
-        if (trace := torch_private.tracing_state()) is not None:
-            torch_private.set_tracing_state(None)
-            stack.callback(torch_private.set_tracing_state, trace)
-        # Whether gradients are wanted tells training from evaluation, and a backward with create_graph. Leaving
-        # inference mode turns them on.
-        stack.enter_context(torch.set_grad_enabled(makes_graph))
-        yield
+class _NoModes:
+    """A context without dispatch modes and transforms of torch.func.
+
+    Torch takes them away, and puts them back, one by one and in Python: a signal waits until all are.
+    """
+
+    @uninterrupted_entry
+    def __enter__(self) -> None:
+        with ExitStack() as undo:
+            if torch_private.dispatch_modes():
+                undo.enter_context(torch_private.without_dispatch_modes())
+            if torch_private.functorch_level() is not None:
+                undo.enter_context(torch_private.without_functorch())
+            self._undo = undo.pop_all()
+
+    @uninterrupted
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
 
 
 def call_hidden(call: Callable[..., Any], *args: Any) -> Any:
-    """Calls `call(*args)` inside `hidden`."""
+    """Calls `call(*args)` out of sight of modes, transforms and traces outside; see [Note: out of sight].
+
+    This is no context manager: an interrupt between its entry and its `with` would leave all of it off.
+    """
     if not is_watched():
         return call(*args)
-    with hidden():
-        return call(*args)
+    makes_graph, trace = torch.is_grad_enabled(), torch_private.tracing_state()
+    with torch_private.DisableTorchFunction(), torch_private.inference_mode(False), _NoModes():
+        # Whether gradients are wanted tells training from evaluation, and a backward with create_graph. Leaving
+        # inference mode turned them on, and its end makes them what they were.
+        torch.set_grad_enabled(makes_graph)
+        try:
+            if trace is not None:
+                torch_private.set_tracing_state(None)
+            return call(*args)
+        finally:
+            if trace is not None:
+                torch_private.set_tracing_state(trace)
 
 
 def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
@@ -248,7 +259,7 @@ def graphs_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
-    """Calls a method inside `hidden`, if its object is alive.
+    """Calls a method by `call_hidden`, if its object is alive.
 
     A graph may outlive the optimizer, and must not keep it alive: Python's garbage collector cannot look into graphs.
     """

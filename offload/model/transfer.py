@@ -4,7 +4,7 @@
 A copy to the device waits for the last use of the memory that it writes to. Kernels wait for the copy on the device: a
 unit is AVAILABLE as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
 ended. The host asks for that without waiting; it waits only where somebody needs the chunk, or a buffer of the store.
-It is at most AHEAD_UNITS units ahead of the device.
+It leads the device by at most HOST_LEADS_UNITS units.
 
 unit.py has the states of a unit; policy.py says which unit is fetched and released, fetch.py when.
 """
@@ -32,7 +32,7 @@ from offload.ranks.communicator import Work
 from offload.run import Owner, Run
 from offload.storage.chunk_cache import Lease, Store, Use
 
-AHEAD_UNITS = 8
+HOST_LEADS_UNITS = 8
 """The host waits until the device is done with the unit that was released so many units ago."""
 
 
@@ -144,7 +144,9 @@ class UnitTransfers:
                 self._tiles_of.setdefault(unit.slices[0].flat, []).append(unit)
         self._with_memory: dict[Unit, None] = {}
         self._uploads: deque[_Upload] = deque()  # whose leases are not given back yet
-        self._lock = threading.RLock()  # of these: the step's worker may want a lease
+        # Guards `_uploads` alone, because the step's worker may want a lease. The presence of units has the lock of the
+        # run's entries.
+        self._lock = threading.RLock()
         store.when_wanted(self._give_back)
         self._released: deque[DeviceEvent] = deque()  # the last uses of units
         self._awaited_gathers: list[Work] = []  # by the device; they have not all ended
@@ -207,7 +209,7 @@ class UnitTransfers:
             return
         self._wait_on_device(unit)  # if that fails, another rank may still write here: the memory stays
         self._free(unit)
-        while len(self._released) > AHEAD_UNITS:
+        while len(self._released) > HOST_LEADS_UNITS:
             self._wait_for(self._released[0], "wait for device")
             self._released.popleft()
 
@@ -245,7 +247,7 @@ class UnitTransfers:
             lease = stack.enter_context(self._store.lease(chunk.index, Use.READ, step=0))
             source = self._in_store(lease.arrays[0], chunk)
             size = source.numel() * source.element_size()
-            moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
+            moving = self._timeline.begin(TO_DEVICE, "upload", chunk=chunk.index, size=size, tier="device")
             stack.callback(self._timeline.end, moving)
             self._timeline.count("gathered_bytes", size)
             if not self._copier.direct:
@@ -342,7 +344,7 @@ class UnitTransfers:
         """
         with self._lock:
             if upload in self._uploads:
-                self._wait_for(upload.copy, "wait for gather")
+                self._wait_for(upload.copy, "wait for upload")
                 self._uploads.remove(upload)
                 upload.lease.close()
 
@@ -478,13 +480,14 @@ class UnitTransfers:
         self._awaited_gathers.clear()
         for unit in self.units:
             unit.gathers = []
-        while self._uploads:
-            upload = self._uploads[0]
-            with suppress(OffloadError):
-                self._finish_upload(upload)
-            if upload in self._uploads:  # the device failed, and does nothing more
-                self._uploads.remove(upload)
-                upload.lease.close()
+        with self._lock:
+            while self._uploads:
+                upload = self._uploads[0]
+                with suppress(OffloadError):
+                    self._finish_upload(upload)
+                if upload in self._uploads:  # the device failed, and does nothing more
+                    self._uploads.remove(upload)
+                    upload.lease.close()
 
     def _on_device(self, one: FlatSlice, chunk: Chunk) -> Tensor:
         start = chunk.start - one.start

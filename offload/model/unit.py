@@ -21,8 +21,8 @@ holds the lock of the run's entries (entries.py). A unit none of whose parameter
         ▲                             │                       │
         └──────────── release ────────┴───────────────────────┘   (also from UPDATING)
 
-transfer.py makes the copies and calls these methods; policy.py says for which units, fetch.py when. `depth` is counted
-by running.py.
+transfer.py makes the copies and calls these methods; policy.py says for which units, fetch.py when. `forwards` is
+counted by running.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Unit:
         presence: see [Note: presence of a unit].
         not_updated: while it is UPDATING, the chunks whose new values are not made yet.
         gathers: all-gathers of its values that are under way, over ranks that share parameters.
-        depth: how many forwards of its modules run, in any thread.
+        forwards: how many forwards of its modules run, in any thread.
         guests: units whose parameters its forward used.
     """
 
@@ -87,7 +87,7 @@ class Unit:
     presence: Presence = Presence.AVAILABLE
     not_updated: set[int] = field(default_factory=set)
     gathers: list[Work] = field(default_factory=list)
-    depth: int = 0
+    forwards: int = 0
     guests: dict[Unit, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

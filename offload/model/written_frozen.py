@@ -127,7 +127,7 @@ class WrittenFrozen:
         values = {}
         for name in names:
             param = self._named[name]
-            with self._access.gathered(param, writable=False), torch_private.DisableTorchFunctionSubclass():
+            with self._access.gathered(param, writable=False), torch_private.PastSubclasses():
                 values[name] = local_of(param).detach().to("cpu", copy=True)
         return {"values": values, "digests": self._digests}
 

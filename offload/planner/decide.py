@@ -119,7 +119,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
         params,
         GradChoice(
             wish.grads,
-            passes=options.passes,
+            micro_batches=options.micro_batches,
             takes_any=options.takes_any,
             params_stay=params.tier == DEVICE,
             stage=stage,
@@ -193,7 +193,7 @@ def _require_possible(options: Options, situation: Situation) -> None:
             f"Tuning.tile={option_bytes(options.tile_bytes)} with {slices} ranks: over several ranks every "
             "layer is gathered as a whole; leave it out"
         )
-    if situation.ranks > 1 and options.grads.is_durable and options.stage == 1 and options.passes > 1:
+    if situation.ranks > 1 and options.grads.is_durable and options.stage == 1 and options.micro_batches > 1:
         raise ConfigError(
             f'grad_tier="nvme" with stage=1 and accumulation={options.accumulation!r}: at stage 1 each rank sums whole '
             "gradients in RAM; choose stage=2, or leave grad_tier out"

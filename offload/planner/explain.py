@@ -232,7 +232,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     if choice.grads.stage == 3:
         last = next((unit for unit in reversed(shards) if unit != ROOT), ROOT)
         kept = sum(shards[unit] for unit in {ROOT, last} if unit in shards)
-        gathered = choice.grads.passes * (2 * gathered - kept)
+        gathered = choice.grads.micro_batches * (2 * gathered - kept)
     receivers = layout.ranks - 1
     return {"gradients": receivers * reduction.rounds * sum(shards.values()), "parameters": receivers * gathered}
 

@@ -389,7 +389,7 @@ def chunk_arrays(held: Layout, choice: Choice) -> dict[ChunkKind, list[SlotArray
     return {
         ChunkKind.STATES: state_slot_arrays(held, split_master=choice.states.split_master),
         ChunkKind.PARAMS: params[:trained],
-        ChunkKind.GRADS: gradient_slot_arrays(held, choice.grads.passes),
+        ChunkKind.GRADS: gradient_slot_arrays(held, choice.grads.micro_batches),
         ChunkKind.FROZEN: params[trained:],
     }
 
@@ -538,7 +538,7 @@ class Needs:
     def regions(self) -> list[Region]:
         """What everything takes but pools and activations."""
         choice, memory = self.choice, self.memory
-        bounces = choice.grads.passes > 1 or choice.states.split_master
+        bounces = choice.grads.micro_batches > 1 or choice.states.split_master
         found = self._gradients + exchange.regions(self.layout, self.communication)
         is_in_model = self.in_place or choice.params.tier > DEVICE
         found += new_params.regions(self.layout, memory, bounces=bounces and not is_in_model)
@@ -643,7 +643,7 @@ class Needs:
             shard, whole = layout.shard_numel(flat.index), layout.padded_numel(flat.index)
             params += (layout.replicas * shard if choice.params.tier > DEVICE else whole) * flat.dtype.itemsize
             sums_locally = self.reduction is not None and self.reduction.sums_locally
-            grads += (whole if sums_locally else shard) * (4 if choice.grads.passes > 1 else flat.dtype.itemsize)
+            grads += (whole if sums_locally else shard) * (4 if choice.grads.micro_batches > 1 else flat.dtype.itemsize)
         held = Counter({"param": params, "grad": grads} | dict.fromkeys(layout.state_kinds, 0))
         for chunk in layout.chunks:
             held[MASTER] += MASTER_ITEM_BYTES * chunk.numel
@@ -661,11 +661,11 @@ class Needs:
             pools: of all kinds.
         """
         streamed = Counter({kind: sum(pool.streamed) for kind, pool in pools.items() if self.tiers[kind].is_durable})
-        passes, new = self.choice.grads.passes, streamed[ChunkKind.PARAMS]
+        micro_batches, new = self.choice.grads.micro_batches, streamed[ChunkKind.PARAMS]
         sizes = zip(self.layout.param_chunks, self._sizes(ChunkKind.PARAMS), strict=True) if new else ()
         found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
-        both = streamed[ChunkKind.STATES] + passes * streamed[ChunkKind.GRADS]
-        return both + 2 * passes * (new + streamed[ChunkKind.FROZEN]) - found, both + new
+        both = streamed[ChunkKind.STATES] + micro_batches * streamed[ChunkKind.GRADS]
+        return both + 2 * micro_batches * (new + streamed[ChunkKind.FROZEN]) - found, both + new
 
 
 def _slot(kind: ChunkKind, one: SlotArrays, names: Sequence[str], *, is_moved: bool) -> Region:

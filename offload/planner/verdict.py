@@ -133,12 +133,12 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
     Raises:
         BudgetError: if the plan does not fit.
     """
-    placement, passes = planned.place(), planned.choice.grads.passes
+    placement, micro_batches = planned.place(), planned.choice.grads.micro_batches
     disk = moved_bytes(placement) / disk_bytes_per_s
     states = 2 * sum(placement.states.streamed) / disk_bytes_per_s
     if flops is None:
         return StepTime(0.0, disk, disk, 0)
-    compute, forward = passes * work.flops / flops, work.forward_flops / flops
+    compute, forward = micro_batches * work.flops / flops, work.forward_flops / flops
     enough = max(disk / compute, states / forward) * work.tokens
     return StepTime(compute, disk, max(compute, disk, compute - forward + states), ceil(enough))
 

@@ -101,8 +101,7 @@ def repoint(param: Any, value: Tensor) -> None:
     if param.dtype is not value.dtype:
         kind = torch_private.dtensor_class()
         made = _dtensor(param, local)
-        with torch_private.DisableTorchFunctionSubclass():
-            kind.data.__set__(param, made)  # the dtype that torch's dispatcher sees
+        torch_private.past_subclasses(kind.data.__set__, param, made)  # the dtype that torch's dispatcher sees
         param._spec = made._spec
 
 
@@ -118,7 +117,7 @@ def _dtensor(param: Any, local: Tensor) -> Any:
 
 def like_of(tensor: Any) -> Callable[[Tensor], Any]:
     """A function that makes this rank's part into a DTensor like `tensor`, which may be gone when it is called."""
-    with torch_private.DisableTorchFunctionSubclass():
+    with torch_private.PastSubclasses():
         shape, stride = tensor.shape, tensor.stride()
     mesh, placements, made = tensor.device_mesh, tensor.placements, torch_private.dtensor_class().from_local
     return partial(made, device_mesh=mesh, placements=placements, run_check=False, shape=shape, stride=stride)
@@ -155,7 +154,7 @@ def whole_of(comm: Communicator, param: Tensor, local: Tensor) -> Tensor:
     ranks, dim = comm.tensor_parallel, shard_dim_of(param)
     if dim is None or ranks.size == 1:
         return local
-    with torch_private.DisableTorchFunctionSubclass():
+    with torch_private.PastSubclasses():
         shape = list(param.shape)
     sizes = part_sizes(shape[dim], ranks.size)
     row = local.numel() // sizes[ranks.rank] if sizes[ranks.rank] else 0

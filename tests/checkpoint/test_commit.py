@@ -29,14 +29,13 @@ from offload.checkpoint.commit import (
     spelled,
     tensors_name,
     write_commit,
-    write_manifest,
 )
 from offload.checkpoint.live import collect
 from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.io.files import Files
 from offload.storage.directories import COMMIT_NAME
-from tests.support.committed import RUN, STEP, manifest_of
+from tests.support.committed import RUN, STEP, manifest_of, write_manifest
 from tests.support.damage import flipped
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 

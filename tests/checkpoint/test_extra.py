@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.checkpoint.commit import read_extra, write_manifest
+from offload.checkpoint.commit import read_extra
 from offload.checkpoint.extra import MAX_DEPTH, decode, encode
 from offload.checkpoint.manifest import canonical, parse
 from offload.checkpoint.tensors import DTYPES
 from offload.errors import ConfigError, CorruptionError
-from tests.support.committed import RUN, manifest_of
+from tests.support.committed import RUN, manifest_of, write_manifest
 
 
 def same(one: object, other: object) -> bool:

@@ -21,7 +21,6 @@ from offload.checkpoint.commit import (
     read_commit,
     spelled,
     write_commit,
-    write_manifest,
 )
 from offload.checkpoint.live import (
     Tag,
@@ -44,7 +43,7 @@ from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, older_swap_name, swap_name, tag_name
 from offload.storage.swap_file import open_locked
-from tests.support.committed import manifest_of, named, superblock, superblock_of
+from tests.support.committed import manifest_of, named, superblock, superblock_of, write_manifest
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32

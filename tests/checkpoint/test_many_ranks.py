@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint import commit as records
-from offload.checkpoint.commit import Commit, manifest_name, read_commit, spelled, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, manifest_name, read_commit, spelled, write_commit
 from offload.checkpoint.live import Tag, write_tag
 from offload.checkpoint.manifest import ChunkFacts, Manifest, committed_slots
 from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
@@ -29,7 +29,7 @@ from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.ranks.communicator import Communicator
 from offload.storage.directories import swap_name
-from tests.support.committed import RUN, STEP, named, superblock
+from tests.support.committed import RUN, STEP, named, superblock, write_manifest
 from tests.support.run_files import contents
 from tests.support.threads import Threads
 

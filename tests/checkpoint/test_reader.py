@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from offload.checkpoint import live as lives
 from offload.checkpoint import reader as reading
-from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, read_commit, write_commit
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.checkpoint.reader import Reader
@@ -38,6 +38,7 @@ from tests.support.committed import (
     named,
     superblock,
     value_of,
+    write_manifest,
     write_run,
 )
 from tests.support.damage import flip

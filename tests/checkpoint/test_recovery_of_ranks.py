@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload.checkpoint import recovery
-from offload.checkpoint.commit import Commit, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, write_commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.recovery import (
     RunDirectories,
@@ -20,7 +20,7 @@ from offload.checkpoint.recovery import (
 from offload.io.files import LOCAL
 from offload.ranks.agreement import all_gather_object
 from offload.ranks.communicator import Communicator
-from tests.support.committed import RUN, STEP, manifest_of
+from tests.support.committed import RUN, STEP, manifest_of, write_manifest
 from tests.support.threads import Threads
 
 

@@ -7,12 +7,12 @@ import numpy
 import pytest
 import torch
 
-from offload.checkpoint.commit import read_extra, write_manifest
+from offload.checkpoint.commit import read_extra
 from offload.checkpoint.extra import collect_rng, restore_rng
 from offload.checkpoint.manifest import parse
 from offload.devices.copies import accelerator
 from offload.errors import ConfigError, ResumeError
-from tests.support.committed import RUN, manifest_of
+from tests.support.committed import RUN, manifest_of, write_manifest
 
 
 def draw() -> list[object]:

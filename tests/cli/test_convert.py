@@ -71,22 +71,22 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def plain(kind: type[torch.optim.Adam], passes: int, clip: float) -> list[Tensor]:
-    """What DeepSpeed's engine does with the configuration, in plain torch: it divides the loss by the passes."""
+def plain(kind: type[torch.optim.Adam], micro_batches: int, clip: float) -> list[Tensor]:
+    """What DeepSpeed's engine does with the configuration, in plain torch: it divides the loss by the micro-batches."""
     torch.manual_seed(0)
     model = Model()
     lr, betas, eps, decay = ADAM["lr"], ADAM["betas"], ADAM["eps"], ADAM["weight_decay"]
     optimizer = kind(model.parameters(), lr=lr, betas=tuple(betas), eps=eps, weight_decay=decay)  # type: ignore[arg-type]
     for number, batch in enumerate(batches(), 1):
-        (model(**batch).loss / passes).backward()
-        if number % passes == 0:
+        (model(**batch).loss / micro_batches).backward()
+        if number % micro_batches == 0:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "params", "like"),
     [
@@ -97,17 +97,17 @@ def plain(kind: type[torch.optim.Adam], passes: int, clip: float) -> list[Tensor
 )
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 def test_the_script_trains_as_the_configuration_says(
-    device: str, kind: str, params: dict[str, Any], like: type[torch.optim.Adam], passes: int, tmp_path: Path
+    device: str, kind: str, params: dict[str, Any], like: type[torch.optim.Adam], micro_batches: int, tmp_path: Path
 ) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": device, "nvme_path": str(tmp_path)}}
     config = {
-        "gradient_accumulation_steps": passes,
+        "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 0.05,
         "optimizer": {"type": kind, "params": ADAM | params},
         "zero_optimization": zero | {"offload_param": {"device": device, "nvme_path": str(tmp_path)}},
     }
     weights, _ = trained(converted(tmp_path, config)["script"])
-    for ours, theirs in zip(weights, plain(like, passes, 0.05), strict=True):
+    for ours, theirs in zip(weights, plain(like, micro_batches, 0.05), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

@@ -131,11 +131,11 @@ def _with_any_number(path: str, accumulation: int | str, sets: bool, options: di
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     with OffloadZero(model, adamw, path=path, accumulation=accumulation, **options) as optimizer:
-        for step, passes in enumerate((3, 3, 1, 4, 2)):
+        for step, micro_batches in enumerate((3, 3, 1, 4, 2)):
             if sets:
-                optimizer.accumulation = passes
-            for number in range(passes):
-                (squares(model, batch(100 * step + 10 * number + rank)) / passes).backward()
+                optimizer.accumulation = micro_batches
+            for number in range(micro_batches):
+                (squares(model, batch(100 * step + 10 * number + rank)) / micro_batches).backward()
             found.append(optimizer.clip_grad_norm_(0.05))
             optimizer.step()
             optimizer.zero_grad()

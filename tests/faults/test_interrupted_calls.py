@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload import NonFiniteGradientError, OffloadError, OffloadZero, ReleasedParameterError
+from offload import NonFiniteGradientError, OffloadError, OffloadZero, ReleasedParameterError, torch_private
 from offload.checkpoint.atomic_file import write_temporary
 from offload.checkpoint.reader import Reader
+from offload.interrupts import give_back, hold
 from offload.io.files import Files
-from offload.model import fetch, flat_param, transfer
+from offload.model import fetch, flat_param, torch_helpers, transfer
+from offload.model.torch_helpers import call_hidden
 from offload.storage import chunk_cache, swap_file
 from tests.faults.test_interrupted_steps import CLOSE, FAR_APART, PLACEMENTS, X, build, train
 from tests.support import interrupted
@@ -195,14 +200,26 @@ def test_an_interrupted_call_leaves_what_was_or_says_so_at_any_instruction(
     sweep(case(expected), tmp_path, 1 + share, 4 if apart == CLOSE else 4 * CLOSE)
 
 
-def at_every_place(work: Callable[[], object]) -> int:
-    """Interrupts `work` at each place; returns how many there are."""
+def at_every_place(
+    work: Callable[[], object],
+    by: Callable[[], None] = interrupted.interrupt,
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Interrupts `work` at each place, and checks each time while the interrupt is handled.
+
+    Returns:
+        How many places there are.
+    """
     place, is_over = 0, False
     while not is_over:
         place += 1
-        with suppress(KeyboardInterrupt), interrupted_at(place) as left:
-            work()
-            is_over = True
+        try:
+            with interrupted_at(place, by) as left:
+                work()
+                is_over = True
+        except KeyboardInterrupt:  # its traceback keeps the frames, and what the generators in them have entered
+            check()
+    check()
     assert left[0] > 0
     return place - 1
 
@@ -247,6 +264,95 @@ def test_an_interrupt_leaves_no_file_open_that_nobody_knows(tmp_path: Path) -> N
         assert at_every_place(work) > 3
         assert not descriptors() - before
     swap_file.CommittedFile(swap, exclusive=True).close()
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Noticing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def what_is_on() -> tuple[object, ...]:
+    """All that `call_hidden` turns off or takes away."""
+    return (
+        torch._C._is_torch_function_enabled(),
+        torch._C._is_torch_function_all_disabled(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch_private.functorch_level() is None,
+        torch_private.tracing_state(),
+    )
+
+
+def in_a_context(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Callable[[], None]], None]:
+    def call(work: Callable[[], None]) -> None:
+        with context():
+            work()
+
+    return call
+
+
+def in_a_transform(work: Callable[[], None]) -> None:
+    def inside(x: Tensor) -> Tensor:
+        work()
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(3))
+
+
+def in_a_trace(work: Callable[[], None]) -> None:
+    def inside(x: Tensor) -> Tensor:
+        work()
+        return x + 1
+
+    torch.jit.trace(inside, (torch.ones(3),), check_trace=False)
+
+
+IN_C = {
+    "a function mode": in_a_context(Noticing),
+    "inference": in_a_context(torch.inference_mode),
+    "a trace": in_a_trace,
+}
+IN_PYTHON = {"a dispatch mode": in_a_context(Watching), "a transform": in_a_transform}
+"""Torch takes these away in Python: what another thread throws in there cannot be helped."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("within", "by"),
+    [
+        *((one, interrupted.interrupt) for one in (IN_C | IN_PYTHON).values()),
+        *((one, interrupted.thrown_in) for one in IN_C.values()),
+    ],
+    ids=[*IN_C, *IN_PYTHON, *(f"{name}, thrown in" for name in IN_C)],
+)
+def test_an_interrupt_leaves_nothing_off_that_was_hidden_from(
+    within: Callable[[Callable[[], None]], None], by: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes, transforms and torch functions are as they were when the interrupt arrives in the user's code."""
+    monkeypatch.setattr(interrupted, "FILES", (str(torch_helpers.__file__), str(contextlib.__file__)))
+    places = []
+
+    def work() -> None:
+        before = what_is_on()
+
+        def check() -> None:
+            assert what_is_on() == before
+
+        places.append(at_every_place(lambda: call_hidden(torch.zeros, 3), by, check))
+
+    hold()
+    try:
+        within(work)
+    finally:
+        give_back()
+    assert places[0] > 3
 
 
 def test_another_close_ends_what_an_interrupted_one_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,11 @@ def test_a_number_that_is_not_declared_is_learnt_from_the_step_before() -> None:
             for _ in range(came):
                 buffer.accumulate(1, ones(1))
             found = [place.is_last for what, place in shards.calls if what == "add"]
-            assert found == ([True, False, False] if buffer.passes.expected == 1 else [False, False, True][:came])
+            assert found == (
+                [True, False, False] if buffer.micro_batches.expected == 1 else [False, False, True][:came]
+            )
             buffer.clear_all()
-        assert buffer.passes.expected == 1
+        assert buffer.micro_batches.expected == 1
 
 
 def test_a_gradient_that_lies_in_several_chunks_comes_in_pieces() -> None:

@@ -30,8 +30,8 @@ class FakeStore:
     leased: the chunks, in the order in which they were lent; expected: as they were announced.
     """
 
-    def __init__(self, layout: Layout, passes: int) -> None:
-        dtypes = dtypes_of(layout, passes)
+    def __init__(self, layout: Layout, micro_batches: int) -> None:
+        dtypes = dtypes_of(layout, micro_batches)
         self.buffers = [torch.full((chunk.numel,), float("nan"), dtype=dtypes[chunk.flat]) for chunk in layout.chunks]
         self.leased: list[int] = []
         self.expected: list[int] = []
@@ -51,12 +51,12 @@ class FakeStore:
         self.expected = list(chunks)
 
 
-def shards_of(where: str, layout: Layout, passes: int = 1) -> GradShards:
+def shards_of(where: str, layout: Layout, micro_batches: int = 1) -> GradShards:
     stage = 2 if layout.ranks > 1 else None
     if where == "memory":
-        return ShardsInMemory(run_of(layout, tier="cpu", accumulation=passes, stage=stage), passes)
-    run = run_of(layout, tier="nvme", path=".", grad_tier="nvme", accumulation=passes, stage=stage)
-    return ShardsInSlots(run, passes, FakeStore(layout, passes))  # type: ignore[arg-type]
+        return ShardsInMemory(run_of(layout, tier="cpu", accumulation=micro_batches, stage=stage), micro_batches)
+    run = run_of(layout, tier="nvme", path=".", grad_tier="nvme", accumulation=micro_batches, stage=stage)
+    return ShardsInSlots(run, micro_batches, FakeStore(layout, micro_batches))  # type: ignore[arg-type]
 
 
 def gradient(param: int, micro: int, numel: int) -> Tensor:
@@ -82,7 +82,7 @@ def squares(values: np.ndarray, first: int = 0) -> list[float]:
 @pytest.mark.parametrize("came", [1, 2, 3])
 def test_what_comes_is_summed_and_its_squares_too_whichever_micro_batch_is_the_last(where: str, came: int) -> None:
     layout = layout_of(NUMELS)
-    shards = shards_of(where, layout, passes=3)
+    shards = shards_of(where, layout, micro_batches=3)
     for micro in range(came):
         add_all(shards, layout, micro, is_last=micro == 1)  # two were expected
     params = range(len(NUMELS))
@@ -118,7 +118,7 @@ def test_slots_are_leased_once_for_each_piece_that_comes_and_not_again_for_its_s
 @pytest.mark.parametrize("rank", [0, 1])
 def test_buckets_are_summed_as_they_come_from_the_end(where: str, came: int, expected: int, rank: int) -> None:
     layout = layout_of(NUMELS, ranks=2, rank=rank)
-    shards = shards_of(where, layout, passes=3)
+    shards = shards_of(where, layout, micro_batches=3)
     for step in range(2):
         step_over_buckets(shards, layout, 10 * step, came, expected)
 
@@ -173,7 +173,7 @@ def test_a_chunk_is_unfinished_until_a_bucket_brings_its_first_element() -> None
 
 def test_gradients_come_whole_only_where_nothing_is_added() -> None:
     layout = layout_of(NUMELS)
-    assert shards_of("memory", layout, passes=2).tile_memory(0, 0) is None
+    assert shards_of("memory", layout, micro_batches=2).tile_memory(0, 0) is None
     assert shards_of("slots", layout).tile_memory(0, 0) is None
     shards = shards_of("memory", layout)
     for param, numel in enumerate(NUMELS):

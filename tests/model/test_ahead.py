@@ -11,7 +11,7 @@ import torch
 from offload import OffloadZero, RankError, Tuning
 from offload.devices.copies import DeviceEvent, HostCopier
 from offload.model.fetch import StreamedUnits
-from offload.model.transfer import AHEAD_UNITS
+from offload.model.transfer import HOST_LEADS_UNITS
 from offload.optim.step import Step
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.late_copier import CopiedBy, LateCopier
@@ -52,14 +52,15 @@ class SlowDevice(HostCopier):
 def test_the_host_is_a_stated_number_of_units_ahead(copied_by: CopiedBy) -> None:
     copier = SlowDevice()
     copied_by(lambda: copier)
-    model = Net(3 * AHEAD_UNITS)
+    model = Net(3 * HOST_LEADS_UNITS)
     with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=Tuning(chunk="4KiB")) as optimizer:
         for _ in range(2):  # memory from the system has a mark, too: the second pass needs none
             copier.ahead.clear()
             with torch.no_grad():
                 model(batch(0))
-        assert set(copier.ahead) <= {AHEAD_UNITS, AHEAD_UNITS + 1}  # one release may be of two flat parameters
-        assert len(copier.ahead) > AHEAD_UNITS
+        # One release may be of two flat parameters.
+        assert set(copier.ahead) <= {HOST_LEADS_UNITS, HOST_LEADS_UNITS + 1}
+        assert len(copier.ahead) > HOST_LEADS_UNITS
         assert optimizer.stats()["wait_device_s"] > 0
 
 

@@ -34,10 +34,10 @@ def arrive(*units: Unit) -> None:
 
 @given(
     passes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=2, max_size=4),
-    depth=st.integers(0, 3),
+    ahead=st.integers(0, 3),
 )
-def test_what_comes_next_is_what_came_next_in_the_pass_before(passes: list[list[int]], depth: int) -> None:
-    units, order = units_of("a", "b", "c", "d", "e"), UnitOrder(depth)
+def test_what_comes_next_is_what_came_next_in_the_pass_before(passes: list[list[int]], ahead: int) -> None:
+    units, order = units_of("a", "b", "c", "d", "e"), UnitOrder(ahead)
     before: list[int] = []
     for numbers in passes:
         order.begin_pass()
@@ -48,7 +48,7 @@ def test_what_comes_next_is_what_came_next_in_the_pass_before(passes: list[list[
                 entered.append(number)
                 # What is not expected any more does not change what is.
                 left = left[left.index(number) + 1 :] if number in left else left
-            assert order.upcoming == [units[one] for one in dict.fromkeys(left)][:depth]
+            assert order.upcoming == [units[one] for one in dict.fromkeys(left)][:ahead]
         before = entered
 
 
@@ -80,8 +80,8 @@ def test_passes_with_and_without_gradients_have_orders_of_their_own() -> None:
 def uses(policy: UnitPolicy, unit: Unit) -> dict[str, tuple[object, object]]:
     """By the reason for which a unit stays: what makes it stay, and what ends that."""
 
-    def run(depth: int) -> None:
-        unit.depth = depth
+    def run(forwards: int) -> None:
+        unit.forwards = forwards
 
     return {
         "its forward runs": (lambda: run(1), lambda: run(0)),
@@ -117,10 +117,10 @@ def test_uses_are_nested_and_a_unit_gathered_twice_is_let_go_of_twice() -> None:
     policy.gather(a)
     policy.gather(a)
     policy.let_go(a)
-    assert policy.gathers
+    assert policy.holds_any
     assert policy.is_in_use(a)
     policy.let_go(a)
-    assert not policy.gathers
+    assert not policy.holds_any
 
 
 def test_the_units_around_the_one_whose_backward_began_last_stay_in_each_thread() -> None:

@@ -57,10 +57,10 @@ def test_a_unit_goes_unseen_from_its_first_module_to_its_last(
     assert kinds(params) == "guu"
     running.leave(unit(running, "block"))
     assert kinds(params) == "guu"
-    assert unit(running, "block").depth
+    assert unit(running, "block").forwards
     running.leave(unit(running, "block"))
     assert kinds(params) == "ggg"
-    assert not unit(running, "block").depth
+    assert not unit(running, "block").forwards
 
 
 def test_units_run_beside_one_another_in_the_order_of_their_entry(
@@ -93,7 +93,7 @@ def test_what_never_said_its_end_is_forgotten(params: list[nn.Parameter], runnin
 
 def test_a_unit_without_parameters_runs_too(params: list[nn.Parameter], running: RunningUnits) -> None:
     running.enter(unit(running, "elsewhere"))
-    assert unit(running, "elsewhere").depth
+    assert unit(running, "elsewhere").forwards
     assert kinds(params) == "ggg"
     running.leave(unit(running, "elsewhere"))
 

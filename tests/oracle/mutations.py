@@ -51,7 +51,7 @@ def _without_earlier_gradients() -> contextlib.AbstractContextManager[Any]:
     begins = Answers.accumulation_begins
 
     def mutated(self: Answers, number: int) -> None:
-        with torch_private.DisableTorchFunctionSubclass():
+        with torch_private.PastSubclasses():
             self._parameters.params[number].grad = None
         begins(self, number)
 

@@ -13,8 +13,8 @@ from offload import AccumulationError, ConfigError, OffloadZero, Tuning
 from tests.native.bits import assert_same_bits
 from tests.support.toy import Net, batch, squares
 
-PASSES = (3, 3, 1, 4, 2, 2)
-"""Backward passes of each step: as many as in the last one, fewer, more."""
+MICRO_BATCHES = (3, 3, 1, 4, 2, 2)
+"""Micro-batches of each step: as many as in the last one, fewer, more."""
 
 PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"tier": "cpu"},
@@ -28,9 +28,9 @@ def train(optimizer: Any, model: Net, clip: Any) -> list[Tensor]:
     """The norms of all steps."""
     norms = []
     number = 0
-    for passes in PASSES:
-        for _ in range(passes):
-            (squares(model, batch(number)) / passes).backward()
+    for micro_batches in MICRO_BATCHES:
+        for _ in range(micro_batches):
+            (squares(model, batch(number)) / micro_batches).backward()
             number += 1
         norms.append(clip(0.05))
         optimizer.step()
@@ -52,7 +52,7 @@ def held(path: Path, accumulation: int | str, **options: Any) -> tuple[dict[str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 def test_any_number_has_the_bits_of_a_fixed_one(tmp_path: Path, place: str, dtype: torch.dtype) -> None:
-    fixed, norms = held(tmp_path, max(PASSES), compute_dtype=dtype, **PLACES[place])
+    fixed, norms = held(tmp_path, max(MICRO_BATCHES), compute_dtype=dtype, **PLACES[place])
     found, found_norms = held(tmp_path, "auto", compute_dtype=dtype, **PLACES[place])
     assert_same_bits(torch.stack(found_norms), torch.stack(norms))
     for name, master in found.items():
@@ -96,11 +96,11 @@ def test_auto_can_be_set_again() -> None:
     model.load_state_dict(plain.state_dict())
     theirs = torch.optim.AdamW(plain.parameters())
     with OffloadZero(model, accumulation="auto", compute_dtype=torch.float32) as optimizer:
-        for passes in (2, "auto", 1, "auto"):
-            optimizer.accumulation = passes
-            assert optimizer.accumulation == passes
+        for micro_batches in (2, "auto", 1, "auto"):
+            optimizer.accumulation = micro_batches
+            assert optimizer.accumulation == micro_batches
             for one, trainer in ((plain, theirs), (model, optimizer)):
-                for _ in range(3 if passes == "auto" else passes):
+                for _ in range(3 if micro_batches == "auto" else micro_batches):
                     one(torch.ones(2, 3)).square().sum().backward()
                 trainer.step()
                 trainer.zero_grad()

@@ -13,9 +13,10 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.checkpoint.commit import Commit, RankFiles, names_of, spelled, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, RankFiles, names_of, spelled, write_commit, write_files
 from offload.checkpoint.live import Tag, write_tag
-from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts, committed_slots
+from offload.checkpoint.manifest import ChunkFacts, Digest, FlatFacts, Manifest, ParameterFacts, committed_slots
+from offload.io.files import LOCAL, Files
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
@@ -118,6 +119,11 @@ def _stored(manifest: Manifest, kind: str, flat: int, itemsize: int) -> NDArray[
     return dict(zip(("param", "master", "exp_avg_sq"), halves, strict=True)).get(
         kind, value_of("exp_avg", flat, numel).numpy()
     )
+
+
+def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
+    """What the COMMIT record has to say of the manifest."""
+    return write_files(directory, manifest, extra, files)[0]
 
 
 def write_run(

@@ -67,7 +67,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
             time.sleep(600)
 
     held = model()
-    write = committer.write_manifest
+    write = committer.write_files
 
     def writes(*args: Any, **how: Any) -> Any:
         hold("-commit")
@@ -76,7 +76,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     tuning = Tuning(chunk="4KiB", threads=1)
     options = {"path": directory / "run", "commit_every": EVERY, "resume": "auto", "tuning": tuning} | options
     with (
-        patch.object(committer, "write_manifest", writes),
+        patch.object(committer, "write_files", writes),
         OffloadZero(held, adamw(held), compute_dtype=torch.float32, **options) as optimizer,
     ):
         schedule = schedule_of(optimizer)

@@ -10,7 +10,7 @@ from offload.errors import AccumulationError
 from offload.layout import Layout
 
 
-class Passes:
+class MicroBatches:
     """Counts the micro-batches of a step, for each tile of each parameter. A parameter without tiles is one tile.
 
     Args:
@@ -23,7 +23,7 @@ class Passes:
     """
 
     def __init__(self, layout: Layout, choice: GradChoice) -> None:
-        self.most: int | None = None if choice.takes_any else choice.passes
+        self.most: int | None = None if choice.takes_any else choice.micro_batches
         self.expected = self.most or 1
         self._names = [spec.name for spec in layout.specs]
         # Of all tiles of all parameters, and where those of each parameter begin.

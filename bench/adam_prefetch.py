@@ -1,4 +1,4 @@
-"""The Adam kernel by prefetch distance: `python bench/prefetch.py [--rounds 100] [--save]`.
+"""The Adam kernel by prefetch distance: `python bench/adam_prefetch.py [--rounds 100] [--save]`.
 
 It measures the CPU time of one thread: short calls, each on another part of the states, in random order. The figure of
 a distance is the 20th percentile. So the figures also hold on a machine that others use.
@@ -85,7 +85,7 @@ def main(
         for distance in tried
     ]
     Report(
-        name="prefetch",
+        name="adam_prefetch",
         title="CPU Adam by prefetch distance",
         about=ABOUT,
         tables=[Table(("elements ahead", *(f"{job} {what}" for job, what in columns)), rows)],
