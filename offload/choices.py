@@ -40,6 +40,7 @@ class StateChoice:
     Attributes:
         tier: where they live.
         split_master: whether only the low halves of bf16 parameters' masters are kept.
+        form: how states are kept by rules that can do it; see `OffloadZero`.
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
     """
@@ -48,6 +49,7 @@ class StateChoice:
     split_master: bool
     chunk_numel: int
     in_flight: int | None
+    form: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class CommitChoice:
         every: steps between commits; 0: the user asks for each one; None: there are none.
         keep: how many commits stay of those that state dicts name.
         resume: whether to go on with the run that is there; "auto": if there is one.
+        resume_states: what becomes of the committed states; see `OffloadZero`.
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
     """
@@ -147,6 +150,7 @@ class CommitChoice:
     every: int | None = None
     keep: int = 2
     resume: bool | Literal["auto"] = False
+    resume_states: str = "same"
     holds_params: bool = False
 
     @property

@@ -55,6 +55,7 @@ from offload.errors import (
 from offload.health import Health
 from offload.held_model import HeldModel, Values
 from offload.interrupts import uninterrupted
+from offload.layout import is_dithered
 from offload.model import written_frozen
 from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
@@ -80,6 +81,7 @@ from offload.optim.adopt import (
 )
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.optim.rule import Progress
+from offload.optim.rules.adam import MOST_OF_CODES
 from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
 from offload.planner.placement import place
@@ -181,6 +183,11 @@ class OffloadZero(torch.optim.Optimizer):
         partition_activations: with an `activation_tier` and tensor parallelism, whether each tensor-parallel rank keeps
             only a part of what enters a unit, where that is the same on all of them. It is gathered before the unit is
             recomputed.
+        states: how Adam and AdamW keep their moments: "fp32", which is torch's own training; "bf16", 4 bytes of each
+            parameter in place of 8; or "8bit", 2.03 bytes. The last two round moments up or down by random bits, which
+            is another training (docs/small-states.md). Param groups of other optimizers keep fp32.
+        resume_states: what becomes of committed states. "same": they go on as they are, and a commit with states in
+            another form is refused. "convert": they become what `states` says; they are rounded where it is smaller.
         tuning: options that only change speed, but for `tile`, which changes results within rounding.
 
     Raises:
@@ -236,6 +243,8 @@ class OffloadZero(torch.optim.Optimizer):
         activation_tier: str | None = None,
         activation_memory: int | str | None = None,
         partition_activations: bool = False,
+        states: str = "fp32",
+        resume_states: str = "same",
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -308,7 +317,7 @@ class OffloadZero(torch.optim.Optimizer):
         with together(self._everyone):
             require_free(model)
             given = optimizers_of(given, model)
-            rules, groups = rules_of(given), groups_of(given)
+            rules, groups = rules_of(given, options.states), groups_of(given)
             kinds = [{name: group[name] for name in _VARIANT if name in group} for group in groups]
             if options.every is not None:
                 stored(groups)
@@ -317,6 +326,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._plan = plan_run(model, groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
+            self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
@@ -455,6 +465,8 @@ class OffloadZero(torch.optim.Optimizer):
         active = self._finalize_gradients()
         self._commit_if_due()
         factor = self._agreed_factor(active) if self._is_to_step(active) else None
+        if factor is not None and not self._fits_states(active, factor):
+            factor = None
         if factor is not None:
             self._held.take_outside_writes()
             self._commit_first()
@@ -647,6 +659,35 @@ class OffloadZero(torch.optim.Optimizer):
             raise NonFiniteGradientError(
                 f"NaN or Inf in the gradient of {name}{others}; the optimizer's state is untouched: call zero_grad() "
                 f'and go on with the next batch, or choose nonfinite="skip"{view}',
+                parameter=name,
+            )
+        return not bad
+
+    def _fits_states(self, active: Sequence[int], factor: float) -> bool:
+        """Whether no gradient is too large for moments in codes, or the step is skipped.
+
+        Args:
+            active: the numbers of the parameters that have a gradient.
+            factor: the factor of all gradients.
+
+        Raises:
+            NonFiniteGradientError: one is too large, and `nonfinite` is "raise".
+        """
+        if not self._dithered:
+            return True
+        scale, gradients = self._parts.scale, self._parts.gradients
+        those = [number for number in active if number in self._dithered]
+        largest = max((abs(scale.relative(number)) for number in those), default=0.0) * abs(factor)
+        if gradients.norm(active) * largest < MOST_OF_CODES:
+            return True
+        norms = zip(those, gradients.norms(those), strict=True)
+        bad = [number for number, norm in norms if norm * abs(factor * scale.relative(number)) >= MOST_OF_CODES]
+        if bad and not self._skips_nonfinite:
+            name = self._layout.specs[bad[0]].name
+            raise NonFiniteGradientError(
+                f"the gradient of {name} has a norm of {MOST_OF_CODES:.3g} or more, and its square has no room in "
+                f'states="{self._choice.states.form}"; the optimizer\'s state is untouched: clip gradients, or call '
+                'zero_grad() and go on with the next batch, or choose nonfinite="skip"',
                 parameter=name,
             )
         return not bad

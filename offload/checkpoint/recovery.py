@@ -694,7 +694,8 @@ def _plan(
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with together(comm):
-        first = _require_this_model(target, manifests, wanted, files, frozen)
+        converts = choice.resume_states == "convert"
+        first = _require_this_model(target, manifests, wanted, files, frozen, converts=converts)
         _require_no_other(choice.paths, target, seen.runs)
         _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
         can_stay = not target.is_elsewhere and not target.last[1].is_older
@@ -784,7 +785,13 @@ def _target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -
 
 
 def _require_this_model(
-    target: Target, manifests: Mapping[int, Manifest], wanted: Manifest, files: Files, frozen: Container[str]
+    target: Target,
+    manifests: Mapping[int, Manifest],
+    wanted: Manifest,
+    files: Files,
+    frozen: Container[str],
+    *,
+    converts: bool,
 ) -> Manifest:
     """Checks that what is committed is of this model.
 
@@ -795,6 +802,7 @@ def _require_this_model(
         wanted: the manifest of this run.
         files: the file system.
         frozen: the names of parameters that are frozen now.
+        converts: whether states may be in another form than they were committed in.
 
     Returns:
         The manifest of the first rank of this one's slice; of rank 0 where there were other slices.
@@ -811,10 +819,11 @@ def _require_this_model(
         first = manifests[_first_rank(wanted, len(commit.manifests))]
     if own := _own_of(manifests, wanted):
         require_one_model(first, own, str(home))
-    found = differences(first, wanted)
+    found = differences(first, wanted, converts=converts)
     if found and len(commit.manifests) == wanted.world == 1:
         state = _extra(manifests, target, wanted, files).attached.get(written_frozen.NAME)
-        found = differences(first, wanted, unfrozen=written_frozen.was_frozen(state), frozen=frozen)
+        unfrozen = written_frozen.was_frozen(state)
+        found = differences(first, wanted, unfrozen=unfrozen, frozen=frozen, converts=converts)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(

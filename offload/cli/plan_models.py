@@ -105,11 +105,12 @@ def _configured(config: Path) -> Sized:
     return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
 
 
-def rule_named(name: str) -> Rule:
+def rule_named(name: str, form: str = "fp32") -> Rule:
     """The rule of an optimizer with the options that its name says, else torch's defaults.
 
     Args:
         name: one of `optimizers`.
+        form: how its states are kept, if it can do it; see `rules_of`.
 
     Raises:
         ConfigError: there is no such optimizer, or it cannot be offloaded.
@@ -120,7 +121,7 @@ def rule_named(name: str) -> Rule:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--optimizer {name}: {meant}Choose one of {', '.join(known)}")
     kind, options = known[name]
-    (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)])
+    (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)], form)
     return rule
 
 

@@ -20,7 +20,7 @@ Work = Callable[[int, int], None]
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
-ABI = 4
+ABI = 5
 """kernels.h: OFFLOAD_ABI."""
 
 

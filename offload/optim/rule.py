@@ -71,10 +71,12 @@ class Span(NamedTuple):
     Attributes:
         start: where they begin in the arrays.
         numel: how many there are.
+        offset: where they begin in the parameter.
     """
 
     start: int
     numel: int
+    offset: int = 0
 
 
 class Rule(ABC):
@@ -140,7 +142,7 @@ class Rule(ABC):
 
         Args:
             kernels: whose threads run it.
-            arrays: the master and those of `states`, in their order, each of shape (n,).
+            arrays: the master and those of `states`, in their order, each of shape (n,), or (blocks,).
             grad: shape (n,), fp32, bf16 or fp16.
             out: shape (n,): the parameters for compute, which get the rounded master.
             spans: where the segment's parameters lie. What is between them is a gap.

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, ParamSpec, StateKind, build, tiled
+from offload.layout import ADAM_FORMS, Layout, ParamSpec, StateKind, build, tiled
 from offload.model.units import (
     ROOT,
     compute_dtypes,
@@ -209,7 +209,7 @@ def _lack(error: BudgetError) -> int:
 
 
 def _tiers(options: Options, situation: Situation, *, direct: bool) -> Iterator[Wish]:
-    first, states = wish_of(options), options.states
+    first, states = wish_of(options), options.state_tier
     params, grads = [first.params], [first.grads]
     if chooses_params(options, situation):
         has_nvme = states.is_durable or (situation.frozen_bytes and options.paths)
@@ -272,8 +272,8 @@ def least_cpu_memory(
     optimizers: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     groups = groups_of(optimizers) if optimizers else [{"params": list(model.parameters())}]
     shape = ModelShape.of(model, groups, given)
-    if optimizers:
-        shape = shape.with_states([rule.states for rule in rules_of(optimizers)])
+    kept = [rule.states for rule in rules_of(optimizers, given.states)] if optimizers else [ADAM_FORMS[given.states]]
+    shape = shape.with_states(kept)
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)

@@ -28,7 +28,7 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError
-from offload.layout import ADAM_STATES, Layout, StateKind
+from offload.layout import ADAM_FORMS, Layout, StateKind
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
 from offload.options import Options
@@ -146,7 +146,7 @@ def plan_of(
     ranks: int = 1,
     tensor_parallel: int = 1,
     free_cpu_bytes: int | None = None,
-    states: tuple[StateKind, ...] = ADAM_STATES,
+    kinds: tuple[StateKind, ...] | None = None,
     **options: Any,
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
@@ -157,14 +157,15 @@ def plan_of(
         ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
         tensor_parallel: ranks that share the matrices of blocks.
         free_cpu_bytes: free RAM; None: what is free here.
-        states: what the optimizer keeps of each element beside the master.
+        kinds: what the optimizer keeps of each element beside the master; None: what Adam keeps.
         **options: of OffloadZero.
 
     Raises:
         ConfigError: as `OffloadZero` does.
     """
     given = Options(**options)
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given).with_states([states])
+    kinds = ADAM_FORMS[given.states] if kinds is None else kinds
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given).with_states([kinds])
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)

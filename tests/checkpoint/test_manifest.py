@@ -114,8 +114,8 @@ def test_what_is_wrong_is_said(text: bytes, match: str) -> None:
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":4').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 4 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":5').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 5 of its format"):
         parse(newer)
 
 

@@ -1,4 +1,10 @@
-"""Adam and AdamW by the C kernels, in one pass over masters, moments and gradients; see optim/reference.py."""
+"""Adam and AdamW by the C kernels, in one pass over masters, moments and gradients; see optim/reference.py.
+
+[Note: small states]
+Moments of one or two bytes are another training than torch's: each step rounds them up or down by random bits. These
+depend on nothing but the parameter's step and on where an element is in its parameter. A step encodes once, and what is
+decoded is encoded to the same bytes again, so a commit in another layout, on other tiers or ranks has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +16,29 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.layout import ADAM_STATES
-from offload.native import ADAM, ADAM_SPLIT, AdamScalars, Kernels, Task
+from offload.layout import ADAM_FORMS, ADAM_STATES, blocks_of, of_states, part_of
+from offload.native import ADAM, ADAM_DITHERED, ADAM_SPLIT, AdamScalars, DitheredScalars, Kernels, Task
 from offload.optim.rule import Progress, Rule, Span
 
+MOST_OF_CODES = 2.0**63
+"""Gradients have a smaller norm than this where moments are in other forms than fp32: what is rounded up from the mean
+of their squares is finite, too."""
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
 
 
 class AdamRule(Rule):
-    """Adam, and AdamW where a group's `decoupled_weight_decay` says so."""
+    """Adam, and AdamW where a group's `decoupled_weight_decay` says so.
+
+    Args:
+        form: how its moments are kept, of ADAM_FORMS; see [Note: small states].
+    """
 
     name = "Adam"
-    states = ADAM_STATES
     splits_masters = True
+
+    def __init__(self, form: str = "fp32") -> None:
+        self.states = ADAM_FORMS[form]
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
         """See Rule.require_sound.
@@ -50,7 +65,8 @@ class AdamRule(Rule):
 
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> AdamScalars:
         """See Rule.scalars."""
-        return AdamScalars.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
+        kind = AdamScalars if self.states == ADAM_STATES else DitheredScalars
+        return kind.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
 
     def shown(self, progress: Progress) -> dict[str, Any]:
         """See Rule.shown."""
@@ -71,10 +87,52 @@ class AdamRule(Rule):
         spans: Sequence[Span],
         current: Tensor | None = None,
     ) -> Callable[[AdamScalars], Task]:
-        """See Rule.bind. Gaps are calculated along, on zeros, which is cheaper than one more call."""
+        """See Rule.bind. Gaps are calculated along, on zeros, which is cheaper than one more call.
+
+        Not so with small states, which need to know where an element is in its parameter.
+        """
+        if self.states != ADAM_STATES:
+            return self._bind_dithered(kernels, arrays, grad, out, spans, current)
         if current is not None:
             return kernels.bind(ADAM_SPLIT, current, *arrays, grad, out)
         return kernels.bind(ADAM, *arrays, grad, out)
+
+    def _bind_dithered(
+        self,
+        kernels: Kernels,
+        arrays: Sequence[Tensor],
+        grad: Tensor,
+        out: Tensor,
+        spans: Sequence[Span],
+        current: Tensor | None,
+    ) -> Callable[[AdamScalars], Task]:
+        """Binds the kernel to each span, and makes one task of them, so that threads share small parameters, too."""
+        bound, blocks = [], blocks_of(self.states)
+        for span in spans:
+            start, stop = span.start, span.start + span.numel
+            master, *moments = (part_of(array, block, start, stop) for array, block in zip(arrays, blocks, strict=True))
+            (m, *m_scale), (v, *v_scale) = of_states(self.states, moments)
+            if not m_scale:
+                m, v = m.view(torch.bfloat16), v.view(torch.bfloat16)
+            param = None if current is None else current[start:stop]
+            scales = (*m_scale, *v_scale) or (None, None)
+            bind = kernels.bind(
+                ADAM_DITHERED, master, param, m, v, *scales, grad[start:stop], out[start:stop], first=span.offset
+            )
+            bound.append((span, bind))
+
+        def task(scalars: AdamScalars) -> Task:
+            tasks = [(span, bind(scalars)) for span, bind in bound]
+
+            def work(low: int, high: int) -> None:
+                for span, one in tasks:
+                    first, last = max(span.start, low), min(span.start + span.numel, high)
+                    if first < last:
+                        one.work(first - span.start + span.offset, last - span.start + span.offset)
+
+            return Task(work, 0, len(grad), ADAM_DITHERED.cut, (*arrays, out))
+
+        return task
 
 
 def hyper_parameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
