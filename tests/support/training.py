@@ -218,7 +218,7 @@ class NumpyAdam:
         for name, grad in self._grads.items() if is_finite else ():
             group = optimizer.param_groups[layout.specs[number_of[name]].group]
             self._ages[name] += 1
-            p, m, v = reference.adam(
+            after = reference.adam(
                 settled(self._masters[name][0], self._form, self._params[name].dtype),
                 *self._masters[name][1:],
                 grad,
@@ -230,10 +230,7 @@ class NumpyAdam:
                 decoupled=self._decoupled,
                 scale=scale,
             )
-            self._masters[name] = [
-                self._settled(name, p),
-                *self._kept(m, v, reference.dither(len(p), self._ages[name])),
-            ]
+            self._masters[name] = kept([*after], self._ages[name], self._form, self._params[name].dtype)
         self._grads.clear()
 
     def assert_same_bits(self, run: Run) -> None:
