@@ -624,9 +624,7 @@ class Reader:
         (uppers,) = self._slots[rank][numbers[1]].arrays.views(buffers[1])
         uppers = uppers.view(torch.bfloat16)
         if is_dithered(kinds):
-            for start in range(0, numel, codes.PIECE):
-                at = slice(start, start + codes.PIECE)
-                whole[at] = codes.join(uppers[at], master[at])
+            codes.join_into(uppers, master, whole)
         else:
             self._kernels = self._kernels or load()
             self._kernels.call(JOIN, uppers, master, found["exp_avg_sq"], whole, found["exp_avg_sq"])

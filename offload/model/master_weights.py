@@ -308,11 +308,21 @@ class MasterWeights:
         """
         states = self._layout.flats[self._layout.chunks[lease.chunk].flat].states
         master, *rest = self._parts(lease, block)
-        moments = [codes.decode(one.form, of_one) for one, of_one in zip(states, of_states(states, rest), strict=True)]
+        moments = []
+        for state, arrays in zip(states, of_states(states, rest), strict=True):
+            line = (
+                arrays[0]
+                if state.form.is_exact
+                else torch.empty(block.numel, dtype=torch.float32, device=master.device)
+            )
+            moments.append(codes.decode_into(state.form, arrays, line))
         if master.dtype is not torch.int16:
             return [master, *moments]
         if is_dithered(states):
-            return [codes.join(copy, master), *moments]
+            return [
+                codes.join_into(copy, master, torch.empty(block.numel, dtype=torch.float32, device="cpu")),
+                *moments,
+            ]
         exp_avg, exp_avg_sq = moments
         rebuilt, cleared = (torch.empty(block.numel, dtype=torch.float32, device="cpu") for _ in range(2))
         self._kernels.call(JOIN, copy, master, exp_avg_sq, rebuilt, cleared)

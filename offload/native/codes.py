@@ -5,7 +5,7 @@ A *form* is what an array of fp32 is stored as. All operations are on integers, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from torch import Tensor
 from offload.layout import Form, part_of
 from offload.sizes import DITHER_BLOCK
 
-PIECE = 1 << 20
-"""The most elements that are decoded at once where memory is not to grow with them."""
+PIECE = 1 << 16
+"""The most elements at once where memory is not to grow with them. Temporaries take up to 32 bytes an element."""
 _GOLDEN = 0x9E3779B9
 _NAN, _MAGNITUDE = 0x7FC00000, 0x7FFFFFFF
 
@@ -93,7 +93,9 @@ def store(form: Form, values: Tensor, into: Sequence[Tensor], *, step: int, firs
         into[0].copy_(values)
         return
     device = into[0].device
-    encode(form, values.to(device), dither(len(values), step, first, device), into)
+    for start, stop in _pieces(len(values)):
+        random = dither(stop - start, step, first + start, device)
+        encode(form, values[start:stop].to(device), random, _part(form, into, start, stop))
 
 
 def decode(form: Form, arrays: Sequence[Tensor]) -> Tensor:
@@ -133,19 +135,27 @@ def decode_into(form: Form, arrays: Sequence[Tensor], out: Tensor) -> Tensor:
     """
     if form.is_exact:
         return arrays[0]
-    for start in range(0, len(out), PIECE):
-        stop = min(start + PIECE, len(out))
-        blocks = (block for _, block in form.arrays)
-        of_piece = [part_of(array, block, start, stop) for array, block in zip(arrays, blocks, strict=True)]
-        out[start:stop] = decode(form, of_piece)
+    for start, stop in _pieces(len(out)):
+        out[start:stop] = decode(form, _part(form, arrays, start, stop))
     return out
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + PIECE, numel)) for start in range(0, numel, PIECE))
+
+
+def _part(form: Form, arrays: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """What the arrays of a form have of elements `start` to `stop`."""
+    return [part_of(array, block, start, stop) for array, (_, block) in zip(arrays, form.arrays, strict=True)]
 
 
 def settle_(master: Tensor) -> Tensor:
     """Makes fp32 masters those that `split` can keep, in place; see `reference.settle`. Returns them."""
-    master.masked_fill_(master.isnan(), torch.nan)
-    bits = master.view(torch.int32)
-    bits -= ((bits & 0x1FFFF) == 0x8000).to(torch.int32)
+    for start, stop in _pieces(len(master)):
+        piece = master[start:stop]
+        piece.masked_fill_(piece.isnan(), torch.nan)
+        bits = piece.view(torch.int32)
+        bits -= ((bits & 0x1FFFF) == 0x8000).to(torch.int32)
     return master
 
 
@@ -165,3 +175,10 @@ def join(param: Tensor, low: Tensor) -> Tensor:
     """Undoes `split`: the masters, fp32, shape (n,)."""
     upper = param.view(torch.int16).to(torch.int32) << 16
     return upper.add_(low).view(torch.float32)
+
+
+def join_into(param: Tensor, low: Tensor, out: Tensor) -> Tensor:
+    """`join`, in pieces, so that temporaries stay small. Returns `out`, fp32, shape (n,)."""
+    for start, stop in _pieces(len(out)):
+        out[start:stop] = join(param[start:stop], low[start:stop])
+    return out
