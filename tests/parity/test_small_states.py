@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import NonFiniteGradientError, OffloadZero, ResumeError, Tuning
+from offload import BudgetError, NonFiniteGradientError, OffloadZero, ResumeError, Tuning
 from offload.checkpoint.manifest import VERSION, VERSION_OF_FORMS, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.layout import ADAM_FORMS
@@ -138,6 +138,20 @@ def test_manifests_of_fp32_are_what_they_were_and_others_have_a_newer_version(tm
         assert ("forms" in text) is (form != "fp32")
 
 
+@every_form
+def test_the_least_memory_is_that_of_the_form(form: str, tmp_path: Path) -> None:
+    model, options = nn.Linear(300, 70), {"tuning": in_chunks("8KiB"), "states": form, "commit_every": None}
+    least = least_cpu_memory(model, torch.optim.AdamW(model.parameters()), **options)
+    assert least == least_cpu_memory(model, **options)
+    for memory in (least, least - 1):
+        fresh = nn.Linear(300, 70)
+        if memory < least:
+            with pytest.raises(BudgetError):
+                OffloadZero(fresh, path=tmp_path / "a", cpu_memory=memory, **options)
+        else:
+            OffloadZero(fresh, path=tmp_path / "a", cpu_memory=memory, **options).close()
+
+
 # ---- commits
 
 
@@ -200,8 +214,10 @@ def test_what_is_committed_is_shown_and_exported_in_fp32(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("after", ADAM_FORMS)
-@pytest.mark.parametrize("before", ADAM_FORMS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fp32", "8bit"), ("8bit", "fp32"), ("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "8bit"), ("8bit", "8bit")],
+)
 def test_states_become_those_of_another_form(before: str, after: str, split: bool, tmp_path: Path) -> None:
     """Masters stay but for settled ties; moments are rounded by NumPy's contract, or widened."""
     old = committed(tmp_path, states=before)
@@ -287,6 +303,19 @@ def test_a_gradient_whose_square_has_no_room_is_refused_and_nothing_changes(form
         backward(1e18)
         optimizer.step()
         assert optimizer.state_of(model.weight)["exp_avg_sq"].isfinite().all()
+
+
+def test_each_gradient_has_its_own_factor() -> None:
+    model = nn.Linear(70, 3)
+    with OffloadZero(model, tier="cpu", states="8bit") as optimizer:
+        model(torch.full((1, 70), 1e30).bfloat16())[0, 0].backward()
+        model.weight.grad.mul_(1e-20)  # type: ignore[union-attr]
+        optimizer.step()
+        assert optimizer.state_of(model.weight)["step"] == 1
+        model(torch.ones(1, 70).bfloat16())[0, 0].backward()
+        model.bias.grad.mul_(1e30)  # type: ignore[union-attr]
+        with pytest.raises(NonFiniteGradientError, match="the gradient of bias"):
+            optimizer.step()
 
 
 def test_a_gradient_whose_square_has_no_room_is_skipped_where_that_was_asked_for() -> None:
