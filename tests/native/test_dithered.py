@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,9 @@ from .bits import SPECIAL, assert_same_bits, at_offset, kernels, narrowed, numbe
 
 VARIANTS = (*native.available_variants(), "device", *(() if native.fallback_reason() else ("compiled",)))
 FORMS: dict[str, tuple[Form, Form]] = {"bf16": (BF16, BF16), "8bit": (CODED[0], CODED[1])}
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-every_form = pytest.mark.parametrize("form", FORMS)
+every_variant_and_form = pytest.mark.parametrize(
+    ("variant", "form"), [(variant, form) for variant in VARIANTS for form in FORMS]
+)
 USUAL: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "scale": 0.37}
 
 
@@ -163,44 +164,38 @@ def gradient(kind: str, rng: np.random.Generator, n: int, dtype: torch.dtype = t
         return torch.from_numpy(GRADIENTS[kind](rng, n).astype(np.float32)).to(dtype)
 
 
-@every_variant
-@every_form
-@pytest.mark.parametrize("kind", GRADIENTS)
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_steps_are_those_of_numpy(variant: str, form: str, kind: str, is_split: bool) -> None:
-    rng = np.random.default_rng(3)
-    for n in (1, 63, 64, 65, 1000, 4113):
-        master = numbers(rng, n, False).numpy()
-        found = started(form, master, torch.bfloat16, is_split=is_split)
-        wanted = found
-        found = States(found.master.clone(), zeros(form, n), found.param.clone())
-        for number in range(1, 8):
-            grad = gradient(kind, rng, n, torch.bfloat16 if number % 2 else torch.float32)
-            hyper = USUAL | {"step": number, "decoupled": number % 3 > 0}
-            step(variant, found, grad, **hyper)
-            wanted = contract(form, wanted, grad, **hyper)
-            assert_same(found, wanted, f"{n} elements, step {number}")
+@every_variant_and_form
+def test_steps_are_those_of_numpy(variant: str, form: str) -> None:
+    for kind, is_split in product(GRADIENTS, (False, True)):
+        rng = np.random.default_rng(3)
+        for n in (1, 63, 64, 65, 1000, 4113):
+            before = started(form, numbers(rng, n, False).numpy(), torch.bfloat16, is_split=is_split)
+            found, wanted = States(before.master.clone(), zeros(form, n), before.param.clone()), before
+            for number in range(1, 6):
+                grad = gradient(kind, rng, n, torch.bfloat16 if number % 2 else torch.float32)
+                hyper = USUAL | {"step": number, "decoupled": number % 3 > 0}
+                step(variant, found, grad, **hyper)
+                wanted = contract(form, wanted, grad, **hyper)
+                assert_same(found, wanted, f"{kind}, {'split' if is_split else 'whole'}, {n}, step {number}")
 
 
-@every_variant
-@every_form
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gradients_and_copies_of_every_dtype(variant: str, form: str, out: torch.dtype, dtype: torch.dtype) -> None:
-    rng, n = np.random.default_rng(5), 333
-    found = started(form, numbers(rng, n, True).numpy(), out, is_split=False)
-    wanted = States(found.master.clone(), found.moments, found.param.clone())
-    found = States(found.master, zeros(form, n), found.param)
-    for number in (1, 2, 1 << 40):
-        grad = gradient("spread", rng, n, dtype)
-        for decoupled in (False, True):
-            step(variant, found, grad, step=number, decoupled=decoupled, **USUAL)
-            wanted = contract(form, wanted, grad, step=number, decoupled=decoupled, **USUAL)
-            assert_same(found, wanted, f"step {number}")
+@every_variant_and_form
+def test_gradients_and_copies_of_every_dtype(variant: str, form: str) -> None:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    for out, dtype in product(floats, floats):
+        rng, n = np.random.default_rng(5), 333
+        found = started(form, numbers(rng, n, True).numpy(), out, is_split=False)
+        wanted = States(found.master.clone(), found.moments, found.param.clone())
+        found = States(found.master, zeros(form, n), found.param)
+        for number in (1, 2, 1 << 40):
+            grad = gradient("spread", rng, n, dtype)
+            for decoupled in (False, True):
+                step(variant, found, grad, step=number, decoupled=decoupled, **USUAL)
+                wanted = contract(form, wanted, grad, step=number, decoupled=decoupled, **USUAL)
+                assert_same(found, wanted, f"{out}, {dtype}, step {number}")
 
 
-@every_variant
-@every_form
+@every_variant_and_form
 @given(
     n=st.integers(1, 400),
     cuts=st.sets(st.integers(1, 6)),
@@ -233,8 +228,7 @@ def test_a_parameter_may_be_cut_between_any_two_blocks(
         assert (room[at + view.numel() :] == 7).all()
 
 
-@every_variant
-@every_form
+@every_variant_and_form
 def test_threads_change_no_bit(variant: str, form: str) -> None:
     rng, n = np.random.default_rng(2), 3 * 65536 + 77
     master, grad = numbers(rng, n, False).numpy(), gradient("outlier", rng, n, torch.bfloat16)
@@ -245,8 +239,7 @@ def test_threads_change_no_bit(variant: str, form: str) -> None:
     assert_same(found, wanted, "three threads")
 
 
-@every_variant
-@every_form
+@every_variant_and_form
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_the_copy_may_take_the_place_of_its_gradient(variant: str, form: str, is_split: bool) -> None:
     rng, n = np.random.default_rng(2), 1000
