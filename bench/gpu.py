@@ -6,11 +6,10 @@ torch, the largest models, and at the end the tests that need a device.
 
 [Note: what comes back]
 All results are in OUT/results.json, with a page beside it, report.md. Both are written, whole, after each case, and
-before one begins, so a call that is killed loses one case. At the start results are read again: from OUT, from
-bench/results/gpu/results.json of this folder (where OUT does not outlive a call, put the last one there), or from
-`--results FILE`. A case that has ended is not repeated. One that was killed, or that ran when its call was killed, is
-skipped, too, until `--again`. OUT gets eight files at most. All other files (swap files, logs) are in a folder that is
-removed at the end.
+before one begins, so a call that is killed loses one case. At the start results are read again: from OUT or, where OUT
+does not outlive a call, from `--results FILE`. A case that has ended is not repeated. One that was killed, or that ran
+when its call was killed, is skipped, too, until `--again`. OUT gets eight files at most. All other files (swap files,
+logs) are in a folder that is removed at the end.
 
 [Note: processes]
 This process uses the standard library alone, and goes on whatever fails. Cases run in a worker (bench/gpu_cases.py),
@@ -54,7 +53,6 @@ if __name__ == "__main__":
 from bench import gpu_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMITTED = ROOT / "bench" / "results" / "gpu" / "results.json"
 LIBRARY = "liboffload_kernels.so"
 GB, MIB, GIB = 10**9, 1 << 20, 1 << 30
 START_LIMIT_S = 180
@@ -291,42 +289,22 @@ def _replace(file: Path, text: str) -> None:
     os.replace(temporary, file)
 
 
-def load(files: Sequence[Path], sizes: str, *, must: bool) -> dict[str, Any]:
-    """What earlier calls wrote, the newest result of each case. Args: must: whether each file has to be good.
+def load(file: Path, sizes: str, *, must: bool) -> dict[str, Any]:
+    """What earlier calls wrote; nothing if there is no such file. Args: must: whether it has to be there, and good.
 
-    Raises: SystemExit if one is not.
+    Raises: SystemExit if it is not.
     """
-    found: dict[str, Any] = {}
-    for file in files:
-        try:
-            data = json.loads(file.read_text())
-            if data["sizes"] != sizes:
-                raise ValueError(f"it is of {data['sizes']} sizes, and this call is of {sizes}")
-            newest = _merged(found, data) if found else data
-        except FileNotFoundError as error:
-            if must:
-                sys.exit(f"{file} cannot be read: {error}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if must:
-                sys.exit(f"{file} cannot be read: {type(error).__name__}: {error}")
+    try:
+        data: dict[str, Any] = json.loads(file.read_text())
+        if data["sizes"] != sizes:
+            raise ValueError(f"it is of {data['sizes']} sizes, and this call is of {sizes}")
+        return {name: data[name] for name in ("sizes", "machines", "cases")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if must:
+            sys.exit(f"{file} cannot be read: {type(error).__name__}: {error}")
+        if not isinstance(error, FileNotFoundError):
             say(f"{file} is left out: {type(error).__name__}: {error}")
-        else:
-            found = newest
-    return found
-
-
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Where both have a result, the later one."""
-    machines = [*one["machines"]]
-    cases = dict(one["cases"])
-    for name, result in other["cases"].items():
-        if name in cases and cases[name]["at"] >= result["at"]:
-            continue
-        machine = other["machines"][result["machine"]]
-        if machine not in machines:
-            machines.append(machine)
-        cases[name] = {**result, "machine": machines.index(machine)}
-    return {"sizes": one["sizes"], "machines": machines, "cases": cases}
+        return {}
 
 
 @functools.cache
@@ -653,7 +631,7 @@ def kernels(scratch: Path) -> tuple[dict[str, str], str]:
     for folder in (ROOT / "offload", Path(sysconfig.get_path("platlib")) / "offload"):
         if (folder / LIBRARY).is_file():
             if _is_current(folder / LIBRARY):
-                return {}, str(folder / LIBRARY)
+                return {}, "in the package" if folder.is_relative_to(ROOT) else "of an installed offload"
             break  # the library would refuse it
     build = scratch / "kernels"
     # Also where it is a package of this Python, whose folder of programs nobody put on the path.
@@ -696,7 +674,7 @@ def parse(arguments: Sequence[str]) -> Options:
     add = parser.add_argument
     add("out", type=Path, help="folder of results")
     add("--minutes", type=float, default=8, help="after so long no case is begun, and the one that runs is stopped (8)")
-    add("--results", type=Path, help="results of earlier calls (those in OUT and in bench/results/gpu)")
+    add("--results", type=Path, help="results of earlier calls (those in OUT)")
     add(
         "--scratch",
         type=Path,
@@ -727,8 +705,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     sizes = TINY if options.tiny else FULL
     named = "tiny" if options.tiny else "full"
-    files = [options.results] if options.results else [COMMITTED, out / "results.json"]
-    results = Results(out, named, load(files, named, must=options.results is not None))
+    known = load(options.results or out / "results.json", named, must=options.results is not None)
+    results = Results(out, named, known)
     scratch = own_folder(options.scratch)
     call = None
     try:

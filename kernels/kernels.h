@@ -48,9 +48,9 @@ struct offload_dithered_scalars {
     int64_t step; /* of the parameters, from 1 */
 };
 
-/* Of what this file and uring.h declare; counted up when a kernel, a structure or an order of sums changes. A library of
+/* Of what this file, pool.h and uring.h declare; counted up when a kernel, a structure or an order of sums changes. A library of
  * another number is refused (offload/native/library.py). */
-#define OFFLOAD_ABI 5
+#define OFFLOAD_ABI 6
 
 /* Elements that adam.c, adam_split.c and limit.c prefetch ahead, see offload_prefetch: one distance, so
  * that the limit is that of this traffic. It changes no bit. */

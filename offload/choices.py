@@ -140,7 +140,8 @@ class CommitChoice:
         every: steps between commits; 0: the user asks for each one; None: there are none.
         keep: how many commits stay of those that state dicts name.
         resume: whether to go on with the run that is there; "auto": if there is one.
-        resume_states: what becomes of the committed states; see `OffloadZero`.
+        begins_states: whether only masters are taken from it, and the states of the optimizer begin.
+        converts_states: whether states may be in another form than they were committed in.
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
     """
@@ -150,8 +151,9 @@ class CommitChoice:
     every: int | None = None
     keep: int = 2
     resume: bool | Literal["auto"] = False
-    resume_states: str = "same"
     holds_params: bool = False
+    begins_states: bool = False
+    converts_states: bool = False
 
     @property
     def slots_per_chunk(self) -> int:

@@ -24,8 +24,8 @@ PathLike = str | os.PathLike[str]
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_FORMS = ("fp32", "bf16", "8bit")
 """How Adam's moments may be kept; layout.ADAM_FORMS has them."""
-RESUME_STATES = ("same", "convert")
-"""What becomes of committed states: "same": they go on as they are; "convert": they may be in another form."""
+RESUME_STATES = ("committed", "convert", "anew")
+"""What becomes of committed states: they go on as they are; they may be in another form; they are left there."""
 COMMIT_EVERY = 100
 """Steps between commits where a path is given and nothing is said about them."""
 
@@ -115,6 +115,7 @@ class Options:
     nonfinite: str = "raise"
     commit_every: int | str | None = "auto"
     resume: bool | str | PathLike | Sequence[PathLike] = False
+    resume_states: str = "committed"
     device: torch.device | str | None = None
     init: Any = None  # a type of the room that makes models
     init_missing: bool = False
@@ -126,7 +127,6 @@ class Options:
     activation_memory: int | str | None = None
     partition_activations: bool = False
     states: str = "fp32"
-    resume_states: str = "same"
     tuning: Tuning | None = None
 
     def __new__(cls, **options: Any) -> Self:
@@ -214,9 +214,9 @@ class Options:
             f"resume={self.resumes!r} needs path, where the run lies, or its directories: resume=[...]",
         )
         yield (
-            self.resume_states != "same" and not self.resumes,
-            f'resume_states="{self.resume_states}" needs resume, which says that a run is to go on: leave it out, or '
-            "give resume=True",
+            self.resume_states != RESUME_STATES[0] and not self.resumes,
+            f'resume_states="{self.resume_states}" needs resume, which says what to continue: give resume=True, or '
+            "leave it out",
         )
         yield (
             self.state_tier.is_durable and not has_path,
@@ -314,6 +314,16 @@ class Options:
     @property
     def resumes(self) -> bool | Literal["auto"]:
         return "auto" if self.resume == "auto" else bool(self.resume) or self._is_elsewhere
+
+    @property
+    def begins_states(self) -> bool:
+        """Whether a resume takes the masters only, and the optimizer begins."""
+        return self.resume_states == "anew"
+
+    @property
+    def converts_states(self) -> bool:
+        """Whether a resume takes states in another form than it keeps them in."""
+        return self.resume_states == "convert"
 
     @property
     def _every(self) -> int | str | None:

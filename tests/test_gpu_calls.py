@@ -143,36 +143,19 @@ def test_where_no_worker_starts_the_machine_and_the_reason_come_back(calls: Call
     assert len(json.loads((calls.out / "results.json").read_text())["machines"]) == 1
 
 
-def written(file: Path, sizes: str, machine: str, cases: dict[str, dict[str, Any]]) -> Path:
-    file.write_text(json.dumps({"sizes": sizes, "machines": [{"boot": machine}], "cases": cases}))
-    return file
-
-
-def test_of_several_files_the_newest_result_of_each_case_counts(tmp_path: Path) -> None:
-    old = {"status": "failed", "at": "2026-01-01T00:00:00+00:00", "machine": 0}
-    new = {"status": "ok", "at": "2026-01-02T00:00:00+00:00", "machine": 0}
-    one = written(tmp_path / "one", "full", "first", {"link": old, "pin": new})
-    other = written(tmp_path / "other", "full", "second", {"link": new, "pin": old})
-    for files in ([one, other], [other, one]):
-        data = gpu.load(files, "full", must=True)
-        assert {name: found["status"] for name, found in data["cases"].items()} == {"link": "ok", "pin": "ok"}
-        of = {name: data["machines"][found["machine"]]["boot"] for name, found in data["cases"].items()}
-        assert of == {"link": "second", "pin": "first"}
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"sizes": "tiny", "machines": [], "cases": {}}'])
 def test_results_that_cannot_be_used_are_refused_where_they_were_asked_for_and_else_left_out(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "results.json"
     file.write_text(text)
-    assert gpu.load([file], "full", must=False) == {}
+    assert gpu.load(file, "full", must=False) == {}
     assert f"{file} is left out" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="cannot be read"):
-        gpu.load([file], "full", must=True)
-    assert gpu.load([tmp_path / "none"], "full", must=False) == {}
+        gpu.load(file, "full", must=True)
+    assert gpu.load(tmp_path / "none", "full", must=False) == {}
     with pytest.raises(SystemExit, match="cannot be read"):
-        gpu.load([tmp_path / "none"], "full", must=True)
+        gpu.load(tmp_path / "none", "full", must=True)
 
 
 def test_a_figure_stands_beside_its_prediction() -> None:

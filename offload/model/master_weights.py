@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.choices import StateChoice
 from offload.errors import ResumeError, StaleParameterError
-from offload.layout import MASTER, CopyRange, Piece, is_dithered, of_states, part_of
+from offload.layout import MASTER, CopyRange, Piece, StateKind, is_dithered, of_states, part_of
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
 from offload.model.torch_helpers import bits_of
 from offload.native import JOIN, SPLIT, codes
+from offload.optim.method import MethodCall
 from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.param_store import ParamStore
@@ -98,6 +99,30 @@ class MasterWeights:
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._forget_writes(self._held)
 
+    @torch.no_grad()
+    def run(self, call: MethodCall, step: int) -> None:
+        """Runs a method of the optimizers over masters and states, and rounds the masters into the parameters.
+
+        The parameters are those that this rank keeps, wherever they are: on the device too, if they do not stream.
+
+        Args:
+            call: the method.
+            step: the last step, whose results masters and states are.
+        """
+        runs = {chunk: found for chunk in self._layout.chunks if (found := call.runs(chunk))}
+        self._store.expect(chunk.index for chunk in runs)
+        for chunk, found in runs.items():
+            is_whole = all(piece.param in call.keys for piece in chunk.pieces)
+            with (
+                self._store.lease(chunk.index, Use.UPDATE, step=step) as lease,
+                self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values,
+            ):
+                self._kernels.run(call.task(chunk, run, lease.arrays) for run in found)
+                for run in found:
+                    values[run.start : run.stop].copy_(lease.master[run.start : run.stop])
+                if not self._params.in_model:
+                    self._params.chunk_updated(chunk, values)
+
     def _forget_writes(self, held: Iterable[HeldParam]) -> None:
         """Forgets what was written to parameters, which their masters follow now."""
         for one in held:
@@ -130,7 +155,7 @@ class MasterWeights:
 
         Args:
             sources: for each committed slot, which of its elements go where (sorted by target), and its whole fp32
-                states.
+                states. Those that are left out begin as if no step had been made.
             numels: how many elements each chunk gets; the others were not committed, and stay.
             step: the step of the commit.
             converted: the names of parameters whose states were committed in another form.
@@ -168,11 +193,12 @@ class MasterWeights:
             kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
         }
         chunk = self._layout.chunks[lease.chunk]
-        kinds = self._layout.flats[chunk.flat].states
+        kinds = self._states_of(lease.chunk)
         piece = chunk.piece_at(copied.target_start)
         name = self._layout.specs[piece.param].name
         for state in kinds:
-            if name in converted and not (state.form.is_exact or bool(elements[state.name].isfinite().all())):
+            is_rounded = name in converted and state.name in elements and not state.form.is_exact
+            if is_rounded and not bool(elements[state.name].isfinite().all()):
                 raise ResumeError(
                     f"{state.name} of {name} has NaN or Inf, and would make those around it useless in the form "
                     f'{state.form.name}: resume with the states as they were committed, or with states="fp32"'
@@ -182,6 +208,10 @@ class MasterWeights:
             at = slice(block.chunk_offset - copied.target_start, block.chunk_offset - copied.target_start + block.numel)
             arrays = of_states(kinds, self._parts(lease, block)[1:])
             for state, of_state in zip(kinds, arrays, strict=True):
+                if state.name not in elements:  # it begins; bytes of 0 are 0 in each form
+                    for array in of_state:
+                        array.fill_(state.starts)
+                    continue
                 codes.store(state.form, elements[state.name][at], of_state, step=lease.step, first=block.param_offset)
             self._put(lease, block, elements[MASTER][at])
         values[into].copy_(elements[MASTER])
@@ -256,6 +286,10 @@ class MasterWeights:
         start, stop = block.chunk_offset, block.chunk_offset + block.numel
         blocks = self._layout.flats[self._layout.chunks[lease.chunk].flat].blocks
         return [part_of(array, size, start, stop) for array, size in zip(lease.arrays, blocks, strict=True)]
+
+    def _states_of(self, chunk: int) -> tuple[StateKind, ...]:
+        """The kinds of the arrays in a chunk's slot, beside the master."""
+        return self._layout.flats[self._layout.chunks[chunk].flat].states
 
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, Sequence[Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from offload.errors import ClosedError, ConfigError
 from offload.native.compiled_kernels import device_kernels
 from offload.native.library import Library, Work, c_variants, library_path, open_library
+from offload.native.pool import LibraryPool, LibraryWork, Piecewise
 from offload.native.table import (
     ACCUMULATE,
     ADAM,
@@ -44,7 +45,7 @@ from offload.native.table import (
 )
 from offload.native.threads import Pool, Range, usable_cpus
 from offload.native.torch_kernels import DeviceKernels, TorchKernels
-from offload.sizes import SUM_BLOCK
+from offload.sizes import SUM_BLOCK, round_up
 
 __all__ = [
     "ACCUMULATE",
@@ -79,6 +80,8 @@ VARIANTS = ("avx512", "avx2", "neon", "baseline", "torch")
 
 _ENVIRONMENT = "OFFLOAD_KERNELS"
 _MIN_SHARE = 65536  # elements: fewer are done before another thread has woken up
+_PIECES = 4
+"""For each of the C library's threads: a thread that has to wait for a CPU then delays the others by a fourth."""
 
 _logger = logging.getLogger("offload")
 
@@ -117,7 +120,8 @@ class Kernels:
         self.threads = threads
         self._device = device or torch.device("cpu")
         self._backend = backend
-        self._pool: Pool | None = None
+        self._pool: LibraryPool | None = None
+        self._python_pool: Pool | None = None
         self._closed = False
 
     @property
@@ -179,14 +183,28 @@ class Kernels:
     def run(self, tasks: Iterable[Task]) -> None:
         """Runs all of `tasks`, which share no memory, side by side on all threads.
 
-        The caller's thread draws one task after the other from `tasks`, while others run.
+        The caller's thread draws one task after the other from `tasks`, while others run. Those of the C library run on
+        threads of the library, others, which need Python, on threads of Python.
         """
         self._require_open()
         if self.threads == 1:
             for task in tasks:
                 _run_here(task)
+        elif isinstance(self._backend, Library):
+            self._library_threads(self._backend.library).run(self._piecewise(tasks))
         else:
-            self._threads().run(self._ranges(tasks))
+            self._python_threads().run(self._ranges(tasks))
+
+    def _piecewise(self, tasks: Iterable[Task]) -> Iterator[Piecewise]:
+        for task in tasks:
+            if not isinstance(task.work, LibraryWork):
+                self._python_threads().run(self._ranges((task,)))
+            elif self._shares(task) > 1:
+                share = max(_MIN_SHARE, -(-(task.high - task.low) // (_PIECES * self.threads)))
+                yield task.work, task.low, task.high, round_up(share, task.cut)
+                _written(task.written)
+            else:
+                _run_here(task)
 
     def _ranges(self, tasks: Iterable[Task]) -> Iterator[Range]:
         for task in tasks:
@@ -204,24 +222,35 @@ class Kernels:
     def close(self) -> None:
         """Ends the threads when the calls in progress have ended. May be called twice."""
         self._closed = True
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool = None
+        for pool in (self._pool, self._python_pool):
+            if pool is not None:
+                pool.stop()
+        self._pool = self._python_pool = None
 
     def start(self) -> None:
-        """Starts the threads now, instead of in the first call that needs them.
+        """Starts the backend's threads now, instead of in the first call that needs them.
 
         Raises:
             BudgetError: if the system refuses them.
         """
         if self.threads > 1:
-            self._threads()
+            if isinstance(self._backend, Library):
+                self._library_threads(self._backend.library)
+            else:
+                self._python_threads()
 
-    def _threads(self) -> Pool:
+    # A fork takes no threads along. Two callers may both make a pool: one goes unused.
+
+    def _library_threads(self, library: ctypes.CDLL) -> LibraryPool:
         pool = self._pool
-        # A fork takes no threads along. Two callers may both make a pool here: one goes unused.
         if pool is None or pool.pid != os.getpid():
-            pool = self._pool = Pool(self.threads - 1)
+            pool = self._pool = LibraryPool(library, self.threads - 1)
+        return pool
+
+    def _python_threads(self) -> Pool:
+        pool = self._python_pool
+        if pool is None or pool.pid != os.getpid():
+            pool = self._python_pool = Pool(self.threads - 1)
         return pool
 
     def _require_open(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from offload.errors import ConfigError
+from offload.native.pool import LibraryWork, declare
 from offload.native.table import KERNELS, Kernel
 
 Work = Callable[[int, int], None]
@@ -20,25 +21,30 @@ Work = Callable[[int, int], None]
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
-ABI = 5
+ABI = 6
 """kernels.h: OFFLOAD_ABI."""
 
 
 class Library:
     """The functions of one variant.
 
+    Attributes:
+        library: the C library.
+
     Raises:
         AttributeError: if one is missing.
     """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
-        self.variant = variant
-        self._functions: dict[str, Callable[..., None]] = {}
+        self.library, self.variant = library, variant
+        self._functions: dict[str, tuple[Any, int]] = {}
         for kernel in KERNELS:
             function = getattr(library, f"offload_{kernel.name}_{variant}")
             function.argtypes = _PARAMETERS
             function.restype = None
-            self._functions[kernel.name] = function
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            assert address is not None
+            self._functions[kernel.name] = function, address
 
     def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
         """Binds a kernel to tensors that were checked before.
@@ -51,17 +57,13 @@ class Library:
         Returns:
             A function that takes the scalars, and gives a function that runs the kernel on a range of positions.
         """
-        function = self._functions[kernel.name]
+        function, address = self._functions[kernel.name]
         addresses, numbers = kernel.addresses(tensors, first)
         pointers, types = kernel.pointers.pack(*addresses), kernel.types.pack(*numbers)
 
         def bound(scalars: ctypes.Structure | None) -> Work:
             struct = None if scalars is None else ctypes.byref(scalars)
-
-            def work(low: int, high: int) -> None:
-                function(pointers, types, low, high - low, struct)
-
-            return work
+            return LibraryWork(function, address, pointers, types, struct)
 
         return bound
 
@@ -103,6 +105,7 @@ def open_library() -> tuple[ctypes.CDLL | None, str | None]:
         library.offload_prefetch.argtypes = (ctypes.c_int64,)
         library.offload_prefetch.restype = ctypes.c_int64
         library.offload_prefetch(-1)
+        declare(library)
         library.offload_variant.argtypes = (ctypes.c_int,)
         library.offload_variant.restype = ctypes.c_char_p
         for variant in c_variants(library):

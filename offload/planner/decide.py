@@ -136,8 +136,9 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             every=options.every,
             keep=options.keep,
             resume=options.resumes,
-            resume_states=options.resume_states,
+            converts_states=options.converts_states,
             holds_params=split and options.every is not None,
+            begins_states=options.begins_states,
         ),
     )
 

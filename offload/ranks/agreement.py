@@ -139,7 +139,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)
     activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
     states = (choice.states.split_master, choice.states.form)
-    commits = (choice.commits.every, choice.commits.resume, choice.commits.resume_states, states)
+    resume = (choice.commits.resume, choice.commits.begins_states, choice.commits.converts_states)
+    commits = (choice.commits.every, resume, states)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "

@@ -14,6 +14,7 @@ import torch
 
 from offload import native
 from offload.native import library, table
+from offload.native.pool import declare
 from offload.native.table import FLOATS, FP32, Argument, Kernel
 from offload.native.torch_kernels import TorchKernels
 
@@ -107,9 +108,12 @@ def test_a_c_function_and_a_row_make_a_kernel(
     """One with scalars, a tensor that may be left out, and one element for each block, as 8-bit states have them."""
     (tmp_path / "scaled.c").write_text(SOURCE)
     command = ["cc", "-shared", "-fPIC", "-O1", "-ffp-contract=off", f"-I{SOURCES}", "-DOFFLOAD_VARIANT=baseline"]
-    subprocess.run([*command, "-o", str(tmp_path / "scaled.so"), str(tmp_path / "scaled.c")], check=True)
+    sources = [str(tmp_path / "scaled.c"), str(SOURCES / "pool.c")]
+    subprocess.run([*command, "-pthread", "-o", str(tmp_path / "scaled.so"), *sources], check=True)
     monkeypatch.setattr(library, "KERNELS", (SCALED,))
-    compiled = library.Library(ctypes.CDLL(str(tmp_path / "scaled.so")), "baseline")
+    found_library = ctypes.CDLL(str(tmp_path / "scaled.so"))
+    declare(found_library)
+    compiled = library.Library(found_library, "baseline")
     mine = native.Kernels(threads, compiled)
     n = 300_001
     rng = np.random.default_rng(1)

@@ -9,16 +9,15 @@ decoded is encoded to the same bytes again, so a commit in another layout, on ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.layout import ADAM_FORMS, ADAM_STATES, blocks_of, of_states, part_of
 from offload.native import ADAM, ADAM_DITHERED, ADAM_SPLIT, AdamScalars, DitheredScalars, Kernels, Task
-from offload.optim.rule import Progress, Rule, Span
+from offload.optim.rule import Progress, Rule, SegmentMemory
 
 MOST_OF_CODES = 2.0**63
 """Gradients have a smaller norm than this where moments are in other forms than fp32: what is rounded up from the mean
@@ -78,47 +77,31 @@ class AdamRule(Rule):
         variants = tuple(bool(group.get(option)) for option in UNSUPPORTED)
         return (*hyper_parameters_of(group).items(), variants)
 
-    def bind(
-        self,
-        kernels: Kernels,
-        arrays: Sequence[Tensor],
-        grad: Tensor,
-        out: Tensor,
-        spans: Sequence[Span],
-        current: Tensor | None = None,
-    ) -> Callable[[AdamScalars], Task]:
+    def bind(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[AdamScalars], Task]:
         """See Rule.bind. Gaps are calculated along, on zeros, which is cheaper than one more call.
 
         Not so with small states, which need to know where an element is in its parameter.
         """
         if self.states != ADAM_STATES:
-            return self._bind_dithered(kernels, arrays, grad, out, spans, current)
-        if current is not None:
-            return kernels.bind(ADAM_SPLIT, current, *arrays, grad, out)
-        return kernels.bind(ADAM, *arrays, grad, out)
+            return self._bind_dithered(kernels, memory)
+        if memory.current is not None:
+            return kernels.bind(ADAM_SPLIT, memory.current, *memory.arrays, memory.grad, memory.out)
+        return kernels.bind(ADAM, *memory.arrays, memory.grad, memory.out)
 
-    def _bind_dithered(
-        self,
-        kernels: Kernels,
-        arrays: Sequence[Tensor],
-        grad: Tensor,
-        out: Tensor,
-        spans: Sequence[Span],
-        current: Tensor | None,
-    ) -> Callable[[AdamScalars], Task]:
+    def _bind_dithered(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[AdamScalars], Task]:
         """Binds the kernel to each span, and makes one task of them, so that threads share small parameters, too."""
         bound, blocks = [], blocks_of(self.states)
-        for span in spans:
+        for span in memory.spans:
             start, stop = span.start, span.start + span.numel
-            master, *moments = (part_of(array, block, start, stop) for array, block in zip(arrays, blocks, strict=True))
+            arrays = zip(memory.arrays, blocks, strict=True)
+            master, *moments = (part_of(array, block, start, stop) for array, block in arrays)
             (m, *m_scale), (v, *v_scale) = of_states(self.states, moments)
             if not m_scale:
                 m, v = m.view(torch.bfloat16), v.view(torch.bfloat16)
-            param = None if current is None else current[start:stop]
+            param = None if memory.current is None else memory.current[start:stop]
             scales = (*m_scale, *v_scale) or (None, None)
-            bind = kernels.bind(
-                ADAM_DITHERED, master, param, m, v, *scales, grad[start:stop], out[start:stop], first=span.offset
-            )
+            grad, out = memory.grad[start:stop], memory.out[start:stop]
+            bind = kernels.bind(ADAM_DITHERED, master, param, m, v, *scales, grad, out, first=span.offset)
             bound.append((span, bind))
 
         def task(scalars: AdamScalars) -> Task:
@@ -130,7 +113,7 @@ class AdamRule(Rule):
                     if first < last:
                         one.work(first - span.start + span.offset, last - span.start + span.offset)
 
-            return Task(work, 0, len(grad), ADAM_DITHERED.cut, (*arrays, out))
+            return Task(work, 0, len(memory.grad), ADAM_DITHERED.cut, (*memory.arrays, memory.out))
 
         return task
 
