@@ -257,6 +257,21 @@ def _kept(form: str, x: np.ndarray[Any, Any], step: int, *, signed: bool) -> np.
     return reference.from_codes(*reference.to_codes(x, random, signed=signed), signed=signed)
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_states_that_begin_anew_are_zeros_of_their_form(split: bool, tmp_path: Path) -> None:
+    old = committed(tmp_path)
+    model = Named(ORDER)
+    options: dict[str, Any] = {"path": tmp_path / "a", "tuning": in_chunks("12KiB", split_master=split)}
+    with OffloadZero(model, **options, resume=True, resume_states="anew", states="8bit") as optimizer:
+        for name, param in model.named_parameters():
+            state = optimizer.state_of(param)
+            wanted = torch.from_numpy(reference.settle(old[f"{name}.master"].contiguous().numpy()))
+            assert torch.equal(state["master"], wanted), name
+            assert not state["exp_avg"].any()
+            assert not state["exp_avg_sq"].any()
+        some_step(model, optimizer, 3)
+
+
 def test_moments_that_are_not_finite_are_not_rounded_and_the_commit_stays(tmp_path: Path) -> None:
     model = nn.Linear(70, 3)
     options: dict[str, Any] = {"path": tmp_path / "a", "commit_every": 0, "tuning": in_chunks("4KiB")}
