@@ -89,7 +89,7 @@ class AdamRule(Rule):
         return kernels.bind(ADAM, *memory.arrays, memory.grad, memory.out)
 
     def _bind_dithered(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[AdamScalars], Task]:
-        """Binds the kernel to each span, and makes one task of them, so that threads share small parameters, too."""
+        """Binds the kernel to each span, and makes one task of several, so that threads share small parameters, too."""
         bound, blocks = [], blocks_of(self.states)
         for span in memory.spans:
             start, stop = span.start, span.start + span.numel
@@ -103,6 +103,8 @@ class AdamRule(Rule):
             grad, out = memory.grad[start:stop], memory.out[start:stop]
             bind = kernels.bind(ADAM_DITHERED, master, param, m, v, *scales, grad, out, first=span.offset)
             bound.append((span, bind))
+        if len(bound) == 1:
+            return bound[0][1]  # which needs no Python while it runs
 
         def task(scalars: AdamScalars) -> Task:
             tasks = [(span, bind(scalars)) for span, bind in bound]
