@@ -6,6 +6,12 @@ same bytes with the same stores and no arithmetic (kernels/limit.c); `x limit` i
     job     reads                                       writes                      bytes a parameter
     fp32    master, exp_avg, exp_avg_sq, fp32 gradient  the first three             28
     mixed   master, exp_avg, exp_avg_sq, bf16 gradient  the first three, bf16 copy  28
+    split   param, low, exp_avg, exp_avg_sq, gradient   low, the moments, param     26
+    bf16    the same, with moments of 2 bytes           the same                    18
+    8bit    the same, with moments of a byte            the same                    14
+
+The last three have split masters and bf16 gradients, write the parameter over the old one, and have no `limit` and no
+counterpart in torch.
 """
 
 from __future__ import annotations
@@ -31,9 +37,10 @@ from bench.limits import BETAS, EPS, LR, SCALARS, STEP, WEIGHT_DECAY, States, al
 from bench.report import Json, Out, Report, Rounds, Save, Table, note, ratio, run, spread
 from offload import native
 from offload.cli.plots import new_figure
+from offload.native import DitheredScalars
 
-BYTES_A_PARAMETER = 28
-JOBS = ("fp32", "mixed")
+JOBS = {"fp32": 28, "mixed": 28, "split": 26, "bf16": 18, "8bit": 14 + 4 / 64}
+"""Bytes a parameter that each moves."""
 LIMIT = "limit"
 SAMPLE = 20_000_000
 """Parameters that a timing covers at least: smaller sizes are repeated."""
@@ -68,7 +75,7 @@ class Result:
             "threads": self.threads,
             "contestant": self.contestant,
             "ns_per_param": self.ns_per_param,
-            "gb_per_s": BYTES_A_PARAMETER / self.ns_per_param,
+            "gb_per_s": JOBS[self.job] / self.ns_per_param,
             "x_limit": self.x_limit,
         }
 
@@ -78,7 +85,7 @@ class Result:
             self.contestant,
             f"{self.ns_per_param:.3f}",
             spread([1e9 * seconds / self.n for seconds in self.seconds]),
-            f"{BYTES_A_PARAMETER / self.ns_per_param:.1f}",
+            f"{JOBS[self.job] / self.ns_per_param:.1f}",
             "" if self.x_limit is None else f"{self.x_limit:.2f}",
         )
 
@@ -86,6 +93,8 @@ class Result:
 def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
     """The implementations that run on this machine, each called once to warm up."""
     torch.set_num_threads(threads)
+    if job in ("split", *SMALL):
+        return split_contestants(states, job, threads)
     grad, out = (states.grad.float(), None) if job == "fp32" else (states.grad, states.out)
     state = (states.master, states.exp_avg, states.exp_avg_sq)
     calls: dict[str, Step] = {}
@@ -98,6 +107,32 @@ def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
     for call in calls.values():
         call()
     states.reset()
+    return calls
+
+
+SMALL = ("bf16", "8bit")
+DITHERED = DitheredScalars.at(step=STEP, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
+
+
+def split_contestants(states: States, job: str, threads: int) -> dict[str, Step]:
+    """The same for split masters. The moments are those of a first step, so that they are ordinary numbers."""
+    n, low, param = states.n, allocate(states.n, torch.int16), states.out
+    low.zero_()
+    param.fill_(0.5)
+    calls: dict[str, Step] = {}
+    for variant in native.available_variants():
+        kernels = native.load(threads, variant)
+        if job == "split":
+            tensors = (param, low, states.exp_avg, states.exp_avg_sq, states.grad, param)
+            calls[f"offload {variant}"] = partial(kernels.call, native.ADAM_SPLIT, *tensors, scalars=SCALARS)
+            continue
+        dtype = torch.bfloat16 if job == "bf16" else torch.uint8
+        m, v = (allocate(n, dtype) for _ in range(2))
+        scales = [allocate(-(-n // 64), torch.uint8) for _ in range(2)] if job == "8bit" else [None, None]
+        small = (low, param, m, v, *scales, states.grad, param)
+        calls[f"offload {variant}"] = partial(kernels.call, native.ADAM_DITHERED, *small, scalars=DITHERED)
+    for call in calls.values():
+        call()
     return calls
 
 
@@ -159,6 +194,7 @@ def draw(results: list[Result], file: Path) -> None:
 def main(
     n: Annotated[str, typer.Option(help="Parameters; several with commas.")] = "1e8",
     threads: Annotated[str, typer.Option(help="Threads, likewise; 'all' is every usable CPU.")] = "1,all",
+    jobs: Annotated[str, typer.Option(help=f"Of {', '.join(JOBS)}, with commas.")] = ",".join(JOBS),
     rounds: Rounds = 9,
     as_json: Json = False,
     out: Out = Path("out"),
@@ -169,7 +205,7 @@ def main(
     for size in map(float, n.split(",")):
         states = States(int(size))
         for count in map(int, threads.replace("all", str(native.usable_cpus())).split(",")):
-            for job in JOBS:
+            for job in jobs.split(","):
                 note(f"{job}, n = {size:.0e}, {count} threads, {rounds} rounds")
                 results += race(states, job, count, rounds)
     headings = ("job", "implementation", "ns/param", "fastest-slowest", "GB/s", "x limit")

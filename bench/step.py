@@ -4,7 +4,7 @@
 the larger of
 
     disk    the bytes that the step moved, through the same engine, reading and writing at once, nothing computed
-    kernel  Adam on as many states in RAM
+    kernel  Adam on as many states in RAM; with --states bf16 or 8bit this is the kernel of fp32 states, which is faster
 
 With --commit-every N, two optimizers take turns instead: one with a commit every N steps, one without any. The limit is
 the step without commits plus the time in which the disk alone writes what the commits wrote. With --resume, a committed
@@ -84,6 +84,7 @@ class Case:
     cpu_memory: int
     streamed: int
     length: int
+    states: str = "fp32"
 
     @property
     def n(self) -> int:
@@ -91,7 +92,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.share:.0%} in RAM{', split master' * self.split_master}"
+        form = "" if self.states == "fp32" else f", {self.states}"
+        return f"{self.share:.0%} in RAM{', split master' * self.split_master}{form}"
 
 
 def tuning_of(count: int, width: int, split_master: bool) -> Tuning:
@@ -99,17 +101,20 @@ def tuning_of(count: int, width: int, split_master: bool) -> Tuning:
     return Tuning(chunk=4 * width**2, prefetch_chunks=ahead, split_master=split_master)
 
 
-def cases_of(n: int, shares: Sequence[float], *, split_master: bool, commit_every: int | None) -> Iterator[Case]:
+def cases_of(
+    n: int, shares: Sequence[float], *, split_master: bool, commit_every: int | None, states: str = "fp32"
+) -> Iterator[Case]:
     """What will run, planned before anything is allocated. Raises: ConfigError, BudgetError."""
     width = next((width for width in WIDTHS if n >= LEAST_CHUNKS * width**2), WIDTHS[-1])
     count = max(1, round(n / (4 * width**2))) * 4  # a quarter of the states is a whole number of chunks
     model = layers(count, width, "meta")
     for share, split in [*((share, False) for share in shares), *([(0.0, True)] * split_master)]:
         tuning = tuning_of(count, width, split)
-        planned = plan_of(model, direct=True, tier="nvme", path=".", commit_every=commit_every, tuning=tuning)
+        options: dict[str, Any] = {"commit_every": commit_every, "tuning": tuning, "states": states}
+        planned = plan_of(model, direct=True, tier="nvme", path=".", **options)
         memory = planned.cpu_memory_for(share)
         streamed = len(planned.with_memory(memory).place().states.streamed)
-        yield Case(share, split, count, width, memory, streamed, planned.needs.states[0].nbytes)
+        yield Case(share, split, count, width, memory, streamed, planned.needs.states[0].nbytes, states)
 
 
 class Subject:
@@ -126,6 +131,7 @@ class Subject:
             path=path,
             cpu_memory=case.cpu_memory,
             commit_every=commit_every,
+            states=case.states,
             tuning=tuning_of(case.count, case.width, case.split_master),
         )
         self._params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -189,6 +195,7 @@ class Result:
         return {
             "budget": self.case.share,
             "split_master": self.case.split_master,
+            "states": self.case.states,
             "cpu_memory": self.case.cpu_memory,
             "bytes_per_param": self.bytes_per_param,
             "step_s": statistics.median(self.step_s),
@@ -277,7 +284,14 @@ def resume(case: Case, path: Path) -> float:
     model, tuning = layers(case.count, case.width), tuning_of(case.count, case.width, case.split_master)
     start = perf_counter()
     optimizer = OffloadZero(
-        model, tier="nvme", path=path, cpu_memory=case.cpu_memory, commit_every=0, resume=True, tuning=tuning
+        model,
+        tier="nvme",
+        path=path,
+        cpu_memory=case.cpu_memory,
+        commit_every=0,
+        resume=True,
+        states=case.states,
+        tuning=tuning,
     )
     seconds = perf_counter() - start
     optimizer.close()
@@ -329,6 +343,7 @@ def main(
     path: Folder = Path(),
     budgets: Annotated[str, typer.Option(help="Shares of the states that RAM has room for.")] = "0,0.25,0.5,0.75,1",
     split_master: Annotated[bool, typer.Option(help="One more run at budget 0, with a split master.")] = True,
+    states: Annotated[str, typer.Option(help="How Adam keeps its moments: fp32, bf16 or 8bit.")] = "fp32",
     commit_every: Annotated[int | None, typer.Option(min=1, help="Measure commits every so many steps.")] = None,
     resuming: Annotated[bool, typer.Option("--resume", help="Measure resuming.")] = False,
     as_json: Json = False,
@@ -337,7 +352,8 @@ def main(
 ) -> None:
     """Measure, print the table, draw the picture."""
     shares, commits = [float(share) for share in budgets.split(",")], 0 if resuming else commit_every
-    cases = list(cases_of(int(float(n)), shares, split_master=split_master and not resuming, commit_every=commits))
+    splits = split_master and not resuming
+    cases = list(cases_of(int(float(n)), shares, split_master=splits, commit_every=commits, states=states))
     with scratch(path) as folder:
         if resuming:
             name, (results, setup) = "resume", beside_reading(cases, folder, rounds)

@@ -14,7 +14,8 @@ enum {
     OFFLOAD_F16 = 2,
     OFFLOAD_NONE = 3, /* of a tensor that was not given */
     OFFLOAD_I16 = 4,
-    OFFLOAD_F64 = 5
+    OFFLOAD_F64 = 5,
+    OFFLOAD_U8 = 6
 };
 
 /* The parameters of every kernel, which is defined by KERNEL (vec.h).
@@ -39,9 +40,17 @@ struct offload_adam_scalars {
     int32_t add_decay; /* 1: g += weight_decay * p (Adam); 0: p *= decay (AdamW, or no decay: 1.0) */
 };
 
+/* Of a step with moments of one or two bytes: so many positions share the bits that round, and a scale. */
+#define OFFLOAD_DITHER_BLOCK 64
+
+struct offload_dithered_scalars {
+    struct offload_adam_scalars adam;
+    int64_t step; /* of the parameters, from 1 */
+};
+
 /* Of what this file, pool.h and uring.h declare; counted up when a kernel, a structure or an order of sums changes. A library of
  * another number is refused (offload/native/library.py). */
-#define OFFLOAD_ABI 5
+#define OFFLOAD_ABI 6
 
 /* Elements that adam.c, adam_split.c and limit.c prefetch ahead, see offload_prefetch: one distance, so
  * that the limit is that of this traffic. It changes no bit. */

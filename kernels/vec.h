@@ -106,6 +106,34 @@ INLINE v16 to_f16(vpair x) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
+/* 16-bit lanes: as the upper halves of fp32; from and to bytes; a - b, or 0; the larger, and the largest, of lanes
+ * below 0x8000. */
+INLINE vpair v16_upper(v16 x) {
+    return (vpair){_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16)),
+                   _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)), 16))};
+}
+INLINE v16 v16_load_bytes(const void *x) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)x)); }
+INLINE void v16_store_bytes(void *x, v16 v) { _mm256_storeu_si256((__m256i *)x, _mm512_cvtepi16_epi8(v)); }
+/* Lower halves: of 32 bits, side by side; and 16 bits with a sign as 32. */
+INLINE v16 pack_lower(vpair x) {
+    static const uint16_t lower[32] __attribute__((aligned(64))) = {
+        0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+        32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(x.a), _mm512_load_si512(lower), _mm512_castps_si512(x.b));
+}
+INLINE vpair load_i16(const void *x) {
+    return (vpair){_mm512_castsi512_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)x))),
+                   _mm512_castsi512_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)x + 1)))};
+}
+INLINE v16 v16_subs(v16 a, v16 b) { return _mm512_subs_epu16(a, b); }
+INLINE v16 v16_max(v16 a, v16 b) { return _mm512_max_epu16(a, b); }
+INLINE unsigned v16_largest(v16 x) {
+    __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+    __m128i last = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return 0xffff ^ (unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))) & 0xffff;
+}
+INLINE int any_nan(vpair x) { return _mm512_cmp_ps_mask(x.a, x.a, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(x.b, x.b, _CMP_UNORD_Q); }
+
 INLINE vd vd_zero(void) { return _mm512_setzero_pd(); }
 INLINE vd vd_add(vd a, vd b) { return _mm512_add_pd(a, b); }
 INLINE vd vd_mul(vd a, vd b) { return _mm512_mul_pd(a, b); }
@@ -159,6 +187,34 @@ INLINE v16 to_f16(vpair x) {
     __m128i low = _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT);
     __m128i high = _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT);
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+INLINE vpair v16_upper(v16 x) {
+    __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(x));
+    __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1));
+    return (vpair){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
+INLINE v16 v16_load_bytes(const void *x) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)x)); }
+INLINE v16 pack_lower(vpair x) {
+    __m256i a = _mm256_slli_epi32(_mm256_castps_si256(x.a), 16), b = _mm256_slli_epi32(_mm256_castps_si256(x.b), 16);
+    return pack_upper((vpair){_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)});
+}
+INLINE vpair load_i16(const void *x) {
+    return (vpair){_mm256_castsi256_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)x))),
+                   _mm256_castsi256_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)x + 1)))};
+}
+INLINE void v16_store_bytes(void *x, v16 v) {
+    _mm_storeu_si128((__m128i *)x, _mm_packus_epi16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+}
+INLINE v16 v16_subs(v16 a, v16 b) { return _mm256_subs_epu16(a, b); }
+INLINE v16 v16_max(v16 a, v16 b) { return _mm256_max_epu16(a, b); }
+INLINE unsigned v16_largest(v16 x) {
+    __m128i last = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    return 0xffff ^ (unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))) & 0xffff;
+}
+INLINE int any_nan(vpair x) {
+    __m256 a = _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), b = _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q);
+    return _mm256_movemask_ps(_mm256_or_ps(a, b));
 }
 
 INLINE vd vd_zero(void) { return _mm256_setzero_pd(); }
@@ -244,6 +300,33 @@ INLINE __m128i narrow_f16(vf x) {
 }
 INLINE v16 to_f16(vpair x) { return _mm_packs_epi32(narrow_f16(x.a), narrow_f16(x.b)); }
 
+INLINE vpair v16_upper(v16 x) {
+    __m128i zero = _mm_setzero_si128();
+    return (vpair){_mm_castsi128_ps(_mm_unpacklo_epi16(zero, x)), _mm_castsi128_ps(_mm_unpackhi_epi16(zero, x))};
+}
+INLINE v16 v16_load_bytes(const void *x) {
+    return _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)x), _mm_setzero_si128());
+}
+INLINE void v16_store_bytes(void *x, v16 v) { _mm_storel_epi64((__m128i *)x, _mm_packus_epi16(v, v)); }
+INLINE v16 pack_lower(vpair x) {
+    __m128i a = _mm_slli_epi32(_mm_castps_si128(x.a), 16), b = _mm_slli_epi32(_mm_castps_si128(x.b), 16);
+    return pack_upper((vpair){_mm_castsi128_ps(a), _mm_castsi128_ps(b)});
+}
+INLINE vpair load_i16(const void *from) {
+    __m128i x = v16_load(from);
+    return (vpair){_mm_castsi128_ps(_mm_srai_epi32(_mm_unpacklo_epi16(x, x), 16)),
+                   _mm_castsi128_ps(_mm_srai_epi32(_mm_unpackhi_epi16(x, x), 16))};
+}
+INLINE v16 v16_subs(v16 a, v16 b) { return _mm_subs_epu16(a, b); }
+INLINE v16 v16_max(v16 a, v16 b) { return _mm_max_epi16(a, b); }
+INLINE unsigned v16_largest(v16 x) {
+    x = _mm_max_epi16(x, _mm_shuffle_epi32(x, 0x4e));
+    x = _mm_max_epi16(x, _mm_shuffle_epi32(x, 0xb1));
+    x = _mm_max_epi16(x, _mm_shufflelo_epi16(x, 0xb1));
+    return (unsigned)_mm_cvtsi128_si32(x) & 0xffff;
+}
+INLINE int any_nan(vpair x) { return _mm_movemask_ps(_mm_or_ps(_mm_cmpunord_ps(x.a, x.a), _mm_cmpunord_ps(x.b, x.b))); }
+
 INLINE vd vd_zero(void) { return _mm_setzero_pd(); }
 INLINE vd vd_add(vd a, vd b) { return _mm_add_pd(a, b); }
 INLINE vd vd_mul(vd a, vd b) { return _mm_mul_pd(a, b); }
@@ -298,6 +381,27 @@ INLINE v16 pack_upper(vpair x) {
 }
 INLINE v16 to_f16(vpair x) {
     return vcombine_u16(vreinterpret_u16_f16(vcvt_f16_f32(x.a)), vreinterpret_u16_f16(vcvt_f16_f32(x.b)));
+}
+
+INLINE vpair v16_upper(v16 x) {
+    return (vpair){vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)),
+                   vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
+}
+INLINE v16 v16_load_bytes(const void *x) { return vmovl_u8(vld1_u8((const uint8_t *)x)); }
+INLINE void v16_store_bytes(void *x, v16 v) { vst1_u8((uint8_t *)x, vmovn_u16(v)); }
+INLINE v16 pack_lower(vpair x) {
+    return vcombine_u16(vmovn_u32(vreinterpretq_u32_f32(x.a)), vmovn_u32(vreinterpretq_u32_f32(x.b)));
+}
+INLINE vpair load_i16(const void *from) {
+    int16x8_t x = vreinterpretq_s16_u16(v16_load(from));
+    return (vpair){vreinterpretq_f32_s32(vmovl_s16(vget_low_s16(x))),
+                   vreinterpretq_f32_s32(vmovl_s16(vget_high_s16(x)))};
+}
+INLINE v16 v16_subs(v16 a, v16 b) { return vqsubq_u16(a, b); }
+INLINE v16 v16_max(v16 a, v16 b) { return vmaxq_u16(a, b); }
+INLINE unsigned v16_largest(v16 x) { return vmaxvq_u16(x); }
+INLINE int any_nan(vpair x) {
+    return vminvq_u32(vandq_u32(vceqq_f32(x.a, x.a), vceqq_f32(x.b, x.b))) == 0;
 }
 
 INLINE vd vd_zero(void) { return vdupq_n_f64(0); }
@@ -362,6 +466,23 @@ INLINE uint16_t narrow_f16(float x) {
 }
 INLINE v16 to_f16(vpair x) { return (v16){narrow_f16(x.a), narrow_f16(x.b)}; }
 
+INLINE vpair v16_upper(v16 x) { return (vpair){float_of((uint32_t)x.a << 16), float_of((uint32_t)x.b << 16)}; }
+INLINE v16 v16_load_bytes(const void *x) { return (v16){((const uint8_t *)x)[0], ((const uint8_t *)x)[1]}; }
+INLINE void v16_store_bytes(void *x, v16 v) {
+    ((uint8_t *)x)[0] = (uint8_t)v.a;
+    ((uint8_t *)x)[1] = (uint8_t)v.b;
+}
+INLINE v16 pack_lower(vpair x) { return (v16){(uint16_t)bits_of(x.a), (uint16_t)bits_of(x.b)}; }
+INLINE vpair load_i16(const void *from) {
+    v16 x = v16_load(from);
+    return (vpair){float_of((uint32_t)(int16_t)x.a), float_of((uint32_t)(int16_t)x.b)};
+}
+INLINE uint16_t subs(uint16_t a, uint16_t b) { return a > b ? (uint16_t)(a - b) : 0; }
+INLINE v16 v16_subs(v16 a, v16 b) { return (v16){subs(a.a, b.a), subs(a.b, b.b)}; }
+INLINE v16 v16_max(v16 a, v16 b) { return (v16){a.a > b.a ? a.a : b.a, a.b > b.b ? a.b : b.b}; }
+INLINE unsigned v16_largest(v16 x) { return x.a > x.b ? x.a : x.b; }
+INLINE int any_nan(vpair x) { return x.a != x.a || x.b != x.b; }
+
 INLINE vd vd_zero(void) { return 0; }
 INLINE vd vd_add(vd a, vd b) { return a + b; }
 INLINE vd vd_mul(vd a, vd b) { return a * b; }
@@ -375,6 +496,11 @@ INLINE void widen(vd *out, vpair x) { out[0] = x.a; out[1] = x.b; }
 typedef uint32_t vi __attribute__((vector_size(4 * VW)));
 INLINE vi vi_of(vf x) { vi bits; memcpy(&bits, &x, sizeof bits); return bits; }
 INLINE vf vf_of(vi bits) { vf x; memcpy(&x, &bits, sizeof x); return x; }
+
+/* Likewise of a v16. */
+typedef uint16_t vh __attribute__((vector_size(4 * VW)));
+INLINE vh vh_of(v16 x) { vh lanes; memcpy(&lanes, &x, sizeof lanes); return lanes; }
+INLINE v16 v16_of(vh lanes) { v16 x; memcpy(&x, &lanes, sizeof x); return x; }
 
 INLINE vpair load_bf16(const void *x) {
     vpair low = load_u16(x);
@@ -391,7 +517,9 @@ INLINE v16 to_bf16(vpair x) { return pack_upper((vpair){round_bf16(one_nan(x.a))
 #define PAIR (2 * VW)
 #define PAIR_DOUBLES (PAIR / DW)
 
-INLINE int64_t type_bytes(int type) { return type == OFFLOAD_F64 ? 8 : type == OFFLOAD_F32 ? 4 : 2; }
+INLINE int64_t type_bytes(int type) {
+    return type == OFFLOAD_F64 ? 8 : type == OFFLOAD_F32 ? 4 : type == OFFLOAD_U8 ? 1 : 2;
+}
 
 INLINE vpair pair_load(const void *x, int type) {
     const float *f = (const float *)x;

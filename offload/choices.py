@@ -40,6 +40,7 @@ class StateChoice:
     Attributes:
         tier: where they live.
         split_master: whether only the low halves of bf16 parameters' masters are kept.
+        form: how states are kept by rules that can do it; see `OffloadZero`.
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
@@ -50,6 +51,7 @@ class StateChoice:
     chunk_numel: int
     in_flight: int | None
     temporary_bytes: int = 0
+    form: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class CommitChoice:
         keep: how many commits stay of those that state dicts name.
         resume: whether to go on with the run that is there; "auto": if there is one.
         begins_states: whether only masters are taken from it, and the states of the optimizer begin.
+        converts_states: whether states may be in another form than they were committed in.
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
     """
@@ -152,6 +155,7 @@ class CommitChoice:
     resume: bool | Literal["auto"] = False
     holds_params: bool = False
     begins_states: bool = False
+    converts_states: bool = False
 
     @property
     def slots_per_chunk(self) -> int:

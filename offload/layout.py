@@ -35,12 +35,12 @@ from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from offload.sizes import SUM_BLOCK, round_up
+from offload.sizes import DITHER_BLOCK, SUM_BLOCK, round_up
 
 ALIGN_NUMEL = 64
 """Parameters begin at multiples of so many elements: a cache line or more in every dtype.
@@ -53,23 +53,84 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class StateKind:
-    """An array that a rule keeps beside the master, with an element for each of the master's.
+class Form:
+    """How a state's numbers are stored (native/codes.py encodes and decodes them; `reference.to_codes` says what).
 
     Attributes:
-        name: as the optimizer's `state[p]` names it.
-        dtype: of its elements.
-        starts: the value of all elements of a parameter that was never stepped.
+        name: as manifests have it.
+        itemsize: bytes of an element.
+        block: how many elements of a parameter, counted from its start, share a scale of one byte. Scales are an array
+            of their own. 0: there are none.
+        octaves: powers of two that the codes of a block span.
+        is_signed: whether a code has a sign.
     """
 
     name: str
-    dtype: torch.dtype = torch.float32
+    itemsize: int
+    block: int = 0
+    octaves: int = 0
+    is_signed: bool = True
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each fp32 stays what it is."""
+        return self.itemsize == 4
+
+    @property
+    def arrays(self) -> tuple[tuple[int, int], ...]:
+        """Of each of its arrays: bytes of an element, and how many elements of the master share one."""
+        return ((self.itemsize, 1), *(((1, self.block),) if self.block else ()))
+
+
+FP32 = Form("fp32", 4)
+BF16 = Form("bf16", 2)
+CODED = (
+    Form("e4m3-64", 1, DITHER_BLOCK, octaves=16),
+    Form("e5m3-64", 1, DITHER_BLOCK, octaves=32, is_signed=False),
+)
+"""Of Adam's two moments in one byte each."""
+FORMS = {form.name: form for form in (FP32, BF16, *CODED)}
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A number that a rule keeps of each element beside its master.
+
+    Attributes:
+        name: as the optimizer's `state[p]` names it.
+        form: how it is stored.
+        starts: its value for all elements of a parameter that was never stepped; 0 unless the form is exact.
+    """
+
+    name: str
+    form: Form = FP32
     starts: float = 0.0
 
 
 MASTER = "master"
 """The kind of the fp32 masters, which every rule has beside its states."""
 ADAM_STATES = (StateKind("exp_avg"), StateKind("exp_avg_sq"))
+ADAM_FORMS = {
+    "fp32": ADAM_STATES,
+    "bf16": (StateKind("exp_avg", BF16), StateKind("exp_avg_sq", BF16)),
+    "8bit": (StateKind("exp_avg", CODED[0]), StateKind("exp_avg_sq", CODED[1])),
+}
+"""Adam's states, by the value of the option `states`."""
+
+T = TypeVar("T")
+
+
+def is_dithered(states: Iterable[StateKind]) -> bool:
+    """Whether some of these states are rounded by random bits."""
+    return any(not state.form.is_exact for state in states)
+
+
+def of_states(states: Iterable[StateKind], arrays: Iterable[T]) -> list[tuple[T, ...]]:
+    """Parts what a slot has of each array beside the master's into what it has of each state."""
+    left = iter(arrays)
+    found = [tuple(islice(left, len(state.form.arrays))) for state in states]
+    assert next(left, None) is None
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,8 +193,18 @@ class Flat:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the arrays in the slots of its states."""
+        """The names of the master and of its states."""
         return (MASTER, *(state.name for state in self.states))
+
+    @property
+    def array_kinds(self) -> tuple[str, ...]:
+        """For each array in the slots of its states, the name of what it belongs to."""
+        return (MASTER, *(state.name for state in self.states for _ in state.form.arrays))
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """For each array in the slots of its states, how many elements of the master share one of its elements."""
+        return blocks_of(self.states)
 
 
 @dataclass(frozen=True)
@@ -155,6 +226,10 @@ class Chunk:
     start: int
     numel: int
     pieces: tuple[Piece, ...]
+
+    def piece_at(self, at: int) -> Piece:
+        """The last piece that begins at element `at` of the chunk, or before."""
+        return self.pieces[bisect(self.pieces, at, key=lambda piece: piece.chunk_offset) - 1]
 
 
 @dataclass(frozen=True)
@@ -343,8 +418,7 @@ class Layout:
         offset = self.locations[param][1]
         for index in self.chunks_of[param]:
             chunk = self.chunks[index]
-            at = max(offset - chunk.start, 0)
-            yield chunk, chunk.pieces[bisect(chunk.pieces, at, key=lambda piece: piece.chunk_offset) - 1]
+            yield chunk, chunk.piece_at(max(offset - chunk.start, 0))
 
     @cached_property
     def param_chunks_of(self) -> dict[int, tuple[int, ...]]:
@@ -357,6 +431,24 @@ class Layout:
             for piece in chunk.pieces:
                 found[piece.param].append(chunk.index)
         return {param: tuple(holders) for param, holders in found.items()}
+
+
+def blocks_of(states: Iterable[StateKind]) -> tuple[int, ...]:
+    """For the master's array and each of the states', how many elements of the master share one of its elements."""
+    return (1, *(block for state in states for _, block in state.form.arrays))
+
+
+def part_of(array: T, block: int, start: int, stop: int) -> T:
+    """What an array has of elements `start` to `stop` of a chunk.
+
+    Args:
+        array: a tensor of the chunk.
+        block: how many elements of the chunk share one of the array's.
+        start: the first element, a multiple of `block`.
+        stop: the one after the last.
+    """
+    part: T = array[start // block : -(-stop // block)]  # type: ignore[index]
+    return part
 
 
 def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:

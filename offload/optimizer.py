@@ -55,6 +55,7 @@ from offload.errors import (
 from offload.health import Health
 from offload.held_model import HeldModel, Values
 from offload.interrupts import uninterrupted
+from offload.layout import is_dithered
 from offload.model import written_frozen
 from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
@@ -81,6 +82,7 @@ from offload.optim.adopt import (
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.optim.method import MethodCall
 from offload.optim.rule import Progress
+from offload.optim.rules.adam import MOST_OF_CODES
 from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
 from offload.planner.placement import place
@@ -158,7 +160,8 @@ class OffloadZero(torch.optim.Optimizer):
             (chunks, directories, ranks, split masters), the commit is first written in the new layout, and the old one
             is removed when that is committed. See `resumed`.
         resume_states: "committed": the run goes on with the states of its optimizer, which has to be of the same class
-            and keep the same arrays. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
+            and keep the same arrays in the same form. "convert": they become what `states` says, and are rounded where
+            that is smaller. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
             anew, and the masters and the number of the step are those of the commit. Each resume with it begins them
             again.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
@@ -186,6 +189,9 @@ class OffloadZero(torch.optim.Optimizer):
         partition_activations: with an `activation_tier` and tensor parallelism, whether each tensor-parallel rank keeps
             only a part of what enters a unit, where that is the same on all of them. It is gathered before the unit is
             recomputed.
+        states: how Adam and AdamW keep their moments: "fp32", which is torch's own training; "bf16", 4 bytes of each
+            parameter in place of 8; or "8bit", 2.03 bytes. The last two round moments up or down by random bits, which
+            is another training (docs/small-states.md). Param groups of other optimizers keep fp32.
         tuning: options that only change speed, but for `tile`, which changes results within rounding.
 
     Raises:
@@ -242,6 +248,7 @@ class OffloadZero(torch.optim.Optimizer):
         activation_tier: str | None = None,
         activation_memory: int | str | None = None,
         partition_activations: bool = False,
+        states: str = "fp32",
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -316,7 +323,7 @@ class OffloadZero(torch.optim.Optimizer):
         with together(self._everyone):
             require_free(model)
             given = optimizers_of(given, model)
-            rules, groups = rules_of(given), groups_of(given)
+            rules, groups = rules_of(given, options.states), groups_of(given)
             kinds = [{name: group[name] for name in _VARIANT if name in group} for group in groups]
             if options.every is not None:
                 stored(groups)
@@ -325,6 +332,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._plan = plan_run(model, groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
+            self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
@@ -463,6 +471,8 @@ class OffloadZero(torch.optim.Optimizer):
         active = self._finalize_gradients()
         self._commit_if_due()
         update = self._agreed_update(active) if self._is_to_step(active) else None
+        if update is not None and not self._fits_states(active, update.factor):
+            update = None
         if update is not None:
             self._held.take_outside_writes()
             self._commit_first()
@@ -721,6 +731,35 @@ class OffloadZero(torch.optim.Optimizer):
             raise NonFiniteGradientError(
                 f"NaN or Inf in the gradient of {name}{others}; the optimizer's state is untouched: call zero_grad() "
                 f'and go on with the next batch, or choose nonfinite="skip"{view}',
+                parameter=name,
+            )
+        return not bad
+
+    def _fits_states(self, active: Sequence[int], factor: float) -> bool:
+        """Whether no gradient is too large for moments in codes, or the step is skipped.
+
+        Args:
+            active: the numbers of the parameters that have a gradient.
+            factor: the factor of all gradients.
+
+        Raises:
+            NonFiniteGradientError: one is too large, and `nonfinite` is "raise".
+        """
+        if not self._dithered:
+            return True
+        scale, gradients = self._parts.scale, self._parts.gradients
+        those = [number for number in active if number in self._dithered]
+        largest = max((abs(scale.relative(number)) for number in those), default=0.0) * abs(factor)
+        if gradients.norm(active) * largest < MOST_OF_CODES:
+            return True
+        norms = zip(those, gradients.norms(those), strict=True)
+        bad = [number for number, norm in norms if norm * abs(factor * scale.relative(number)) >= MOST_OF_CODES]
+        if bad and not self._skips_nonfinite:
+            name = self._layout.specs[bad[0]].name
+            raise NonFiniteGradientError(
+                f"the gradient of {name} has a norm of {MOST_OF_CODES:.3g} or more, and its square has no room in "
+                f'states="{self._choice.states.form}"; the optimizer\'s state is untouched: clip gradients, or call '
+                'zero_grad() and go on with the next batch, or choose nonfinite="skip"',
                 parameter=name,
             )
         return not bad

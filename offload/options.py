@@ -22,6 +22,10 @@ from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 PathLike = str | os.PathLike[str]
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATE_FORMS = ("fp32", "bf16", "8bit")
+"""How Adam's moments may be kept; layout.ADAM_FORMS has them."""
+RESUME_STATES = ("committed", "convert", "anew")
+"""What becomes of committed states: they go on as they are; they may be in another form; they are left there."""
 COMMIT_EVERY = 100
 """Steps between commits where a path is given and nothing is said about them."""
 
@@ -122,6 +126,7 @@ class Options:
     activation_tier: str | None = None
     activation_memory: int | str | None = None
     partition_activations: bool = False
+    states: str = "fp32"
     tuning: Tuning | None = None
 
     def __new__(cls, **options: Any) -> Self:
@@ -155,7 +160,7 @@ class Options:
 
     def _wrong(self, chunk_bytes: int) -> Iterator[Fault]:
         """What is wrong with each option by itself."""
-        tuning, states = self.tuned, self._states
+        tuning, states = self.tuned, self._state_tier
         # With gradients in slots a block whose squares are summed has to lie in one chunk.
         least_chunk, where = PAGE_BYTES, ""
         if self._grads == NVME.name:
@@ -170,8 +175,9 @@ class Options:
         yield _none_of("compute_dtype", self.compute_dtype, *COMPUTE_DTYPES)
         yield _none_of("nonfinite", self.nonfinite, "raise", "skip")
         yield _none_of("stage", self.stage, None, 1, 2, 3)
+        yield _none_of("states", self.states, *STATE_FORMS)
+        yield _none_of("resume_states", self.resume_states, *RESUME_STATES)
         yield _none_of("cast_forward_inputs", self.cast_forward_inputs, True, False)
-        yield _none_of("resume_states", self.resume_states, "committed", "anew")
         yield _none_of("Tuning.io_engine", tuning.io_engine, "auto", "uring", "threads", "portable")
         yield _none_of("Tuning.split_master", tuning.split_master, None, False, True)
         yield (
@@ -208,16 +214,17 @@ class Options:
             f"resume={self.resumes!r} needs path, where the run lies, or its directories: resume=[...]",
         )
         yield (
-            self.begins_states and not self.resumes,
-            'resume_states="anew" needs resume, which says what to continue: give resume=True, or leave it out',
+            self.resume_states != RESUME_STATES[0] and not self.resumes,
+            f'resume_states="{self.resume_states}" needs resume, which says what to continue: give resume=True, or '
+            "leave it out",
         )
         yield (
-            self.states.is_durable and not has_path,
+            self.state_tier.is_durable and not has_path,
             'tier="nvme" needs path="...", the directory for its swap files',
         )
         yield (
-            has_path and self.every is None and NVME not in (self.states, self.params, self.activations),
-            f'path={[*map(str, self.paths)]} has no use with tier="{self.states}" and no commits: drop it, drop '
+            has_path and self.every is None and NVME not in (self.state_tier, self.params, self.activations),
+            f'path={[*map(str, self.paths)]} has no use with tier="{self.state_tier}" and no commits: drop it, drop '
             'commit_every=None, or choose tier="nvme"',
         )
         yield (
@@ -235,12 +242,12 @@ class Options:
             '"device", "cpu" or "nvme"',
         )
         yield (
-            self.grads > DEVICE and self.states == DEVICE,
+            self.grads > DEVICE and self.state_tier == DEVICE,
             f'grad_tier="{self.grads}" with tier="device": gradients wait beside the states that they change; '
             "leave grad_tier out",
         )
         yield (
-            self.grads.is_durable and self.states == CPU,
+            self.grads.is_durable and self.state_tier == CPU,
             'grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files',
         )
         yield (
@@ -253,7 +260,7 @@ class Options:
             "master; leave split_master out, or choose torch.bfloat16",
         )
         yield (
-            bool(self.tuned.split_master) and self.states == DEVICE,
+            bool(self.tuned.split_master) and self.state_tier == DEVICE,
             'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
             "leave it out",
         )
@@ -261,16 +268,18 @@ class Options:
     # Tiers.
 
     @property
-    def _states(self) -> str:
+    def _state_tier(self) -> str:
         return (NVME.name if self.paths else CPU.name) if self.tier is None else self.tier
 
     @property
     def _grads(self) -> str:
-        return (DEVICE.name if self._states == DEVICE.name else CPU.name) if self.grad_tier is None else self.grad_tier
+        return (
+            (DEVICE.name if self._state_tier == DEVICE.name else CPU.name) if self.grad_tier is None else self.grad_tier
+        )
 
     @property
-    def states(self) -> Tier:
-        return TIERS[self._states]
+    def state_tier(self) -> Tier:
+        return TIERS[self._state_tier]
 
     @property
     def params(self) -> Tier:
@@ -310,6 +319,11 @@ class Options:
     def begins_states(self) -> bool:
         """Whether a resume takes the masters only, and the optimizer begins."""
         return self.resume_states == "anew"
+
+    @property
+    def converts_states(self) -> bool:
+        """Whether a resume takes states in another form than it keeps them in."""
+        return self.resume_states == "convert"
 
     @property
     def _every(self) -> int | str | None:

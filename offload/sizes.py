@@ -20,6 +20,10 @@ MASTER_ITEM_BYTES = 4
 SUM_BLOCK = 65536
 """Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 
+DITHER_BLOCK = 64
+"""Elements of a parameter, counted from its start, whose moments of one or two bytes are rounded and scaled together
+(kernels.h: OFFLOAD_DITHER_BLOCK)."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1 << (10 * (i + 1)) for i, letter in enumerate("KMGT")}
 _UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGT")}

@@ -16,7 +16,8 @@ from offload.cli import options as of_commands
 from offload.cli import plan, train
 from offload.cli.convert import ORDER
 from offload.errors import ConfigError
-from offload.options import Options
+from offload.layout import ADAM_FORMS
+from offload.options import STATE_FORMS, Options
 from offload.planner.decide import Situation, decide
 from offload.sizes import GIB, MIB
 from offload.storage.pool import LEAST_IN_FLIGHT
@@ -49,7 +50,7 @@ def test_where_there_is_a_path_every_hundredth_step_is_committed(tmp_path: Path)
 
 def test_a_path_means_the_nvme_tier(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path), [tmp_path], (str(tmp_path),)):
-        assert (Options(path=path).states.name, Options(path=path).paths) == ("nvme", (tmp_path,))
+        assert (Options(path=path).state_tier.name, Options(path=path).paths) == ("nvme", (tmp_path,))
 
 
 def test_a_chunk_is_whole_pages() -> None:
@@ -74,11 +75,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("commit_every", 1.5, "whole number"),
     ("commit_every", "often", '0, None or "auto"'),
     ("resume", True, "needs path"),
+    ("states", "int8", 'choose "fp32", "bf16" or "8bit"'),
+    ("states", 8, 'choose "fp32", "bf16" or "8bit"'),
+    ("resume_states", "convert", "needs resume"),
     ("resume", "auto", "needs path"),
     ("resume", 0, 'True, False, "auto"'),
     ("resume", [], "names no directory"),
     ("resume", "yes", 'True, False, "auto"'),
-    ("resume_states", "new", '"committed" or "anew"'),
+    ("resume_states", "new", '"committed", "convert" or "anew"'),
     ("resume_states", "anew", "needs resume"),
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "device", "cpu" or "nvme"'),
@@ -234,7 +238,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
         "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
         "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "resume_states", "device",
         "init", "init_missing", "stage", "process_group", "cast_forward_inputs", "keep", "activation_tier",
-        "activation_memory", "partition_activations", "tuning", "unknown",
+        "activation_memory", "partition_activations", "states", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
@@ -288,6 +292,7 @@ def test_the_command_line_has_the_options_and_their_tiers() -> None:
     assert not IN_NO_COMMAND & of_plan
     assert "threads" in of_train
     assert set(ORDER) <= known
+    assert of_commands.STATES == STATE_FORMS == (*ADAM_FORMS,)
     for tiers in (of_commands.TIERS, of_commands.PARAM_TIERS, of_commands.GRAD_TIERS):
         assert {*tiers} - {"auto"} <= TIERS.keys()
 

@@ -48,7 +48,7 @@ from offload.checkpoint.commit import (
 )
 from offload.checkpoint.extra import Carried, carried_in, stored
 from offload.checkpoint.live import collect
-from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, ProgressFacts, differences
+from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, ProgressFacts, differences, in_other_forms
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import copy_ranges
@@ -533,7 +533,8 @@ class Commits:
             for one in ranges:
                 numels[one.target] += one.numel
         with together(self._comm):
-            self._masters.take_resharded(taken, numels, step)
+            converts = {name for name, _ in in_other_forms(reader.manifests[0], self._wanted)}
+            self._masters.take_resharded(taken, numels, step, converts)
         self._all_gather_parameters(step)
 
     def _as_snapshot(self) -> Snapshot:

@@ -3,7 +3,8 @@
 [Note: manifest format]
 One JSON object, spelled as `canonical` spells it, with these fields:
 
-    schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam
+    schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
+                       another form than fp32
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -39,6 +40,11 @@ Where a param group is of another optimizer than Adam or AdamW, there are three 
                        of name, number, dtype of the tensor that holds it or null; arrays: the names of those that it
                        has by now}
 
+Where states are in other forms than fp32, flats have one more, which is not spelled otherwise:
+
+    forms              at the end of a flat of such states: how each is stored, by a name of `layout.FORMS`. With a
+                       split master such a flat has no tie bits: the lower half is a signed number beside the copy
+
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
@@ -64,7 +70,7 @@ import xxhash
 from msgspec import Meta
 
 from offload.errors import ConfigError, CorruptionError, ResumeError
-from offload.layout import ADAM_STATES, MASTER, Flat, Layout, StateKind
+from offload.layout import ADAM_FORMS, ADAM_STATES, FORMS, MASTER, Flat, Layout, StateKind, is_dithered
 from offload.optim.rule import Progress
 from offload.optim.rule import Scalar as NamedScalar
 from offload.sizes import MASTER_ITEM_BYTES, format_bytes
@@ -77,7 +83,7 @@ from offload.storage.swap_format import (
     MAX_PLACES,
     RunId,
     SlotArrays,
-    state_itemsizes,
+    state_arrays,
 )
 
 SCHEMA = "offload manifest"
@@ -86,6 +92,8 @@ ADAM = "Adam"
 VERSION = 2
 VERSION_OF_RULES = 3
 """That of manifests with other optimizers than Adam."""
+VERSION_OF_FORMS = 4
+"""That of manifests with states in other forms than fp32."""
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -189,15 +197,18 @@ class FlatFacts:
     numel: Count
     owned: tuple[Count, Count]
     states: Annotated[tuple[Text, ...], Meta(max_length=MAX_OPTIONS)] | None = None
+    forms: Annotated[tuple[Text, ...], Meta(max_length=MAX_OPTIONS)] | None = None
 
-    @property
+    @cached_property
     def state_kinds(self) -> tuple[StateKind, ...]:
-        """The arrays in its slots beside the master."""
-        return ADAM_STATES if self.states is None else tuple(map(StateKind, self.states))
+        """What is in its slots beside the master."""
+        names = [state.name for state in ADAM_STATES] if self.states is None else self.states
+        forms = ["fp32"] * len(names) if self.forms is None else self.forms
+        return tuple(StateKind(name, FORMS[form]) for name, form in zip(names, forms, strict=True))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of all arrays in its slots."""
+        """The names of the master and the states in its slots."""
         return (MASTER, *(state.name for state in self.state_kinds))
 
 
@@ -297,13 +308,10 @@ class Manifest:
     @cached_property
     def slot_map(self) -> SlotMap:
         """Which slots are committed, numbered as the run has them."""
-
         split = [self._has_halves(number) for number in range(len(self.flats))]
-        sizes = [
-            state_itemsizes(flat.state_kinds, is_split=is_split)
-            for flat, is_split in zip(self.flats, split, strict=True)
+        states = [
+            state_arrays(row.numel, self.flats[row.flat].state_kinds, is_split=split[row.flat]) for row in self.chunks
         ]
-        states = [SlotArrays(row.numel, sizes[row.flat]) for row in self.chunks]
         params = [SlotArrays(row.numel, (HALF_BYTES if split[row.flat] else MASTER_ITEM_BYTES,)) for row in self.copies]
         return SlotMap({ChunkKind.STATES: states, ChunkKind.PARAMS: params}, self.places, len(self.slots))
 
@@ -332,14 +340,14 @@ class Slot:
         path: the number of its swap file.
         offset: where it begins in the file, in bytes.
         size: its bytes.
-        arrays: for each state kind, (bytes an element, where the array begins in the slot, in bytes).
+        arrays: what is in it.
     """
 
     chunk: int
     path: int
     offset: int
     size: int
-    arrays: dict[str, tuple[int, int]]
+    arrays: SlotArrays
 
 
 def committed_slots(manifest: Manifest) -> list[Slot]:
@@ -349,11 +357,8 @@ def committed_slots(manifest: Manifest) -> list[Slot]:
     for kind in (ChunkKind.STATES, ChunkKind.PARAMS):
         for number, one in zip(slots.of(kind), slots.arrays[kind], strict=True):
             facts = manifest.slots[number]
-            names = manifest.flats[facts.flat].kinds if kind is ChunkKind.STATES else ("param",)
-            ranges = zip(names, one.ranges(), strict=True)
-            arrays = {name: (itemsize, start) for name, (itemsize, start, _) in ranges}
             offset = tables[facts.path].offset(number, facts.slot)
-            found.append(Slot(number, facts.path, offset, one.nbytes, arrays))
+            found.append(Slot(number, facts.path, offset, one.nbytes, one))
     return found
 
 
@@ -454,10 +459,13 @@ def serialise(manifest: Manifest) -> bytes:
     if not manifest.rules:
         del plain["rules"]
     for facts in (*plain["parameters"], *plain["flats"]):
-        for name in ("shard_dim", "progress", "states"):
+        for name in ("shard_dim", "progress", "states", "forms"):
             if facts.get(name) is None:
                 facts.pop(name, None)
-    return canonical({"schema": SCHEMA, "version": VERSION_OF_RULES if manifest.rules else VERSION, **plain})
+    version = VERSION_OF_RULES if manifest.rules else VERSION
+    if any(flat.forms is not None for flat in manifest.flats):
+        version = VERSION_OF_FORMS
+    return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
 def parse(data: bytes, file: str = "manifest") -> Manifest:
@@ -471,7 +479,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_RULES), file, least_version=VERSION)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_FORMS), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest
@@ -578,6 +586,11 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
         return "as many offsets as parameters are needed"
     if len({(parameters[number].unit, parameters[number].dtype) for number in flat.params}) > 1:
         return "its parameters differ in unit or dtype"
+    if flat.forms is not None:
+        if not set(flat.forms) <= FORMS.keys() or set(flat.forms) == {"fp32"}:
+            return "forms: expected known ones, of which some are not fp32"
+        if len(flat.forms) != (len(ADAM_STATES) if flat.states is None else len(flat.states)):
+            return "forms: expected one for each state"
     if len(set(flat.kinds)) != len(flat.kinds):
         return "two of its states have one name"
     for number in flat.params:
@@ -679,13 +692,17 @@ def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> 
     """
     shards = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
     return tuple(
-        FlatFacts(flat.params, flat.offsets, flat.numel, shard, _states_of(flat))
+        FlatFacts(flat.params, flat.offsets, flat.numel, shard, _states_of(flat), _forms_of(flat))
         for flat, shard in zip(layout.flats, shards, strict=True)
     )
 
 
 def _states_of(flat: Flat) -> tuple[str, ...] | None:
-    return None if flat.states == ADAM_STATES else tuple(state.name for state in flat.states)
+    return None if flat.states in ADAM_FORMS.values() else tuple(state.name for state in flat.states)
+
+
+def _forms_of(flat: Flat) -> tuple[str, ...] | None:
+    return tuple(state.form.name for state in flat.states) if is_dithered(flat.states) else None
 
 
 def differences(
@@ -694,6 +711,7 @@ def differences(
     *,
     unfrozen: Container[str] = (),
     frozen: Container[str] = (),
+    converts: bool = False,
     of_masters: bool = False,
 ) -> list[str]:
     """What keeps a commit from being resumed by a run, in words; empty if nothing does.
@@ -705,6 +723,7 @@ def differences(
         wanted: the manifest of the run.
         unfrozen: the names of parameters that were frozen when it was committed.
         frozen: the names of parameters that are frozen now.
+        converts: whether states may be in another form than they were committed in.
         of_masters: whether only masters are taken, so that the optimizer, its groups and its states may differ.
     """
     if committed.slices != wanted.slices:
@@ -731,7 +750,26 @@ def differences(
                 found.append(f"{name} is in param group {group}, and {former} was committed")
             if now[name] != before[name]:
                 found.append(f"{name} has {', '.join(now[name])}, and {', '.join(before[name])} was committed")
+    if not (converts or of_masters) and not found and (changed := in_other_forms(committed, wanted)):
+        (name, (is_in, was_in)), more = changed[0], len(changed) - 1
+        and_more = f" (and so for {more} more parameters)" if more else ""
+        found.append(
+            f"states of {name} are kept as {is_in}, and were committed as {was_in}{and_more}: give the option states "
+            'as it was, or resume_states="convert"'
+        )
     return found
+
+
+def in_other_forms(committed: Manifest, wanted: Manifest) -> list[tuple[str, tuple[str, str]]]:
+    """The parameters whose states are in another form than they were committed in, with both forms in words."""
+    now, before = _forms(wanted), _forms(committed)
+    return [(name, (now[name], before[name])) for name in now if before.get(name, now[name]) != now[name]]
+
+
+def _forms(manifest: Manifest) -> dict[str, str]:
+    """The forms of each parameter's states."""
+    words = [", ".join(state.form.name for state in flat.state_kinds) for flat in manifest.flats]
+    return {param.name: words[manifest.homes[number][0]] for number, param in enumerate(manifest.parameters)}
 
 
 def _optimizer_differences(committed: Manifest, wanted: Manifest) -> list[str]:

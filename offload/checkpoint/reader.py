@@ -37,12 +37,13 @@ from offload.interrupts import wait_for_all
 from offload.io.engine import IOEngine, IOFuture, aligned_memory
 from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine, Workers
-from offload.native import JOIN, Kernels, load
-from offload.sizes import GIB, MIB, format_bytes
+from offload.layout import MASTER, StateKind, is_dithered, of_states
+from offload.native import JOIN, Kernels, codes, load
+from offload.sizes import GIB, MASTER_ITEM_BYTES, MIB, format_bytes
 from offload.storage.directories import older_swap_name, swap_name
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import CommittedFile, SlotFile, memory_of
-from offload.storage.swap_format import superblock_padding_is_clean
+from offload.storage.swap_format import HALF_BYTES, superblock_padding_is_clean
 
 
 class CommittedSlots:
@@ -407,7 +408,7 @@ class Reader:
         found = []
         for name in self._names:
             ranges = [one for number in self.slices_of(name) for one in self.ranges(name, number)]
-            nbytes = sum(one.numel * self._itemsize(one.rank, one.chunk) for one in ranges)
+            nbytes = sum(map(self._bytes_of, ranges))
             facts = replace(self.facts(name), shape=self.shape_of(name))
             found.append(Tensors(facts, nbytes, tuple((one.rank, one.chunk) for one in ranges)))
         return found
@@ -476,17 +477,19 @@ class Reader:
         for one in self.ranges(name, slice_number):
             yield self._state(one.rank, one.chunk, kind)[one.chunk_offset : one.chunk_offset + one.numel]
 
-    def _view(self, rank: int, number: int, kind: str, buffer: Tensor) -> Tensor:
-        """An array of a slot that lies in `buffer`."""
-        itemsize, start = self._slots[rank][number].arrays[kind]
-        numel = self.manifests[rank].slots[number].numel
-        halves = torch.bfloat16 if kind == "param" else torch.int16
-        return buffer[start : start + itemsize * numel].view(halves if itemsize == 2 else torch.float32)
+    def _bytes_of(self, one: Range) -> int:
+        """What elements of a parameter take in all slots of their chunk together."""
+        slots = [self._slots[one.rank][number] for number in self._numbers(one.rank, one.chunk)]
+        return sum(sum(slot.arrays._replace(numel=one.numel).sizes) for slot in slots)
 
-    def _itemsize(self, rank: int, chunk: int) -> int:
-        """Bytes an element of a chunk, in all of its slots together."""
-        slots = [self._slots[rank][number] for number in self._numbers(rank, chunk)]
-        return sum(itemsize for slot in slots for itemsize, _ in slot.arrays.values())
+    def _state_kinds(self, rank: int, chunk: int) -> tuple[StateKind, ...]:
+        """What the slot of a chunk's states has beside the master."""
+        manifest = self.manifests[rank]
+        return manifest.flats[manifest.chunks[chunk].flat].state_kinds
+
+    def _is_split(self, rank: int, chunk: int) -> bool:
+        """Whether the slot of a chunk's states has the low halves of its masters only."""
+        return self._slots[rank][self._numbers(rank, chunk)[0]].arrays.itemsizes[0] == HALF_BYTES
 
     def read(self, name: str, kind: str, slice_number: int | None = None) -> Tensor:
         """A state of a parameter: a copy, fp32, on the CPU, in the parameter's shape, row-major.
@@ -522,12 +525,12 @@ class Reader:
         wanted = list(wanted)
         for rank, chunk in wanted:
             self.swap_files.of(rank).require_whole(self._needed(rank, chunk))
-        joined = _buffer(self._joined_bytes())
-        both = deque([*map(_buffer, self._largest()), joined] for _ in range(2))
-        coming: deque[tuple[int, Sequence[int], list[Tensor], list[IOFuture]]] = deque()
+        made = _buffer(self._made_bytes())
+        both = deque([*map(_buffer, self._largest()), made] for _ in range(2))
+        coming: deque[tuple[int, int, list[Tensor], list[IOFuture]]] = deque()
         for rank, chunk in wanted:
             numbers = self._needed(rank, chunk)
-            coming.append((rank, numbers, both[0], self._begin(rank, numbers, both[0])))
+            coming.append((rank, chunk, both[0], self._begin(rank, numbers, both[0])))
             both.rotate()
             if len(coming) == len(both):
                 yield self._states(*coming.popleft())
@@ -536,18 +539,22 @@ class Reader:
 
     def slots_bytes(self) -> int:
         """The RAM that `slots` takes, in bytes."""
-        return 2 * sum(self._largest()) + self._joined_bytes()
+        return 2 * sum(self._largest()) + self._made_bytes()
 
     def _largest(self) -> list[int]:
         """The bytes of the largest slot of states, and of the largest slot of 16-bit parameters."""
         both = [*zip(self._maps, self._slots, strict=True)]
         return [max((found[at].size for slots, found in both for at in slots.of(kind)), default=0) for kind in KINDS]
 
-    def _joined_bytes(self) -> int:
-        """The bytes of the largest master that is made of two halves."""
-        if not self.manifests[0].split_master:
-            return 0
-        return 4 * max((chunk.numel for manifest in self.manifests for chunk in manifest.chunks), default=0)
+    def _made_bytes(self) -> int:
+        """The most bytes of fp32 that are made of a chunk's slots; see `_made_of`."""
+        chunks = ((rank, chunk) for rank, found in enumerate(self.manifests) for chunk in range(len(found.chunks)))
+        return max((self._made_of(rank, chunk) for rank, chunk in chunks), default=0)
+
+    def _made_of(self, rank: int, chunk: int) -> int:
+        """The bytes of fp32 that are made of a chunk's slots: masters of two halves, and states that are decoded."""
+        made = sum(not state.form.is_exact for state in self._state_kinds(rank, chunk)) + self._is_split(rank, chunk)
+        return MASTER_ITEM_BYTES * made * self.manifests[rank].chunks[chunk].numel
 
     def _numbers(self, rank: int, chunk: int) -> list[int]:
         """The slots that belong to a chunk, for its states and, if these are committed too, for its parameters."""
@@ -557,8 +564,9 @@ class Reader:
     def _needed(self, rank: int, chunk: int, kind: str = "master") -> list[int]:
         """The slots of a chunk that one of its states is made of."""
         numbers = self._numbers(rank, chunk)
-        is_split = self._slots[rank][numbers[0]].arrays["master"][0] == 2
-        return numbers if is_split and kind != "exp_avg" else numbers[:1]
+        # A split fp32 form has tie bits in exp_avg_sq, which only a join clears.
+        is_alone = kind not in (MASTER, *(() if is_dithered(self._state_kinds(rank, chunk)) else ("exp_avg_sq",)))
+        return numbers[:1] if is_alone or not self._is_split(rank, chunk) else numbers
 
     def _state(self, rank: int, chunk: int, kind: str) -> Tensor:
         """A state of a chunk, in memory that the next chunk overwrites."""
@@ -569,11 +577,11 @@ class Reader:
             self.swap_files.of(rank).require_whole(numbers)
             # What is under way when this is interrupted keeps its memory.
             buffers, self._buffers = self._buffers, [_buffer(0)] * 3
-            joined = 4 * self.manifests[rank].chunks[chunk].numel if len(numbers) > 1 else 0
-            for role, size in enumerate([*(self._slots[rank][number].size for number in numbers), joined]):
+            sizes = [self._slots[rank][number].size for number in numbers] + [0] * (2 - len(numbers))
+            for role, size in enumerate([*sizes, self._made_of(rank, chunk)]):
                 if len(buffers[role]) < size:
                     buffers[role] = _buffer(size)
-            self._loaded = (rank, chunk), self._states(rank, numbers, buffers, self._begin(rank, numbers, buffers))
+            self._loaded = (rank, chunk), self._states(rank, chunk, buffers, self._begin(rank, numbers, buffers))
             self._buffers = buffers
         return self._loaded[1][kind]
 
@@ -584,15 +592,15 @@ class Reader:
         return [slots.read(number, buffer[:size]) for number, size, buffer in into]
 
     def _states(
-        self, rank: int, numbers: Sequence[int], buffers: Sequence[Tensor], reading: Sequence[IOFuture]
+        self, rank: int, chunk: int, buffers: Sequence[Tensor], reading: Sequence[IOFuture]
     ) -> dict[str, Tensor]:
         """Waits for the slots of a chunk.
 
         Args:
             rank: whose slots.
-            numbers: their numbers.
-            buffers: the memory of the slots, and last the memory for masters that are joined of two halves.
-            reading: the reads into `buffers`.
+            chunk: its number.
+            buffers: the memory of the slots, and last that of what is made of them, of `_made_of` bytes.
+            reading: the reads into `buffers`, of the states' slot and perhaps the parameters'.
 
         Returns:
             The states, by kind, fp32: all of them, or those that need no other slot.
@@ -600,17 +608,27 @@ class Reader:
         wait_for_all(reading)
         for future in reading:
             future.result()
-        states, copies, joined = buffers
-        found = {kind: self._view(rank, numbers[0], kind, states) for kind in self._slots[rank][numbers[0]].arrays}
-        if found["master"].dtype is torch.int16 and len(numbers) == 1:
-            return {"exp_avg": found["exp_avg"]}
-        if found["master"].dtype is torch.int16:
-            master = joined.view(torch.float32)[: len(found["master"])]
+        numbers, kinds = self._numbers(rank, chunk), self._state_kinds(rank, chunk)
+        numel = self.manifests[rank].chunks[chunk].numel
+        made = iter(buffers[2].view(torch.float32)[: self._made_of(rank, chunk) // MASTER_ITEM_BYTES].split(numel))
+        master, *rest = self._slots[rank][numbers[0]].arrays.views(buffers[0])
+        found = {}
+        for state, arrays in zip(kinds, of_states(kinds, rest), strict=True):
+            exact = arrays[0] if state.form.is_exact else next(made)
+            found[state.name] = codes.decode_into(state.form, arrays, exact)
+        if not self._is_split(rank, chunk):
+            return {MASTER: master, **found}
+        if len(reading) == 1:
+            return {kind: found[kind] for kind in found if len(self._needed(rank, chunk, kind)) == 1}
+        whole = next(made)
+        (uppers,) = self._slots[rank][numbers[1]].arrays.views(buffers[1])
+        uppers = uppers.view(torch.bfloat16)
+        if is_dithered(kinds):
+            codes.join_into(uppers, master, whole)
+        else:
             self._kernels = self._kernels or load()
-            uppers = self._view(rank, numbers[1], "param", copies)
-            self._kernels.call(JOIN, uppers, found["master"], found["exp_avg_sq"], master, found["exp_avg_sq"])
-            found["master"] = master
-        return found
+            self._kernels.call(JOIN, uppers, master, found["exp_avg_sq"], whole, found["exp_avg_sq"])
+        return {MASTER: whole, **found}
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
         """Reads all that a resume reads, and compares it with its checksum. It goes on after an error.

@@ -697,7 +697,8 @@ def _plan(
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with together(comm):
-        first = _require_this_model(target, manifests, wanted, files, frozen, of_masters=choice.begins_states)
+        taken = {"of_masters": choice.begins_states, "converts": choice.converts_states}
+        first = _require_this_model(target, manifests, wanted, files, frozen, **taken)
         _require_no_other(choice.paths, target, seen.runs)
         _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
         # States that begin anew would be written over committed ones.
@@ -795,6 +796,7 @@ def _require_this_model(
     frozen: Container[str],
     *,
     of_masters: bool,
+    converts: bool,
 ) -> Manifest:
     """Checks that what is committed is of this model.
 
@@ -806,6 +808,7 @@ def _require_this_model(
         files: the file system.
         frozen: the names of parameters that are frozen now.
         of_masters: whether only masters are taken from it.
+        converts: whether states may be in another form than they were committed in.
 
     Returns:
         The manifest of the first rank of this one's slice; of rank 0 where there were other slices.
@@ -822,7 +825,7 @@ def _require_this_model(
         first = manifests[_first_rank(wanted, len(commit.manifests))]
     if own := _own_of(manifests, wanted):
         require_one_model(first, own, str(home))
-    differing = partial(differences, first, wanted)
+    differing = partial(differences, first, wanted, converts=converts)
     found = differing(of_masters=of_masters)
     if found and len(commit.manifests) == wanted.world == 1:
         state = _extra(manifests, target, wanted, files).attached.get(written_frozen.NAME)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TIERS = ("nvme", "cpu", "device")
 PARAM_TIERS = ("device", "cpu", "nvme", "auto")
 GRAD_TIERS = ("cpu", "nvme", "auto")
+STATES = ("fp32", "bf16", "8bit")
 ITEMSIZES = {"bf16": 2, "fp32": 4}
 """Bytes of an element, by what --dtype takes."""
 LEAST = "least"
@@ -44,6 +45,9 @@ CpuMemory = Annotated[
     ),
 ]
 Chunk = Annotated[str | None, typer.Option(help="Bytes of fp32 master a chunk.", show_default="64MiB")]
+States = Annotated[
+    str, typer.Option(help="How Adam keeps its moments: fp32, or bf16 or 8bit, which are another training.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -70,12 +74,14 @@ class RunOptions:
     commit_every: int | None = None
     device_memory: str | None = None
     activation_tier: str | None = None
+    states: str = "fp32"
 
     def __post_init__(self) -> None:
         self._require_least(1, "batch", "seq", "commit_every")
         if self.accumulation != "auto":
             self._require_least(1, "accumulation")
         allowed = {"tier": TIERS, "param_tier": PARAM_TIERS, "grad_tier": GRAD_TIERS, "dtype": tuple(ITEMSIZES)}
+        allowed |= {"states": STATES}
         for option, values in allowed.items():
             if getattr(self, option) not in values:
                 raise ConfigError(f"--{_name(option)} {getattr(self, option)}: choose one of {', '.join(values)}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, Tier
+from offload.cli.options import Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
@@ -65,6 +65,7 @@ def plan(
         ),
     ] = None,
     chunk: Chunk = None,
+    states: States = "fp32",
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
@@ -123,8 +124,8 @@ def plan(
         preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, batch=batch,
         seq=seq, accumulation=_whole(accumulation), dtype=dtype, optimizer=optimizer, tier=tier, param_tier=param_tier,
         grad_tier=grad_tier, device_memory=device_memory, activation_tier=activation_tier, cpu_memory=cpu_memory,
-        chunk=chunk, split_master=split_master, commit_every=commit_every, no_commits=no_commits, ranks=ranks,
-        stage=stage, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
+        chunk=chunk, states=states, split_master=split_master, commit_every=commit_every, no_commits=no_commits,
+        ranks=ranks, stage=stage, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
         gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram, flops=flops, disk_gb_per_s=disk_gb_per_s,
     )  # fmt: skip
     from offload.cli.plan_models import sized
@@ -210,7 +211,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     from offload.planner.explain import plan_of
     from offload.planner.placement import activation_memory
 
-    rules = rules_named(options.optimizer)
+    rules = rules_named(options.optimizer, options.states)
     if options.split_master and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
     a_block = options.entering_bytes(model.width)
@@ -224,6 +225,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         direct=accelerator() is None and not options.gpu,
         free_cpu_bytes=options.free_cpu_bytes,
         rules=rules,
+        states=options.states,
         tier=options.tier,
         path="." if options.has_path else None,
         cpu_memory=options.given_cpu_memory,
@@ -328,6 +330,7 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "grad_tier": planned.choice.grads.tier.name,
         "device": "cpu" if planned.direct else device.type if device is not None else "gpu",
         "accumulation": planned.choice.grads.declared,
+        "states": planned.choice.states.form,
         "split_master": planned.choice.states.split_master,
         "commit_every": planned.choice.commits.every,
         "optimizer": options.optimizer,

@@ -106,11 +106,12 @@ def _configured(config: Path) -> Sized:
     return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
 
 
-def rules_named(name: str) -> tuple[Rule, Rule]:
+def rules_named(name: str, form: str = "fp32") -> tuple[Rule, Rule]:
     """The rules of an optimizer with the options that its name says, else torch's defaults.
 
     Args:
         name: one of `optimizers`.
+        form: how its states are kept, if it can do it; see `rules_of`.
 
     Returns:
         That of the matrices of blocks, and that of all else: Adam's if the optimizer takes matrices only, as Muon does.
@@ -124,11 +125,11 @@ def rules_named(name: str) -> tuple[Rule, Rule]:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--optimizer {name}: {meant}Choose one of {', '.join(known)}")
     kind, options = known[name]
-    (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)])
+    (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)], form)
     try:
         kind([nn.Parameter(torch.zeros(2))], **options)
     except ValueError:
-        return rule, AdamRule()
+        return rule, AdamRule(form)
     return rule, rule
 
 

@@ -16,6 +16,7 @@ from offload.cli.options import (
     GradTier,
     Json,
     ParamTier,
+    States,
     Tier,
     TrainOptions,
 )
@@ -57,6 +58,7 @@ def train(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the swap files there at the end.")] = False,
     cpu_memory: CpuMemory = None,
     chunk: Chunk = None,
+    states: States = "fp32",
     threads: Annotated[
         int | None, typer.Option(help="Threads of the CPU kernels.", show_default="all usable CPUs")
     ] = None,
@@ -110,6 +112,7 @@ def train(
         keep=keep,
         cpu_memory=cpu_memory,
         chunk=chunk,
+        states=states,
         threads=threads,
         seed=seed,
         data=data,

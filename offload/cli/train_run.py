@@ -121,6 +121,7 @@ def _optimizer_options(model: GPT, options: TrainOptions, device: torch.device) 
         "grad_tier": options.given_grad_tier,
         # The loop commits itself, with what it needs to go on.
         "commit_every": None if options.commit_every is None else 0,
+        "states": options.states,
         "tuning": Tuning(chunk=options.chunk or Tuning().chunk, threads=options.threads),
         "activation_tier": options.activation_tier,
         "activation_memory": activation_memory(options.activation_tier, model.config.layers, entering),

@@ -7,7 +7,7 @@ the store of streamed parameters), and refused elsewhere. A commit holds the par
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.choices import StateChoice
-from offload.errors import StaleParameterError
-from offload.layout import MASTER, CopyRange, Piece, StateKind
+from offload.errors import ResumeError, StaleParameterError
+from offload.layout import MASTER, CopyRange, Piece, StateKind, is_dithered, of_states, part_of
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
 from offload.model.torch_helpers import bits_of
-from offload.native import JOIN, SPLIT
+from offload.native import JOIN, SPLIT, codes
 from offload.optim.method import MethodCall
 from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
@@ -78,9 +78,10 @@ class MasterWeights:
                 with self._store.lease(chunk.index, Use.UPDATE, step=0) as lease:
                     for block in _blocks(chunk.pieces):
                         self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
-                    for state, array in zip(self._layout.flats[flat].states, lease.arrays[1:], strict=True):
-                        if state.starts:
-                            array.fill_(state.starts)
+                    states = self._layout.flats[flat].states
+                    for state, arrays in zip(states, of_states(states, lease.arrays[1:]), strict=True):
+                        if state.starts:  # of an exact form; bytes of 0 are 0 in each
+                            arrays[0].fill_(state.starts)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
@@ -146,6 +147,7 @@ class MasterWeights:
         sources: Iterable[tuple[Sequence[CopyRange], Mapping[str, Tensor]]],
         numels: Mapping[int, int],
         step: int,
+        converted: Container[str] = (),
     ) -> None:
         """Copies states and parameters from a commit in another layout, each element once, in any order.
 
@@ -156,6 +158,10 @@ class MasterWeights:
                 states. Those that are left out begin as if no step had been made.
             numels: how many elements each chunk gets; the others were not committed, and stay.
             step: the step of the commit.
+            converted: the names of parameters whose states were committed in another form.
+
+        Raises:
+            ResumeError: states are to be rounded that are not finite.
         """
         missing = dict(numels)
         for ranges, states in sources:
@@ -168,29 +174,46 @@ class MasterWeights:
                     self._params.lease(target, use, step=step) as values,
                 ):
                     for one in copied:
-                        self._copy_range(lease, values, one, states)
+                        self._copy_range(lease, values, one, states, converted)
         assert not any(missing.values())
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._forget_writes(self._held)
 
-    def _copy_range(self, lease: Lease, values: Tensor, copied: CopyRange, states: Mapping[str, Tensor]) -> None:
+    def _copy_range(
+        self,
+        lease: Lease,
+        values: Tensor,
+        copied: CopyRange,
+        states: Mapping[str, Tensor],
+        converted: Container[str],
+    ) -> None:
         """Copies one range of committed states, and makes the parameters from it."""
         into = slice(copied.target_start, copied.target_start + copied.numel)
         elements = {
             kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
         }
-        for kind, state in zip(self._kinds_of(lease.chunk), lease.arrays, strict=True):
-            if state.dtype is torch.float32 and kind in elements:
-                state[into].copy_(elements[kind])
-        for begun, state in zip(self._states_of(lease.chunk), lease.arrays[1:], strict=True):
-            if begun.name not in elements:
-                state[into].fill_(begun.starts)
-        if lease.master.dtype is torch.int16:
-            whole, (low, _, exp_avg_sq) = elements[MASTER], (state[into] for state in lease.arrays)
-            for start in range(0, copied.numel, BLOCK):
-                at = slice(start, min(start + BLOCK, copied.numel))
-                copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
-                self._kernels.call(SPLIT, whole[at], low[at], exp_avg_sq[at], copy)
+        chunk = self._layout.chunks[lease.chunk]
+        kinds = self._states_of(lease.chunk)
+        piece = chunk.piece_at(copied.target_start)
+        name = self._layout.specs[piece.param].name
+        for state in kinds:
+            is_rounded = name in converted and state.name in elements and not state.form.is_exact
+            if is_rounded and not bool(elements[state.name].isfinite().all()):
+                raise ResumeError(
+                    f"{state.name} of {name} has NaN or Inf, and would make those around it useless in the form "
+                    f'{state.form.name}: resume with the states as they were committed, or with states="fp32"'
+                )
+        offset = piece.param_offset + copied.target_start - piece.chunk_offset
+        for block in _blocks([Piece(piece.param, offset, copied.target_start, copied.numel)]):
+            at = slice(block.chunk_offset - copied.target_start, block.chunk_offset - copied.target_start + block.numel)
+            arrays = of_states(kinds, self._parts(lease, block)[1:])
+            for state, of_state in zip(kinds, arrays, strict=True):
+                if state.name not in elements:  # it begins; bytes of 0 are 0 in each form
+                    for array in of_state:
+                        array.fill_(state.starts)
+                    continue
+                codes.store(state.form, elements[state.name][at], of_state, step=lease.step, first=block.param_offset)
+            self._put(lease, block, elements[MASTER][at])
         values[into].copy_(elements[MASTER])
 
     @torch.no_grad()
@@ -258,9 +281,11 @@ class MasterWeights:
         for block, (master, *_) in self._wholes(number, step=0):
             into[block.param_offset : block.param_offset + block.numel].copy_(master)
 
-    def _kinds_of(self, chunk: int) -> tuple[str, ...]:
-        """The names of the arrays in a chunk's slot."""
-        return self._layout.flats[self._layout.chunks[chunk].flat].kinds
+    def _parts(self, lease: Lease, block: Piece) -> list[Tensor]:
+        """What all arrays of a chunk's states have of a block."""
+        start, stop = block.chunk_offset, block.chunk_offset + block.numel
+        blocks = self._layout.flats[self._layout.chunks[lease.chunk].flat].blocks
+        return [part_of(array, size, start, stop) for array, size in zip(lease.arrays, blocks, strict=True)]
 
     def _states_of(self, chunk: int) -> tuple[StateKind, ...]:
         """The kinds of the arrays in a chunk's slot, beside the master."""
@@ -315,10 +340,24 @@ class MasterWeights:
             block: the block.
             copy: its bf16 parameters, for a split master.
         """
-        states = [_in_chunk(state, block) for state in lease.arrays]
-        if lease.master.dtype is not torch.int16:
-            return states
-        master, exp_avg, exp_avg_sq = states
+        states = self._layout.flats[self._layout.chunks[lease.chunk].flat].states
+        master, *rest = self._parts(lease, block)
+        moments = []
+        for state, arrays in zip(states, of_states(states, rest), strict=True):
+            line = (
+                arrays[0]
+                if state.form.is_exact
+                else torch.empty(block.numel, dtype=torch.float32, device=master.device)
+            )
+            moments.append(codes.decode_into(state.form, arrays, line))
+        if master.dtype is not torch.int16:
+            return [master, *moments]
+        if is_dithered(states):
+            return [
+                codes.join_into(copy, master, torch.empty(block.numel, dtype=torch.float32, device="cpu")),
+                *moments,
+            ]
+        exp_avg, exp_avg_sq = moments
         rebuilt, cleared = (torch.empty(block.numel, dtype=torch.float32, device="cpu") for _ in range(2))
         self._kernels.call(JOIN, copy, master, exp_avg_sq, rebuilt, cleared)
         return rebuilt, exp_avg, cleared
@@ -326,10 +365,16 @@ class MasterWeights:
     def _put(self, lease: Lease, block: Piece, values: Tensor) -> None:
         """Makes `values`, fp32, the master of a block."""
         master = _in_chunk(lease.master, block)
+        flat = self._layout.flats[self._layout.chunks[lease.chunk].flat]
+        if is_dithered(flat.states) and flat.dtype is torch.bfloat16:
+            values = codes.settle_(values.clone())  # of whole masters, too: both have the same bits
         if master.dtype is not torch.int16:
             master.copy_(values)
             return
         copy = torch.empty(block.numel, dtype=torch.bfloat16, device="cpu")
+        if is_dithered(flat.states):
+            codes.split(values, master, copy)
+            return
         # Its signs hold tie bits of the master before; they are cleared.
         exp_avg_sq = _in_chunk(lease.arrays[2], block).abs_()
         self._kernels.call(SPLIT, values.contiguous(), master, exp_avg_sq, copy)

@@ -30,6 +30,7 @@ from offload.native.pool import LibraryPool, LibraryWork, Piecewise
 from offload.native.table import (
     ACCUMULATE,
     ADAM,
+    ADAM_DITHERED,
     ADAM_SPLIT,
     CAST,
     JOIN,
@@ -38,6 +39,7 @@ from offload.native.table import (
     SPLIT,
     SUM_SQUARES,
     AdamScalars,
+    DitheredScalars,
     Kernel,
     sum_blocks,
 )
@@ -48,6 +50,7 @@ from offload.sizes import SUM_BLOCK, round_up
 __all__ = [
     "ACCUMULATE",
     "ADAM",
+    "ADAM_DITHERED",
     "ADAM_SPLIT",
     "CAST",
     "JOIN",
@@ -57,6 +60,7 @@ __all__ = [
     "SUM_SQUARES",
     "VARIANTS",
     "AdamScalars",
+    "DitheredScalars",
     "Kernel",
     "Kernels",
     "Task",
@@ -133,7 +137,7 @@ class Kernels:
         Args:
             kernel: its row in `table`.
             *tensors: as the row has them.
-            first: the position of their first element, for kernels that work on blocks of positions.
+            first: the position of their first element, for kernels that work on blocks of positions or count them.
             scalars: of the row's type.
 
         Raises:
@@ -165,7 +169,7 @@ class Kernels:
             ValueError: for a tensor of a wrong dtype, shape or device.
         """
         n = kernel.check(tensors, first, self._device)
-        low = first % kernel.cut  # what is before it is the same everywhere
+        low = first if kernel.counts else first % kernel.cut  # else what is before it is the same everywhere
         bound = self._backend.bind(kernel, tensors, low)
         written = tuple(x for number in kernel.written if (x := tensors[number]) is not None)
 

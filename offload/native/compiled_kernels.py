@@ -15,9 +15,19 @@ from torch import Tensor
 from offload.interrupts import uninterrupted
 from offload.native.device_program import LIBRARIES, CudaProgram, Program, ProgramError
 from offload.native.library import Work
-from offload.native.table import ADAM, FLOATS, MOST_ARGUMENTS, SUM_SQUARES, AdamScalars, Kernel, touched
+from offload.native.table import (
+    ADAM,
+    ADAM_DITHERED,
+    FLOATS,
+    MOST_ARGUMENTS,
+    SUM_SQUARES,
+    AdamScalars,
+    DitheredScalars,
+    Kernel,
+    touched,
+)
 from offload.native.torch_kernels import DeviceKernels
-from offload.sizes import SUM_BLOCK
+from offload.sizes import DITHER_BLOCK, SUM_BLOCK
 
 
 class _Grid(NamedTuple):
@@ -32,7 +42,7 @@ class _Grid(NamedTuple):
     positions: int
 
 
-_GRIDS = {ADAM: _Grid(256, 256), SUM_SQUARES: _Grid(1024, SUM_BLOCK)}
+_GRIDS = {ADAM: _Grid(256, 256), ADAM_DITHERED: _Grid(256, 256), SUM_SQUARES: _Grid(1024, SUM_BLOCK)}
 """The kernels that are compiled; the others are operations of torch."""
 
 
@@ -72,7 +82,8 @@ class CompiledKernels(DeviceKernels):
     def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
         operations = super().bind(kernel, tensors, first)
         grid = _GRIDS.get(kernel)
-        if grid is None:
+        is_split = kernel is ADAM_DITHERED and tensors[1] is not None
+        if grid is None or is_split:
             return operations
         pointers, types = kernel.addresses(tensors, first)
 
@@ -149,16 +160,14 @@ def _log_operations(device: torch.device, reason: str) -> None:
 
 # --- The test at first use ---
 
-_STEPS = [
-    AdamScalars.at(step=3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, decoupled=decoupled, scale=0.37)
-    for decoupled in (False, True)
-]
+_HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "scale": 0.37}
+_STEPS = [AdamScalars.at(step=3, decoupled=decoupled, **_HYPER) for decoupled in (False, True)]
 _LENGTH = 4099
 
 
 @torch.no_grad()
 def require_same_bits(scratch: Tensor, program: Program) -> None:
-    """Runs both kernels with all dtypes, and compares their bits with those of torch's operations.
+    """Runs the kernels with all dtypes, and compares their bits with those of torch's operations.
 
     Raises:
         ProgramError: if a launch was refused, or the bits differ.
@@ -183,6 +192,21 @@ def require_same_bits(scratch: Tensor, program: Program) -> None:
                     runs.append((p, m, v) if to is None else (p, m, v, to))
                 for results, wanted in zip(*runs, strict=True):
                     _require_same(results, wanted, f"steps with gradients of {dtype}")
+        for decoupled, out, moment in itertools.product((False, True), FLOATS, (torch.bfloat16, torch.uint8)):
+            found: list[tuple[Tensor, ...]] = []
+            for kernels in both:
+                p = _numbers(_LENGTH, torch.float32).to(device)
+                m, v = (torch.zeros(_LENGTH, dtype=moment, device=device) for _ in range(2))
+                blocks = touched(0, _LENGTH, DITHER_BLOCK) if moment is torch.uint8 else 0
+                scales = [torch.zeros(blocks, dtype=torch.uint8, device=device) for _ in range(2 if blocks else 0)]
+                to = torch.zeros(_LENGTH, dtype=out, device=device)
+                tensors = (p, None, m, v, *(scales or (None, None)), x[:_LENGTH], to)
+                for step in (1, 2):  # the second one decodes
+                    scalars = DitheredScalars.at(step=step, decoupled=decoupled, **_HYPER)
+                    kernels.bind(ADAM_DITHERED, tensors, 0)(scalars)(0, _LENGTH)
+                found.append((p, m, v, *scales, to))
+            for results, wanted in zip(*found, strict=True):
+                _require_same(results, wanted, f"steps with moments of {moment} and gradients of {dtype}")
     if compiled.program is None:
         raise ProgramError("the driver refused a launch")
 
@@ -204,5 +228,7 @@ def _require_same(result: Tensor, wanted: Tensor, what: str) -> None:
 def _bits(x: Tensor) -> Tensor:
     """The numbers as integers on the CPU, with the same bits for every NaN."""
     values = x.cpu()
+    if not values.is_floating_point():
+        return values
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[values.element_size()]
     return values.masked_fill(values.isnan(), torch.nan).view(integers)

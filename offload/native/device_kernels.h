@@ -1,4 +1,5 @@
-/* Adam and the sum of squares for a device: one launch each, with the bits of adam.c and sum_squares.c in kernels/.
+/* Adam and the sum of squares for a device: one launch each, with the bits of adam.c, adam_dithered.c and sum_squares.c
+ * in kernels/.
  *
  * One text for two compilers. NVRTC compiles it at run time as CUDA C++, without any header. The C compiler compiles it
  * into the kernel library (kernels/device.c), where a loop runs one block after the other: so tests find wrong bits
@@ -10,7 +11,7 @@
 #define OFFLOAD_DEVICE_KERNELS_H
 
 /* Element types; as in kernels.h. */
-enum { DEVICE_F32 = 0, DEVICE_BF16 = 1, DEVICE_F16 = 2, DEVICE_NONE = 3 };
+enum { DEVICE_F32 = 0, DEVICE_BF16 = 1, DEVICE_F16 = 2, DEVICE_NONE = 3, DEVICE_U8 = 6 };
 
 enum { DEVICE_ADAM_THREADS = 256, DEVICE_SUM_THREADS = 1024 };
 
@@ -28,6 +29,12 @@ typedef struct {
     float neg_step_size, sqrt_bias_correction2, eps;
     int add_decay;
 } device_scalars;
+
+/* kernels.h: struct offload_dithered_scalars */
+typedef struct {
+    device_scalars adam;
+    long long step;
+} device_dithered_scalars;
 
 #ifdef __CUDACC__
 #define INSIDE static __device__ __forceinline__
@@ -104,26 +111,121 @@ INSIDE float device_load(const void *from, int type, long long i) {
 
 /* ---- kernels */
 
+INSIDE void device_store(void *to, int type, long long i, float x) {
+    if (type == DEVICE_F32) ((float *)to)[i] = x;
+    if (type == DEVICE_BF16) ((unsigned short *)to)[i] = (unsigned short)device_to_bf16(x);
+    if (type == DEVICE_F16) ((unsigned short *)to)[i] = (unsigned short)device_to_f16(x);
+}
+
+typedef struct {
+    float p, m, v;
+} device_element;
+
+/* As adam.h. */
+INSIDE device_element device_step(device_element x, float g, device_scalars c) {
+    g = g * c.scale;
+    if (c.add_decay) g = g + c.weight_decay * x.p;
+    else x.p = x.p * c.decay;
+    x.m = x.m + c.one_minus_beta1 * (g - x.m);
+    x.v = x.v * c.beta2 + (c.one_minus_beta2 * g) * g;
+    x.p = x.p + EXACT_DIV(c.neg_step_size * x.m, EXACT_DIV(EXACT_SQRT(x.v), c.sqrt_bias_correction2) + c.eps);
+    return x;
+}
+
 /* As adam.c. `out` may be the memory of a grad of its size. */
 DEVICE_KERNEL(offload_device_adam, DEVICE_ADAM_THREADS, device_call call, device_scalars c) {
     float *master = (float *)call.tensors[0], *exp_avg = (float *)call.tensors[1], *exp_avg_sq = (float *)call.tensors[2];
-    void *out = call.tensors[4];
     EACH_THREAD(t, DEVICE_ADAM_THREADS) {
         long long i = call.first + BLOCK * DEVICE_ADAM_THREADS + t;
         if (i < call.first + call.n) {
-            float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
-            float g = device_load(call.tensors[3], call.types[3], i) * c.scale;
-            if (c.add_decay) g = g + c.weight_decay * p;
-            else p = p * c.decay;
-            m = m + c.one_minus_beta1 * (g - m);
-            v = v * c.beta2 + (c.one_minus_beta2 * g) * g;
-            p = p + EXACT_DIV(c.neg_step_size * m, EXACT_DIV(EXACT_SQRT(v), c.sqrt_bias_correction2) + c.eps);
-            master[i] = p;
-            exp_avg[i] = m;
-            exp_avg_sq[i] = v;
-            if (call.types[4] == DEVICE_F32) ((float *)out)[i] = p;
-            if (call.types[4] == DEVICE_BF16) ((unsigned short *)out)[i] = (unsigned short)device_to_bf16(p);
-            if (call.types[4] == DEVICE_F16) ((unsigned short *)out)[i] = (unsigned short)device_to_f16(p);
+            device_element x;
+            x.p = master[i], x.m = exp_avg[i], x.v = exp_avg_sq[i];
+            x = device_step(x, device_load(call.tensors[3], call.types[3], i), c);
+            master[i] = x.p;
+            exp_avg[i] = x.m;
+            exp_avg_sq[i] = x.v;
+            device_store(call.tensors[4], call.types[4], i, x.p);
+        }
+    }
+}
+
+/* ---- moments of one or two bytes, as dither.h has them */
+
+enum { DEVICE_DITHER_BLOCK = 64 };
+
+INSIDE unsigned device_dither(long long position, long long step) {
+    unsigned long long z = ((unsigned long long)position / DEVICE_DITHER_BLOCK + 1) * 0x9e3779b97f4a7c15ull +
+                           (unsigned long long)step * 0xd1b54a32d192ed03ull;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+    return (unsigned)((z ^ z >> 31) >> 32) + (unsigned)(position % DEVICE_DITHER_BLOCK) * 0x9e3779b9u;
+}
+
+INSIDE unsigned device_one_nan(float x) {
+    unsigned bits = device_bits(x);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits;
+}
+
+INSIDE float device_moment(device_call call, int which, long long i) {
+    unsigned code, scale, magnitude;
+    if (call.types[2 + which] == DEVICE_BF16)
+        return device_float((unsigned)((const unsigned short *)call.tensors[2 + which])[i] << 16);
+    code = ((const unsigned char *)call.tensors[2 + which])[i];
+    scale = ((const unsigned char *)call.tensors[4 + which])[i / DEVICE_DITHER_BLOCK];
+    magnitude = which == 0 ? code & 0x7fu : code;
+    if (which == 1) return device_float((magnitude << 20) + (scale << 23));
+    return device_float((magnitude ? (magnitude << 20) + (scale << 23) : 0u) | (code & 0x80u) << 24);
+}
+
+/* As adam_dithered.c, with whole masters. A block of the launch takes several blocks of positions. */
+DEVICE_KERNEL(offload_device_adam_dithered, DEVICE_ADAM_THREADS, device_call call, device_dithered_scalars c) {
+    SHARED unsigned rounded[2][DEVICE_ADAM_THREADS], largest[2][DEVICE_ADAM_THREADS];
+    float *master = (float *)call.tensors[0];
+    int is_coded = call.types[2] == DEVICE_U8;
+    EACH_THREAD(t, DEVICE_ADAM_THREADS) {
+        long long i = call.first + BLOCK * DEVICE_ADAM_THREADS + t;
+        rounded[0][t] = rounded[1][t] = largest[0][t] = largest[1][t] = 0;
+        if (i < call.first + call.n) {
+            device_element x;
+            unsigned p, random = device_dither(i, c.step);
+            x.p = master[i], x.m = device_moment(call, 0, i), x.v = device_moment(call, 1, i);
+            x = device_step(x, device_load(call.tensors[6], call.types[6], i), c.adam);
+            p = device_one_nan(x.p);
+            if (call.types[7] == DEVICE_BF16) p -= (p & 0x1ffffu) == 0x8000u;
+            master[i] = device_float(p);
+            device_store(call.tensors[7], call.types[7], i, device_float(p));
+            rounded[0][t] = device_one_nan(x.m) + (random >> (is_coded ? 12 : 16));
+            rounded[1][t] = device_one_nan(x.v) + (random >> (is_coded ? 12 : 16));
+            largest[0][t] = (rounded[0][t] & 0x7fffffffu) >> 20;
+            largest[1][t] = rounded[1][t] >> 20;
+            if (!is_coded) {
+                ((unsigned short *)call.tensors[2])[i] = (unsigned short)(rounded[0][t] >> 16);
+                ((unsigned short *)call.tensors[3])[i] = (unsigned short)(rounded[1][t] >> 16);
+            }
+        }
+    }
+    if (is_coded) {
+        for (int width = DEVICE_DITHER_BLOCK / 2; width > 0; width /= 2) {
+            EACH_THREAD(t, DEVICE_ADAM_THREADS) {
+                if (t % DEVICE_DITHER_BLOCK < width) {
+                    for (int which = 0; which < 2; which++)
+                        if (largest[which][t] < largest[which][t + width]) largest[which][t] = largest[which][t + width];
+                }
+            }
+        }
+        EACH_THREAD(t, DEVICE_ADAM_THREADS) {
+            long long i = call.first + BLOCK * DEVICE_ADAM_THREADS + t;
+            if (i < call.first + call.n) {
+                for (int which = 0; which < 2; which++) {
+                    int exponent = (int)(largest[which][t - t % DEVICE_DITHER_BLOCK] >> 3) - (which == 0 ? 15 : 31);
+                    int scale = exponent > 0 ? exponent : 0;
+                    int code = (int)((rounded[which][t] & 0x7fffffffu) >> 20) - 8 * scale;
+                    unsigned sign = which == 0 ? rounded[0][t] >> 24 & 0x80u : 0u;
+                    ((unsigned char *)call.tensors[2 + which])[i] = (unsigned char)((code > 0 ? (unsigned)code : 0u) | sign);
+                    if (t % DEVICE_DITHER_BLOCK == 0)
+                        ((unsigned char *)call.tensors[4 + which])[i / DEVICE_DITHER_BLOCK] = (unsigned char)scale;
+                }
+            }
         }
     }
 }

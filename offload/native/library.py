@@ -21,7 +21,7 @@ Work = Callable[[int, int], None]
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
-ABI = 5
+ABI = 6
 """kernels.h: OFFLOAD_ABI."""
 
 

@@ -13,14 +13,21 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.sizes import SUM_BLOCK
+from offload.sizes import DITHER_BLOCK, SUM_BLOCK
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 4, torch.float64: 5}
+TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int16: 4,
+    torch.float64: 5,
+    torch.uint8: 6,
+}
 """kernels.h: the numbers of element types."""
 NO_TENSOR = 3
 
@@ -35,6 +42,7 @@ HALVES: Dtypes = (torch.bfloat16, torch.float16)
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
 INT16: Dtypes = (torch.int16,)
 FP64: Dtypes = (torch.float64,)
+UINT8: Dtypes = (torch.uint8,)
 
 
 class Argument(NamedTuple):
@@ -74,12 +82,15 @@ class Kernel:
         arguments: its tensors. The first has an element for each position.
         scalars: the type of the numbers that a call takes beside the tensors.
         require: called with the tensors; raises ValueError for those that are right each, but not together.
+        counts: whether its results depend on the very positions, and not only on where blocks of them begin. A call's
+            first position is then a multiple of `cut`.
     """
 
     name: str
     arguments: tuple[Argument, ...]
     scalars: type[ctypes.Structure] | type[None] = NoneType
     require: Callable[..., None] | None = None
+    counts: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.arguments) <= MOST_ARGUMENTS
@@ -137,8 +148,9 @@ class Kernel:
         if len(tensors) != len(self.arguments):
             names = ", ".join(argument.name for argument in self.arguments)
             raise ValueError(f"{self.name} takes {len(self.arguments)} tensors ({names}), not {len(tensors)}")
-        if first < 0:
-            raise ValueError(f"first {first}: positions are counted from 0")
+        if first < 0 or (self.counts and first % self.cut):
+            of_what = f", and begin at multiples of {self.cut}" if self.counts else ""
+            raise ValueError(f"first {first}: positions are counted from 0{of_what}")
         n = 0 if tensors[0] is None else tensors[0].numel()
         for (name, dtypes, _, is_optional, block), x in zip(self.arguments, tensors, strict=True):
             if x is None:
@@ -231,6 +243,23 @@ class AdamScalars(ctypes.Structure):
         )
 
 
+class DitheredScalars(AdamScalars):
+    """Those of a step that rounds moments by random bits: kernels.h, struct offload_dithered_scalars."""
+
+    step: int
+    """Of the parameters, from 1."""
+
+    _fields_ = (("step", ctypes.c_int64),)  # type: ignore[assignment]
+
+    @classmethod
+    def at(cls, *, step: int, **hyper_parameters: Any) -> DitheredScalars:
+        """See AdamScalars.at."""
+        made = super().at(step=step, **hyper_parameters)
+        assert isinstance(made, cls)
+        made.step = step
+        return made
+
+
 # --- The rows. Where a text says nothing else, a kernel's tensors share no memory.
 
 
@@ -274,6 +303,49 @@ ADAM_SPLIT = Kernel(
 )
 """`JOIN`, `ADAM` and `SPLIT` in one pass, with the bits of the three. `out` gets the new param; it may be the very same
 memory as param or as a bf16 grad."""
+
+
+def _require_one_form(
+    master: Tensor,
+    param: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq_scale: Tensor | None,
+    grad: Tensor,
+    out: Tensor,
+) -> None:
+    is_split, is_coded = master.dtype is torch.int16, exp_avg.dtype is torch.uint8
+    if is_split is (param is None):
+        raise ValueError(f"master is {master.dtype}: param is for int16, and is needed for it")
+    if is_split and (out.dtype is not torch.bfloat16 or grad.dtype is torch.float16):
+        raise ValueError(f"grad is {grad.dtype} and out {out.dtype}, and master is half of a bfloat16")
+    if exp_avg_sq.dtype is not exp_avg.dtype:
+        raise ValueError(f"exp_avg is {exp_avg.dtype}, and exp_avg_sq {exp_avg_sq.dtype}")
+    if any(is_coded is (scale is None) for scale in (exp_avg_scale, exp_avg_sq_scale)):
+        raise ValueError(f"exp_avg is {exp_avg.dtype}: scales are for uint8, and are needed for it")
+
+
+ADAM_DITHERED = Kernel(
+    "adam_dithered",
+    (
+        Argument("master", (*FP32, *INT16), is_written=True),
+        Argument("param", BF16, is_optional=True),
+        Argument("exp_avg", (*BF16, *UINT8), is_written=True),
+        Argument("exp_avg_sq", (*BF16, *UINT8), is_written=True),
+        Argument("exp_avg_scale", UINT8, is_written=True, is_optional=True, block=DITHER_BLOCK),
+        Argument("exp_avg_sq_scale", UINT8, is_written=True, is_optional=True, block=DITHER_BLOCK),
+        Argument("grad", FLOATS),
+        Argument("out", FLOATS, is_written=True),
+    ),
+    DitheredScalars,
+    _require_one_form,
+    counts=True,
+)
+"""One Adam step with moments of one or two bytes, in place, in one pass (`reference.to_codes`). Positions count from
+the parameter's start. `out` gets the new param; it may be the very same memory as param or as a gradient of its size.
+The master is whole, or what `reference.split_settled` leaves beside param; with a bf16 `out` both have the same
+bits."""
 
 SPLIT = Kernel(
     "split",
@@ -324,4 +396,4 @@ LIMIT = Kernel(
 """For the benchmark: moves the bytes of `ADAM` without its arithmetic; the states are shuffled. fp32 gradients without
 `out`, or 16-bit ones with an `out` that starts a line. The C library alone has it."""
 
-KERNELS = (ADAM, ADAM_SPLIT, SPLIT, JOIN, SUM_SQUARES, ACCUMULATE, CAST, LIMIT)
+KERNELS = (ADAM, ADAM_SPLIT, ADAM_DITHERED, SPLIT, JOIN, SUM_SQUARES, ACCUMULATE, CAST, LIMIT)

@@ -17,8 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload.layout import BF16, CODED
+from offload.native import codes
 from offload.native.library import Work
-from offload.native.table import AdamScalars, Kernel
+from offload.native.table import AdamScalars, DitheredScalars, Kernel
 from offload.sizes import SUM_BLOCK
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -30,6 +32,10 @@ _HALVES = tuple(_GROUPS * _LANES >> fold for fold in range(1, 12))
 """How sums of squares are grouped and folded: reference.sum_squares."""
 
 _TORCH_BLOCK = 32768  # elements: temporaries stay in the second-level cache, and torch starts no threads
+
+
+_DITHERED_BLOCK = SUM_BLOCK
+"""Elements, of steps with moments of one or two bytes: each takes some 64 bytes of the allocator's."""
 
 
 class _Scratch(threading.local):
@@ -64,8 +70,9 @@ class _KeepDenormals:
 class _Operations(ABC):
     """Binds kernels to operations of torch.
 
-    A kernel's operations are the method with its name. It gets the scalars, and a piece of each tensor. A piece is a
-    part of one block or some whole blocks, and has at most as many positions as the temporaries have room for.
+    A kernel's operations are the method with its name. It gets the scalars, the first position if the kernel counts
+    them, and a piece of each tensor. A piece is a part of one block or some whole blocks, and has at most as many
+    positions as the temporaries have room for.
     """
 
     variant: str
@@ -98,29 +105,23 @@ class _Operations(ABC):
             raise ValueError(f"torch has no operations for {kernel.name} here: it is one of the C kernels for the CPU")
         given = [None if x is None else x.detach() for x in tensors]
         blocks = [argument.block for argument in kernel.arguments]
+        room = min(self._room, _DITHERED_BLOCK) if kernel.counts else self._room
 
         def bound(scalars: Any) -> Work:
             def work(low: int, high: int) -> None:
                 with self._rounding(), np.errstate(all="ignore"):
-                    for start, stop in self._pieces(low, high, kernel.cut):
+                    for start, stop in _pieces(low, high, kernel.cut, room):
                         piece = [
                             None
                             if x is None
                             else x[start // block - first // block : -(-stop // block) - first // block]
                             for x, block in zip(given, blocks, strict=True)
                         ]
-                        operations(scalars, *piece)
+                        operations(scalars, *((start,) if kernel.counts else ()), *piece)
 
             return work
 
         return bound
-
-    def _pieces(self, low: int, high: int, cut: int) -> Iterator[tuple[int, int]]:
-        length = max(self._room // cut, 1) * cut
-        while low < high:
-            stop = min(high, low + (cut - low % cut if low % cut else length))
-            yield low, stop
-            low = stop
 
     def adam(
         self, c: AdamScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None
@@ -129,11 +130,49 @@ class _Operations(ABC):
         if out is not None:
             out.copy_(master)
 
+    def adam_dithered(
+        self,
+        c: DitheredScalars,
+        first: int,
+        master: Tensor,
+        param: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        exp_avg_scale: Tensor | None,
+        exp_avg_sq_scale: Tensor | None,
+        grad: Tensor,
+        out: Tensor,
+    ) -> None:
+        is_coded = exp_avg.dtype is torch.uint8
+        forms = CODED if is_coded else (BF16, BF16)
+        arrays = [[one for one in (exp_avg, exp_avg_scale) if one is not None]]
+        arrays += [[one for one in (exp_avg_sq, exp_avg_sq_scale) if one is not None]]
+        p = master if param is None else codes.join(param, master)
+        m, v = (codes.decode(form, of_one) for form, of_one in zip(forms, arrays, strict=True))
+        adam_steps(p, m, v, grad, c, self._divisor(c, master.device), *self._temporaries())
+        if out.dtype is torch.bfloat16:
+            codes.settle_(p)
+        if param is None:
+            out.copy_(p)
+        else:
+            codes.split(p, master, out)
+        random = codes.dither(len(master), c.step, first, master.device)
+        for form, values, into in zip(forms, (m, v), arrays, strict=True):
+            codes.encode(form, values, random, into)
+
     def accumulate(self, _: None, acc: Tensor, x: Tensor) -> None:
         acc.add_(self._temporaries()[0][: x.numel()].copy_(x))
 
     def cast(self, _: None, src: Tensor, dst: Tensor) -> None:
         dst.copy_(src)
+
+
+def _pieces(low: int, high: int, cut: int, room: int) -> Iterator[tuple[int, int]]:
+    length = max(room // cut, 1) * cut
+    while low < high:
+        stop = min(high, low + (cut - low % cut if low % cut else length))
+        yield low, stop
+        low = stop
 
 
 class TorchKernels(_Operations):

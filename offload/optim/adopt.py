@@ -182,14 +182,18 @@ def _call_after(hooks: Mapping[int, Any], optimizer: Any, args: Any, kwargs: Any
         hook(optimizer, args, kwargs)
 
 
-def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Rule]:
+def rules_of(optimizers: Sequence[torch.optim.Optimizer], form: str = "fp32") -> list[Rule]:
     """The rule of each param group of optimizers that `require_adoptable` accepts.
+
+    Args:
+        optimizers: the optimizers.
+        form: how states are kept, of `layout.ADAM_FORMS`, by rules that can do it; others keep fp32.
 
     Raises:
         ConfigError: a class cannot run on pieces of parameters (rules/probe.py), or an option is out of range.
     """
     rules: list[Rule] = [
-        AdamRule()
+        AdamRule(form)
         if type(one) in ADAMS and not any(group.get(option) for option in UNSUPPORTED)
         else rule_of(one, group)
         for one in optimizers

@@ -14,9 +14,12 @@ import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
 
 SUM_BLOCK = 65536
+DITHER_BLOCK = 64
 
 
 def adam(
@@ -171,3 +174,113 @@ def accumulate(acc: F32, x: F32) -> F32:
     """The sum acc + x, fp32 (n,)."""
     with np.errstate(all="ignore"):
         return acc + x
+
+
+# --- Small states: moments of 8 or 16 bits. A step decodes them, does what `adam` does, and encodes the new ones once.
+
+
+def dither(numel: int, step: int, first: int = 0) -> U32:
+    """Random bits of the elements of a parameter, by which its moments are rounded up or down.
+
+    Each block of 64 elements, counted from the parameter's start, has a key: a hash of the block's number and the step
+    (the finaliser of splitmix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators"). An element's
+    bits are the key and a multiple of the golden ratio, which spreads the 64 lanes evenly.
+
+    Args:
+        numel: how many elements.
+        step: the parameter's step, from 1.
+        first: the position of the first one in its parameter, a multiple of 64.
+
+    Returns:
+        32 bits an element, (numel,).
+    """
+    position = np.arange(first, first + numel, dtype=np.uint64)
+    with np.errstate(over="ignore"):  # all of it is modulo 2^64, and at last modulo 2^32
+        z = (position // np.uint64(DITHER_BLOCK) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z += np.uint64(step) * np.uint64(0xD1B54A32D192ED03)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        key = ((z ^ (z >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32)
+        lane = (position % np.uint64(DITHER_BLOCK)).astype(np.uint32)
+        return key + lane * np.uint32(0x9E3779B9)
+
+
+def to_dithered_bf16(x: F32, random: U32) -> U16:
+    """Rounds fp32 (n,) to the bits of bf16 (n,), up with the chance of what is cut off. NaN gives 0x7fc0.
+
+    Args:
+        x: the numbers.
+        random: what `dither` returned for them.
+    """
+    bits = np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
+    upper: U16 = ((bits + (random >> np.uint32(16))) >> np.uint32(16)).astype(np.uint16)
+    return upper
+
+
+def to_codes(x: F32, random: U32, *, signed: bool) -> tuple[U8, U8]:
+    """Rounds fp32 (n,) to codes of one byte, up with the chance of what is cut off, each block of 64 with a scale.
+
+    A code has 3 bits of fraction, as an fp32 without its lower 20 bits: `(code << 20) + (scale << 23)` are its bits. A
+    signed one has 4 bits of exponent, and 0 is exact: what is below 2^-15 of the block's largest magnitude is cut to 0.
+    An unsigned one has 5 bits of exponent and none for 0: what is below 2^-31 of the block's largest becomes that least
+    value, unless all of the block is 0. The scale is taken after rounding, so that the largest code cannot overflow. A
+    NaN becomes 0x7FC00000.
+
+    Args:
+        x: the numbers. Those of an unsigned code are at least 0.
+        random: what `dither` returned for them.
+        signed: True: E4M3 with a sign, for exp_avg; False: E5M3 without one, for exp_avg_sq.
+
+    Returns:
+        The codes, (n,), and the scales, (ceil(n / 64),).
+    """
+    octaves = 16 if signed else 32
+    bits = np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
+    rounded = ((bits & 0x7FFFFFFF) + (random >> np.uint32(12))) >> np.uint32(20)
+    codes, scales = [], []
+    for start in range(0, len(x), DITHER_BLOCK):
+        block = rounded[start : start + DITHER_BLOCK].astype(np.int64)
+        scale = max((int(block.max()) >> 3) - (octaves - 1), 0)
+        codes.append(np.maximum(block - 8 * scale, 0))
+        scales.append(scale)
+    found = np.concatenate(codes) if codes else np.zeros(0, dtype=np.int64)
+    if signed:
+        found |= (bits >> np.uint32(31)).astype(np.int64) << 7
+    return found.astype(np.uint8), np.array(scales, dtype=np.uint8)
+
+
+def from_codes(codes: U8, scales: U8, *, signed: bool) -> F32:
+    """Widens what `to_codes` returned to fp32 (n,), exactly.
+
+    `to_codes` gives the same codes for it again, whatever `random` is.
+    """
+    scale = np.repeat(scales.astype(np.uint32), DITHER_BLOCK)[: len(codes)] << np.uint32(23)
+    wide = codes.astype(np.uint32)
+    if not signed:
+        return ((wide << np.uint32(20)) + scale).view(np.float32)
+    magnitude = wide & np.uint32(0x7F)
+    bits: U32 = np.where(magnitude == 0, np.uint32(0), (magnitude << np.uint32(20)) + scale)
+    return (bits | (wide >> np.uint32(7)) << np.uint32(31)).view(np.float32)
+
+
+def settle(master: F32) -> F32:
+    """The masters, fp32 (n,), of which a bf16 copy and 16 bits tell all; see `split_settled`.
+
+    A tie whose upper half is even, which is rounded down to it, becomes the next smaller magnitude, of the same copy.
+    That is one number of 131072, by 2^-24 of it. A NaN becomes 0x7FC00000.
+    """
+    bits = np.where(np.isnan(master), np.uint32(0x7FC00000), master.view(np.uint32))
+    settled: U32 = (bits - ((bits & np.uint32(0x1FFFF)) == 0x8000)).astype(np.uint32)
+    return settled.view(np.float32)
+
+
+def split_settled(master: F32) -> tuple[U16, U16]:
+    """Splits what `settle` returned into the bits of its bf16 copy, to nearest even, and its lower half, (n,) each."""
+    return to_bf16(master), (master.view(np.uint32) & 0xFFFF).astype(np.uint16)
+
+
+def join_settled(param: U16, low: U16) -> F32:
+    """Undoes `split_settled`: the lower half is a signed number beside the copy."""
+    with np.errstate(over="ignore"):
+        upper = param.astype(np.uint32) << np.uint32(16)
+        return (upper + low.view(np.int16).astype(np.int32).view(np.uint32)).view(np.float32)

@@ -74,18 +74,20 @@ class Span(NamedTuple):
         start: where they begin in the arrays.
         numel: how many there are.
         shape: that of the parameter, if the rule is of whole parameters.
+        offset: where they begin in the parameter.
     """
 
     start: int
     numel: int
     shape: tuple[int, ...] = ()
+    offset: int = 0
 
 
 class SegmentMemory(NamedTuple):
     """What a rule steps a segment in.
 
     Attributes:
-        arrays: the master and those of the rule's `states`, in their order, each of shape (n,).
+        arrays: the master and those of the rule's `states`, in their order, each of shape (n,), or (blocks,).
         grad: shape (n,), fp32, bf16 or fp16.
         out: shape (n,): the parameters for compute, which get the rounded master.
         spans: where the segment's parameters lie. What is between them is a gap.
@@ -112,7 +114,10 @@ def spans_of(layout: Layout, chunk: Chunk, start: int, stop: int) -> list[Span]:
         stop: the one after its last.
     """
     inside = (piece for piece in chunk.pieces if start <= piece.chunk_offset < stop)
-    return [Span(piece.chunk_offset - start, piece.numel, layout.specs[piece.param].whole or ()) for piece in inside]
+    return [
+        Span(piece.chunk_offset - start, piece.numel, layout.specs[piece.param].whole or (), piece.param_offset)
+        for piece in inside
+    ]
 
 
 class Method(ABC):

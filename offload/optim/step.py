@@ -30,7 +30,7 @@ from offload.choices import StateChoice
 from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
-from offload.layout import Chunk, Segment, segments
+from offload.layout import Chunk, Segment, part_of, segments
 from offload.native import Task
 from offload.optim.new_params import NewParameters
 from offload.optim.on_device import MatrixMemory
@@ -342,7 +342,9 @@ class Step:
         arrays = list(lease.arrays)
         if (run.start, run.stop) != (0, grads.numel()):
             at = slice(run.start, run.stop)
-            arrays, grads, target = [array[at] for array in arrays], grads[at], target[at]
+            blocks = self._layout.flats[chunk.flat].blocks
+            arrays = [part_of(array, block, run.start, run.stop) for array, block in zip(arrays, blocks, strict=True)]
+            grads, target = grads[at], target[at]
             current = None if current is None else current[at]
         spans = self._spans.get((chunk.index, run.start, run.stop))
         if spans is None:

@@ -24,6 +24,7 @@ from offload.model.units import (
 )
 from offload.optim.adopt import groups_of, rules_of
 from offload.optim.rule import Rule
+from offload.optim.rules.adam import AdamRule
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.machine import kernel_threads
@@ -258,7 +259,7 @@ def _lack(error: BudgetError) -> int:
 
 
 def _tiers(options: Options, situation: Situation, *, direct: bool) -> Iterator[Wish]:
-    first, states = wish_of(options), options.states
+    first, states = wish_of(options), options.state_tier
     params, grads = [first.params], [first.grads]
     if chooses_params(options, situation):
         has_nvme = states.is_durable or (situation.frozen_bytes and options.paths)
@@ -321,14 +322,12 @@ def least_cpu_memory(
     optimizers: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     groups = groups_of(optimizers) if optimizers else [{"params": list(model.parameters())}]
     shape = ModelShape.of(model, groups, given)
-    rules = rules_of(optimizers)
-    if optimizers:
-        shape = shape.with_rules(rules, given)
+    rules = rules_of(optimizers, given.states) if optimizers else [AdamRule(given.states)]
+    shape = shape.with_rules(rules, given)
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
-    if optimizers:
-        situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
+    situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)
     if chooses_params(given, situation) and given.grads.is_durable and not direct:
         wish = wish._replace(params=NVME)  # the least of those that `place` takes

@@ -79,12 +79,12 @@ def wish_of(options: Options) -> Wish:
 
 def chooses_params(options: Options, situation: Situation) -> bool:
     """Whether the planner may choose where parameters are."""
-    return options.param_tier is None and options.states > DEVICE and situation.is_alone
+    return options.param_tier is None and options.state_tier > DEVICE and situation.is_alone
 
 
 def chooses_grads(options: Options, situation: Situation) -> bool:
     """Whether the planner may choose where gradients wait."""
-    return options.grad_tier is None and options.states > DEVICE and situation.is_alone
+    return options.grad_tier is None and options.state_tier > DEVICE and situation.is_alone
 
 
 def decide(options: Options, situation: Situation, wish: Wish | None = None) -> Choice:
@@ -110,8 +110,9 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
     return Choice(
         ModelChoice(options.compute_dtype, options.fp32_modules, options.cast_forward_inputs, options.units),
         StateChoice(
-            options.states,
+            options.state_tier,
             split_master=split,
+            form=options.states,
             chunk_numel=options.chunk_numel,
             in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
             temporary_bytes=situation.temporary_bytes,
@@ -138,6 +139,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             every=options.every,
             keep=options.keep,
             resume=options.resumes,
+            converts_states=options.converts_states,
             holds_params=split and options.every is not None,
             begins_states=options.begins_states,
         ),
@@ -155,7 +157,7 @@ def _params(options: Options, situation: Situation, wish: Wish, least: Tier = DE
     """
     has_frozen = situation.frozen_bytes > 0
     # Trained ones are on no slower tier than their states, or on the device if they are few.
-    trained = DEVICE if situation.keeps_trained else min(wish.params, options.states)
+    trained = DEVICE if situation.keeps_trained else min(wish.params, options.state_tier)
     tile_bytes = wish.tile_bytes if situation.is_alone else 0
     return ParamChoice(
         max(trained, least),
@@ -175,7 +177,7 @@ def _stage(options: Options, situation: Situation, params: ParamChoice) -> int |
 
 
 def _require_possible(options: Options, situation: Situation) -> None:
-    wanted, states, slices = options.params, options.states, situation.ranks * situation.slices
+    wanted, states, slices = options.params, options.state_tier, situation.ranks * situation.slices
     if wanted > DEVICE and not situation.frozen_bytes:
         if states == DEVICE:
             raise ConfigError(

@@ -33,6 +33,7 @@ from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
 from offload.optim.rule import Rule
+from offload.optim.rules.adam import AdamRule
 from offload.options import Options
 from offload.planner.choice import ModelShape, search
 from offload.planner.decide import decide, replicas_of
@@ -168,7 +169,10 @@ def plan_of(
     """
     given = Options(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
-    shape = shape if rules is None else shape.with_groups_by_kind().with_rules(rules, given)
+    if rules is None:
+        shape = shape.with_rules([AdamRule(given.states)], given)
+    else:
+        shape = shape.with_groups_by_kind().with_rules(rules, given)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)

@@ -20,7 +20,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
 from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import gradient_slot_arrays
-from offload.layout import MASTER, Layout, starts_of
+from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import new_params, on_device
@@ -175,7 +175,7 @@ class Placement:
             f"offload: {layout.trained.numel:,} parameters in {dtype}{where}; "
             f"{self._frozen(layout)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
-            f"{self._states()}{self._files(paths)}"
+            f"{self._states()}{self._forms(layout)}{self._files(paths)}"
         )
 
     def _states(self) -> str:
@@ -185,6 +185,15 @@ class Placement:
             return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe"
         where = DEVICE.where if self.choice.states.tier == DEVICE else CPU.where
         return f"optimizer states stay {where} ({chunks} {'chunk' if chunks == 1 else 'chunks'})"
+
+    def _forms(self, layout: Layout) -> str:
+        """In words: in which form states are, and of how many parameters not."""
+        form, trained = self.choice.states.form, [spec for spec in layout.specs if not spec.is_frozen]
+        if form == "fp32":
+            return ""
+        exact = sum(not is_dithered(spec.states) for spec in trained)
+        kept = f", those of {exact} of {len(trained)} parameters in fp32, for their optimizer has no other form"
+        return f" in {form}{kept if exact else ''}"
 
     def _files(self, paths: Sequence[Path]) -> str:
         """In words: what the disk has, and what moves in a step."""
@@ -467,7 +476,7 @@ class Needs:
     def kinds_of(self, kind: ChunkKind) -> list[tuple[str, ...]]:
         """What the arrays of each chunk's slot are called."""
         if kind is ChunkKind.STATES:
-            return [self.layout.flats[chunk.flat].kinds for chunk in self.layout.chunks]
+            return [self.layout.flats[chunk.flat].array_kinds for chunk in self.layout.chunks]
         return [(ARRAYS[kind],)] * len(self.arrays[kind])
 
     def _sizes(self, kind: ChunkKind) -> list[int]:
@@ -647,7 +656,8 @@ class Needs:
         held = Counter({"param": params, "grad": grads} | dict.fromkeys(layout.state_kinds, 0))
         for chunk in layout.chunks:
             held[MASTER] += MASTER_ITEM_BYTES * chunk.numel
-            held.update({state.name: state.dtype.itemsize * chunk.numel for state in layout.flats[chunk.flat].states})
+            for state in layout.flats[chunk.flat].states:
+                held[state.name] += sum(size * -(-chunk.numel // block) for size, block in state.form.arrays)
         return dict(held)
 
     def moved_bytes(self, pools: Mapping[ChunkKind, Pool]) -> tuple[int, int]:

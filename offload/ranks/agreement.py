@@ -138,19 +138,22 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     grads, waiting = choice.grads, choice.activations
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)
     activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
-    commits = (choice.commits.every, choice.commits.resume, choice.states.split_master)
+    states = (choice.states.split_master, choice.states.form)
+    resume = (choice.commits.resume, choice.commits.begins_states, choice.commits.converts_states)
+    commits = (choice.commits.every, resume, states)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
-            "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
+            "param_tier, commit_every, resume, resume_states, states, Tuning.split_master or Tuning.bucket: give all "
+            "of them the same"
         )
     # Parts of one parameter may differ in size: beside that all slices train the same.
     names = [(spec.name, spec.unit, spec.dtype, spec.group, spec.shard_dim) for spec in layout.specs]
     if not comm.everyone.all_equal(repr((names, layout.ranks, layout.replicas, options, commits, activations))):
         raise ConfigError(
             "the tensor-parallel ranks differ in the model (names, dtypes, units, param groups, how it is sharded), or "
-            "in stage, accumulation, param_tier, commit_every, resume, activation_tier, partition_activations, "
-            "Tuning.split_master, Tuning.recompute or Tuning.bucket: give all of them the same"
+            "in stage, accumulation, param_tier, commit_every, resume, resume_states, states, activation_tier, "
+            "partition_activations, Tuning.split_master, Tuning.recompute or Tuning.bucket: give all of them the same"
         )
     comm.side_group.barrier()
     comm.everyone.side_group.barrier()

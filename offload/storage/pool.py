@@ -87,4 +87,4 @@ def kinds_held(slot: SlotArrays, kinds: Sequence[str]) -> tuple[tuple[str, int],
         slot: the arrays of the slot.
         kinds: the kind of each array.
     """
-    return tuple((kind, itemsize * slot.numel) for kind, itemsize in zip(kinds, slot.itemsizes, strict=True))
+    return tuple(zip(kinds, slot.sizes, strict=True))

@@ -98,6 +98,8 @@ class SlotMap:
         found: Chunks = {"held": [slot for slot in numbers if slot in told], "numels": [one.numel for one in arrays]}
         if any(one.itemsizes != WHOLE for one in arrays):
             found["itemsizes"] = [[*one.itemsizes] for one in arrays]
+        if any(one.blocks for one in arrays):
+            found["blocks"] = [[*one.blocks] for one in arrays]
         return found
 
 

@@ -10,7 +10,9 @@ file, of how many], "commits": whether this run ever commits (false: nothing in 
 A slot is one page of header (see `_HEADER`), then the arrays of the chunk, each padded with zeros to whole
 pages: the fp32 master, and the states that the optimizer keeps beside it, for Adam exp_avg and exp_avg_sq, fp32. With a
 split master the first array is its low halves, 16 bits each. Where slots are not Adam's with whole masters, the
-superblock's "chunks" have "itemsizes": bytes an element of each array. The header holds run id, chunk, step, element
+superblock's "chunks" have "itemsizes": bytes an element of each array. A state in a form with scales is two arrays: its
+codes, and a byte for each block of elements. Where there are such, the superblock's "chunks" have "blocks": how many
+elements share one of each array's. The header holds run id, chunk, step, element
 count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
 
 A chunk has one slot, or two: A and B, so that a new version is written beside the committed one. All slots A come
@@ -36,7 +38,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from offload.errors import CorruptionError, ResumeError
-from offload.layout import ADAM_STATES, Flat, Layout, StateKind
+from offload.layout import ADAM_FORMS, Flat, Layout, StateKind
 from offload.sizes import MASTER_ITEM_BYTES, PAGE_BYTES, round_up
 
 FORMAT = 1
@@ -66,31 +68,41 @@ _Stripe = Annotated[int, Meta(ge=0, le=MAX_PATHS)]
 
 
 class SlotArrays(NamedTuple):
-    """The arrays of one slot, each of `numel` elements.
+    """The arrays of one slot.
 
     Attributes:
-        numel: the elements of each array.
+        numel: the elements of the chunk.
         itemsizes: bytes an element of each array. In slots of states 4 is fp32, and 2 is the low halves of a split
-            master, as int16. In slots of parameters only whoever leases them knows the dtype.
+            master, or bf16, as int16. In slots of parameters only whoever leases them knows the dtype.
+        blocks: how many of the chunk's elements share one of each array's; empty: each array has all.
     """
 
     numel: int
     itemsizes: tuple[int, ...] = WHOLE
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each array."""
+        if not self.blocks:
+            return tuple(itemsize * self.numel for itemsize in self.itemsizes)
+        both = zip(self.itemsizes, self.blocks, strict=True)
+        return tuple(itemsize * -(-self.numel // block) for itemsize, block in both)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slot, header included, in RAM and on disk."""
-        return PAGE_BYTES + sum(round_up(itemsize * self.numel, PAGE_BYTES) for itemsize in self.itemsizes)
+        return PAGE_BYTES + sum(round_up(size, PAGE_BYTES) for size in self.sizes)
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
         """For each array: bytes an element, and where it begins and ends in the slot, without the padding."""
         start = PAGE_BYTES
-        for itemsize in self.itemsizes:
-            yield itemsize, start, start + itemsize * self.numel
-            start += round_up(itemsize * self.numel, PAGE_BYTES)
+        for itemsize, size in zip(self.itemsizes, self.sizes, strict=True):
+            yield itemsize, start, start + size
+            start += round_up(size, PAGE_BYTES)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The arrays, each of shape (numel,), as tensors in a slot's memory.
+        """The arrays, of shape (numel,), or (blocks,), as tensors in a slot's memory.
 
         Args:
             buffer: uint8, as long as the slot.
@@ -100,18 +112,29 @@ class SlotArrays(NamedTuple):
 
 def state_slot_arrays(layout: Layout, *, split_master: bool) -> list[SlotArrays]:
     """The arrays of each chunk's states. Only a bf16 parameter is the upper half of its master."""
-    itemsizes = [state_itemsizes(flat.states, is_split=split_master and has_halves(flat)) for flat in layout.flats]
-    return [SlotArrays(chunk.numel, itemsizes[chunk.flat]) for chunk in layout.chunks]
+    split = [split_master and has_halves(flat) for flat in layout.flats]
+    return [
+        state_arrays(chunk.numel, layout.flats[chunk.flat].states, is_split=split[chunk.flat])
+        for chunk in layout.chunks
+    ]
 
 
 def has_halves(flat: Flat) -> bool:
-    """Whether masters of a flat can be split: Adam's of bf16 parameters. The tie bits are in its second moment."""
-    return flat.dtype is torch.bfloat16 and flat.states == ADAM_STATES
+    """Whether masters of a flat can be split: Adam's of bf16 parameters."""
+    return flat.dtype is torch.bfloat16 and flat.states in ADAM_FORMS.values()
 
 
-def state_itemsizes(states: Iterable[StateKind], *, is_split: bool) -> tuple[int, ...]:
-    """Bytes an element of a master, whole or split, and of each of the states beside it."""
-    return (HALF_BYTES if is_split else MASTER_ITEM_BYTES, *(state.dtype.itemsize for state in states))
+def state_arrays(numel: int, states: Iterable[StateKind], *, is_split: bool) -> SlotArrays:
+    """The arrays of a chunk's states.
+
+    Args:
+        numel: the elements of the chunk.
+        states: what is kept beside the master.
+        is_split: whether of the master there is the low half only.
+    """
+    master = (HALF_BYTES if is_split else MASTER_ITEM_BYTES, 1)
+    itemsizes, blocks = zip(master, *(array for state in states for array in state.form.arrays), strict=True)
+    return SlotArrays(numel, itemsizes, blocks if max(blocks) > 1 else ())
 
 
 def param_slot_arrays(layout: Layout) -> list[SlotArrays]:
@@ -122,18 +145,20 @@ def param_slot_arrays(layout: Layout) -> list[SlotArrays]:
 class Chunks(TypedDict, total=False):
     """What a superblock says of the committed slots, or of all slots if nothing is ever committed.
 
-    It is `xxh3` alone, or the other fields. `itemsizes` is missing if all are WHOLE.
+    It is `xxh3` alone, or the other fields. `itemsizes` is missing if all are WHOLE, and `blocks` if all are 1.
 
     Attributes:
         held: the numbers of those in this file.
         numels: the elements of each of the rank's.
         itemsizes: for each of the rank's, bytes an element of each array.
+        blocks: for each of the rank's, how many elements share one of each array's; of one without scales, none.
         xxh3: the digest of the other fields, if these have no room.
     """
 
     held: list[_Natural]
     numels: list[_Count]
     itemsizes: list[list[_Natural]]
+    blocks: list[list[_Natural]]
     xxh3: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
@@ -214,7 +239,8 @@ def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superb
 
 def _is_sound(block: Superblock) -> bool:
     chunks = block.chunks
-    if chunks.keys() != {"xxh3"} and not {"held", "numels"} <= chunks.keys() <= {"held", "numels", "itemsizes"}:
+    known = {"held", "numels", "itemsizes", "blocks"}
+    if chunks.keys() != {"xxh3"} and not {"held", "numels"} <= chunks.keys() <= known:
         return False
     return block.stripe[0] < block.stripe[1] and max(chunks.get("held", ()), default=-1) < len(chunks.get("numels", ()))
 

@@ -113,9 +113,35 @@ def test_what_is_wrong_is_said(text: bytes, match: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize(
+    ("forms", "match"),
+    [
+        (("fp32", "fp32"), "forms: expected known ones, of which some are not fp32"),
+        (("fp8", "bf16"), "forms: expected known ones"),
+        (("bf16",), "forms: expected one for each state"),
+        (("bf16", "bf16", "bf16"), "forms: expected one for each state"),
+        ((), "forms: expected"),
+    ],
+    ids=str,
+)
+def test_forms_are_those_of_states(forms: tuple[str, ...], match: str) -> None:
+    plain = manifest_of()
+    sound = dataclasses.replace(plain, flats=tuple(dataclasses.replace(f, forms=("bf16", "fp32")) for f in plain.flats))
+    assert parse(serialise(sound)) == sound
+    assert b'"version":4' in serialise(sound)
+    flats = (dataclasses.replace(sound.flats[0], forms=forms), *sound.flats[1:])
+    with pytest.raises(CorruptionError, match=match):
+        parse(serialise(dataclasses.replace(sound, flats=flats)))
+
+
+def test_a_version_that_its_states_do_not_ask_for_is_not_taken() -> None:
+    with pytest.raises(CorruptionError, match="is not spelled"):
+        parse(serialise(manifest_of()).replace(b'"version":2', b'"version":4'))
+
+
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":4').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 4 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":5').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 5 of its format"):
         parse(newer)
 
 

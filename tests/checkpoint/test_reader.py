@@ -127,9 +127,8 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
         assert slot.size == slot_arrays[slot.chunk].nbytes
         found = parse_header(data[slot.offset : slot.offset + PAGE_BYTES], "swap", slot.offset, slot.chunk)
         assert (found.chunk, found.step, found.numel) == (slot.chunk, steps[slot.chunk], numels[slot.chunk])
-        for number, kind in enumerate(STATE_KINDS):
-            itemsize, start = slot.arrays[kind]
-            raw = data[slot.offset + start : slot.offset + start + itemsize * found.numel]
+        for number, (_, start, end) in enumerate(slot.arrays.ranges()):
+            raw = data[slot.offset + start : slot.offset + end]
             values = torch.frombuffer(bytearray(raw), dtype=torch.float32)
             assert torch.equal(values, torch.arange(found.numel) + 10_000.0 * number + 100_000 * place)
 

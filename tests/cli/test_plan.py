@@ -23,7 +23,7 @@ from offload.demo.gpt import GPT, PRESETS, GPTConfig
 from offload.devices.copies import accelerator
 from offload.io.select import Settings
 from offload.planner import least_cpu_memory
-from offload.planner.explain import Planned, explain, plan_of
+from offload.planner.explain import Planned, bytes_per_param, explain, plan_of
 from offload.planner.placement import IN_FLIGHT
 from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes
 from tests.support.command import printed
@@ -69,6 +69,9 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         {"chunk": "256KiB", "commit_every": 50},
         {"chunk": "256KiB", "commit_every": 50, "split_master": True},
         {"chunk": "256KiB", "dtype": "fp32"},
+        {"chunk": "256KiB", "states": "bf16", "cpu_memory": "8MiB"},
+        {"chunk": "256KiB", "states": "8bit", "split_master": True, "commit_every": 50},
+        {"tier": "cpu", "states": "8bit"},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
@@ -86,7 +89,7 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.get("dtype", "bf16")]
     given = {
         "accumulation": accumulation, "commit_every": options.get("commit_every"), "compute_dtype": dtype,
-        "tuning": tuning,
+        "tuning": tuning, "states": options.get("states", "fp32"),
     }  # fmt: skip
     memory = options.get("cpu_memory")
     if tier == "nvme" and memory is None:
@@ -189,6 +192,23 @@ def test_rows_of_a_tier_add_up_to_what_is_placed_there(
     assert {row.tier.name for row in rows if row.kind == "master"} == {0.0: {"nvme"}, 1.0: {"cpu"}}.get(
         share, {"cpu", "nvme"}
     )
+
+
+@pytest.mark.parametrize("split_master", [False, True])
+@pytest.mark.parametrize(("states", "moment"), [("bf16", 2), ("8bit", 1 + 1 / 64)])
+def test_rows_of_small_states_are_as_small(states: str, moment: float, split_master: bool) -> None:
+    """Scales are counted with the moment that they are of."""
+    planned = planned_of(True, split_master=split_master, path=".", commit_every=None, states=states)
+    placed = planned.with_memory(planned.cpu_memory_for(0.0)).place()
+    rows, n = explain(placed), planned.layout.numel
+    assert sum(row.nbytes for row in rows if row.tier.name == "nvme") == placed.disk_bytes
+    for kind in ("exp_avg", "exp_avg_sq"):
+        (row,) = [row for row in rows if row.kind == kind]
+        assert row.nbytes == pytest.approx(moment * n, rel=0.01)
+        assert placed.held_bytes[kind] == row.nbytes
+    # Headers and padding are a good part of chunks of 256 KiB.
+    whole = 2 * ((2 if split_master else 4) + 2 * moment)
+    assert whole < bytes_per_param(placed, planned.layout) < whole + 2 * 6 * 4096 / 65_536
 
 
 @pytest.mark.parametrize("direct", [True, False])

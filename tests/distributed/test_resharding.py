@@ -73,8 +73,9 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
     ],
     ids=["4, 2, 1", "1, 3, 2", "2 whole, 2 partitioned, 3 whole, 2 whole"],
 )
+@pytest.mark.parametrize("form", ["fp32", "8bit"])
 def test_a_run_goes_on_over_another_number_of_ranks(
-    worlds: Worlds, tmp_path: Path, worlds_of: list[tuple[int, dict[str, Any]]]
+    worlds: Worlds, tmp_path: Path, worlds_of: list[tuple[int, dict[str, Any]]], form: str
 ) -> None:
     every: list[float] = []
     for number, (ranks, options) in enumerate(worlds_of):
@@ -82,7 +83,7 @@ def test_a_run_goes_on_over_another_number_of_ranks(
         if number:
             with Reader([tmp_path / "a", tmp_path / "b"]) as reader:
                 before = sum(slot.size for slots in reader._slots for slot in slots)
-        answers = worlds(ranks).run(_goes_on, str(tmp_path), number, options)
+        answers = worlds(ranks).run(_goes_on, str(tmp_path), number, options | {"states": form})
         every += [sum(found[0][step] for found in answers) / ranks for step in range(2)]
         # Each rank reads what it needs; a slot at a border is needed on both sides of it.
         assert all(found[1] <= before for found in answers)

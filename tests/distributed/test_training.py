@@ -30,11 +30,13 @@ def layout_of(kind: str, ranks: int) -> Layout:
 
 
 @cache
-def wanted(kind: str, ranks: int, steps: int, accumulation: int, stage: int, idle: bool) -> sharded.Reference:
+def wanted(
+    kind: str, ranks: int, steps: int, accumulation: int, stage: int, idle: bool, form: str = "fp32"
+) -> sharded.Reference:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have
     try:
-        made = sharded.Reference(kind, ranks, layout_of(kind, ranks), accumulation, stage == 1, idle, stage)
+        made = sharded.Reference(kind, ranks, layout_of(kind, ranks), accumulation, stage == 1, idle, stage, form=form)
         made.train(steps)
     finally:
         torch.set_num_threads(before)
@@ -47,7 +49,8 @@ def trained(worlds: Worlds, kind: str, ranks: int, steps: int, idle: bool = Fals
     runs: list[Run] = worlds(ranks).run(_train, kind, steps, idle, options, timeout_s=170)
     # Where stages have to agree there is one reference for all of them.
     stage = options["stage"] if idle or (options["stage"] == 1 and options["accumulation"] > 1) else 2
-    wanted(kind, ranks, steps, options["accumulation"], stage, idle).assert_same_bits(runs)
+    form = options.get("states", "fp32")
+    wanted(kind, ranks, steps, options["accumulation"], stage, idle, form).assert_same_bits(runs)
     return runs
 
 
@@ -59,6 +62,22 @@ def _train(kind: str, steps: int, idle: bool, options: dict[str, Any]) -> Run:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, ranks: int, stage: int) -> None:
     trained(worlds, "mlp", ranks, 4, stage=stage)
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["gpt", "conv", "mlp"])
+def test_small_states_have_the_bits_of_one_process(worlds: Worlds, kind: str, stage: int, form: str) -> None:
+    """Blocks count from a parameter's start, whichever rank has them."""
+    trained(worlds, kind, 3, 4, stage=stage, states=form)
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_small_states_of_split_masters_on_disks_have_them_too(worlds: Worlds, form: str, tmp_path: Path) -> None:
+    tuning = Tuning(chunk=4096, threads=1, bucket=4096, split_master=True)
+    options: dict[str, Any] = {"states": form, "path": str(tmp_path / "swap"), "cpu_memory": "least", "tuning": tuning}
+    for stage in (2, 3):
+        trained(worlds, "gpt", 2, 4, stage=stage, **options | {"path": str(tmp_path / str(stage))})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -87,9 +87,8 @@ def make(path: Path) -> Iterator[Make]:
     def call(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> OffloadZero:
         options = {"path": path, "tuning": SMALL} | options
         if "cpu_memory" not in options:
-            options["cpu_memory"] = least_cpu_memory(
-                model, optimizer, tuning=SMALL, accumulation=options.get("accumulation", 1)
-            )
+            given = {"accumulation": options.get("accumulation", 1), "states": options.get("states", "fp32")}
+            options["cpu_memory"] = least_cpu_memory(model, optimizer, tuning=SMALL, **given)
         made.append(OffloadZero(model, optimizer, **options))
         return made[-1]
 

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,14 @@ def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
 # Kills.
 
 
-def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, layouts: bool = False) -> None:
-    """Args: layouts: every start is in other chunks, on another choice of the paths."""
-    run_killed("killed", seed, kills, tmp_path, paths, *(["layouts"] if layouts else []))
+def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp32", layouts: bool = False) -> None:
+    """Args: states: as OffloadZero has it; layouts: every start is in other chunks, on another choice of the paths."""
+    run_killed("killed", seed, kills, tmp_path, paths, states, *(["layouts"] if layouts else []))
 
 
-def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    kill(tmp_path, 2, 2, seed=2)
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, states: str) -> None:
+    kill(tmp_path, 2, 2, seed=2, states=states)
 
 
 @pytest.mark.slow
@@ -210,8 +212,9 @@ def cut_power(training: Cuts, cuts: int, seed: int) -> None:
     assert begun or training.least, "nothing was ever committed"
 
 
-def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path) -> None:
-    cut_power(Cuts(make, path), 20, seed=1)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, states: str) -> None:
+    cut_power(Cuts(partial(make, states=states), path), 20, seed=1)
 
 
 @pytest.mark.slow

@@ -256,8 +256,9 @@ def test_a_thousand_power_cuts_in_ever_other_layouts(make: Make, path: Path) -> 
     cut_power(LayoutCuts(make, path), 1000, seed=8)
 
 
-def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:
-    kill(tmp_path, 2, 3, seed=5, layouts=True)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path, states: str) -> None:
+    kill(tmp_path, 2, 3, seed=5, states=states, layouts=True)
 
 
 @pytest.mark.slow

@@ -33,13 +33,16 @@ def test_numbers_and_scalars_are_those_of_the_header() -> None:
     header = (SOURCES / "kernels.h").read_text()
     numbers = dict(re.findall(r"OFFLOAD_(\w+) = (\d)", header))
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16"}
-    names[torch.float64] = "F64"
+    names |= {torch.float64: "F64", torch.uint8: "U8"}
     assert {names[dtype]: number for dtype, number in table.TYPES.items()} | {"NONE": table.NO_TENSOR} == {
         name: int(number) for name, number in numbers.items()
     }
     body = header.split("struct offload_adam_scalars {")[1].split("}")[0]
     fields = re.findall(r"\w+(?=[,;])", re.sub(r"/\*.*?\*/", "", body))
     assert fields == [field[0] for field in native.AdamScalars._fields_]
+    body = header.split("struct offload_dithered_scalars {")[1].split("}")[0]
+    assert re.findall(r"\w+(?=;)", body) == ["adam", *(field[0] for field in native.DitheredScalars._fields_)]
+    assert native.DitheredScalars.step.offset == ctypes.sizeof(native.AdamScalars)
 
 
 def test_only_the_benchmarks_limit_has_no_operations_of_torch() -> None:

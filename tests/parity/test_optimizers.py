@@ -359,7 +359,7 @@ def test_what_is_not_of_the_optimizer_still_has_to_fit(tmp_path: Path) -> None:
         held("lion", tmp_path / "run", compute_dtype=torch.bfloat16, **anew)
     with pytest.raises(ConfigError, match='resume_states="anew" needs resume'):
         held("lion", tmp_path / "run", **anew | {"resume": False})
-    with pytest.raises(ConfigError, match='resume_states=\'new\': choose "committed" or "anew"'):
+    with pytest.raises(ConfigError, match='resume_states=\'new\': choose "committed", "convert" or "anew"'):
         held("lion", tmp_path / "run", **anew | {"resume_states": "new"})
     model, optimizer = held("lion", tmp_path / "run", **anew)
     with optimizer, pytest.raises(ResumeError, match="the commit of step 1 that this state dict names is gone"):

@@ -37,7 +37,8 @@ def status(field):
 M_MMAP_THRESHOLD = -3
 assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536) == 1
 torch.set_num_threads(1)
-path, share, accumulation, split = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "split"
+path, share, accumulation, split = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4] not in ("whole", "large")
+states = sys.argv[4] if sys.argv[4] in ("bf16", "8bit") else "fp32"
 model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24))).bfloat16()
 x = torch.randn(4, 1024).bfloat16()
 model(x).sum().backward()  # what torch itself needs
@@ -46,7 +47,7 @@ for p in model.parameters():
 numel = sum(p.numel() for p in model.parameters())
 budget = int((2 if accumulation == 1 else 4) * numel + 40 * 2**20 + share * 12 * numel)
 tuning = Tuning(chunk="4MiB", threads=1, split_master=split)
-options = {"path": path, "cpu_memory": budget, "accumulation": accumulation, "tuning": tuning}
+options = {"path": path, "cpu_memory": budget, "accumulation": accumulation, "tuning": tuning, "states": states}
 given, rules = None, None
 if sys.argv[4] == "large":
     given = Large(model.parameters(), {})
@@ -76,6 +77,8 @@ print(budget, stats["peak_cpu_bytes"], planned.arena_bytes, peak, 2 * numel)
         (0.0, 2, "whole"),
         (0.0, 1, "large"),
         pytest.param(0.0, 1, "split", marks=pytest.mark.slow),
+        (0.0, 1, "8bit"),
+        pytest.param(0.5, 2, "bf16", marks=pytest.mark.slow),
     ],
 )
 def test_the_process_uses_what_the_plan_said(share: float, accumulation: int, split: str, tmp_path: Path) -> None:

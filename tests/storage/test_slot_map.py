@@ -95,6 +95,19 @@ def test_a_superblock_tells_of_committed_slots_only_or_of_all_where_nothing_is()
     assert slots_of([5, 6]).describe([1, 0]) == {"held": [1, 0], "numels": [5, 6]}
 
 
+def test_an_array_may_have_an_element_for_several_of_the_chunks() -> None:
+    # By hand: 70 halves, 70 codes, 2 scales, each from a page's start.
+    small = SlotArrays(70, (2, 1, 1), (1, 1, 64))
+    assert small.sizes == (140, 70, 2)
+    assert small.nbytes == 4 * PAGE_BYTES
+    assert [*small.ranges()] == [(2, 4096, 4236), (1, 8192, 8262), (1, 12288, 12290)]
+    assert [len(view) for view in small.views(torch.zeros(small.nbytes, dtype=torch.uint8))] == [70, 70, 2]
+    told = SlotMap({STATES: [small], PARAMS: [SlotArrays(70, (2,))]}).describe([0])
+    assert told == {
+        "held": [0], "numels": [70, 70], "itemsizes": [[2, 1, 1], [2]], "blocks": [[1, 1, 64], []],
+    }  # fmt: skip
+
+
 # Counted one by one.
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -168,7 +168,8 @@ def _write_rank(manifest: Manifest, directories: list[Path], *, is_older: bool) 
     for slot in committed_slots(manifest):
         facts = manifest.slots[slot.chunk]
         payload = bytearray(slot.size - PAGE_BYTES)
-        for kind, (itemsize, start) in slot.arrays.items():
+        kinds = ("master", "exp_avg", "exp_avg_sq") if slot.chunk < len(manifest.chunks) else ("param",)
+        for kind, (itemsize, start, _) in zip(kinds, slot.arrays.ranges(), strict=True):
             value = _stored(manifest, kind, facts.flat, itemsize)[facts.start : facts.start + facts.numel]
             payload[start - PAGE_BYTES : start - PAGE_BYTES + itemsize * facts.numel] = value.tobytes()
         checksum = xxhash.xxh3_64_intdigest(payload)

@@ -1,8 +1,9 @@
 """Training that is killed again and again, and the same training left alone.
 
-`python -m tests.support.killed SEED KILLS SCRATCH PATHS [layouts]`: forks trainings, kills each at a random instant,
-and compares what the one that reaches the end has with an uninterrupted one; with `layouts` each start is in another
-layout. Forked before torch does anything: a start takes milliseconds.
+`python -m tests.support.killed SEED KILLS SCRATCH PATHS STATES [layouts]`: forks trainings, kills each at a random
+instant, and compares what the one that reaches the end has with an uninterrupted one; with `layouts` each start is in
+another layout. STATES is as OffloadZero has it; where it is not fp32, masters are split. Forked before torch does
+anything: a start takes milliseconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,20 +46,21 @@ def build() -> nn.Module:
 
 @dataclass
 class Layout:
-    """chunk: its bytes; resume: as OffloadZero has it."""
+    """chunk: its bytes; states, resume: as OffloadZero has them."""
 
     paths: list[Path]
+    states: str = "fp32"
     chunk: str = "4KiB"
     resume: str | list[Path] = "auto"
 
 
-def another(paths: list[Path], chance: random.Random) -> Layout:
+def another(paths: list[Path], chance: random.Random, states: str = "fp32") -> Layout:
     """Other chunks, on some of `paths`, whichever the run lies on."""
     begun = any((path / "COMMIT").exists() for path in paths)
     # Killed just before its first record, a run may have committed as far as some of its directories tell alone.
     is_unclear = not begun and any([*path.glob("manifest-*")] for path in paths)
     chosen = chance.sample(paths, len(paths) if is_unclear else chance.randint(1, len(paths)))
-    return Layout(chosen, f"{4 * chance.randint(1, 8)}KiB", paths if begun else "auto")
+    return Layout(chosen, states, f"{4 * chance.randint(1, 8)}KiB", paths if begun else "auto")
 
 
 def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
@@ -65,8 +68,9 @@ def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
     torch.set_num_threads(1)
     model = build()
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
-    tuning = Tuning(chunk=layout.chunk, threads=1)
-    budget = int(1.3 * least_cpu_memory(model, plain, accumulation=ACCUMULATION, tuning=tuning))
+    options: dict[str, Any] = {"accumulation": ACCUMULATION, "states": layout.states}
+    options["tuning"] = Tuning(chunk=layout.chunk, threads=1, split_master=layout.states != "fp32")
+    budget = int(1.3 * least_cpu_memory(model, plain, **options))
     if layout.resume != "auto":
         budget += 2 * 3 * (32 + 4) * 1024  # reads slots of the largest chunks
     return model, OffloadZero(
@@ -74,10 +78,9 @@ def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
         plain,
         path=layout.paths,
         cpu_memory=budget,
-        accumulation=ACCUMULATION,
         commit_every=2 * EVERY,
         resume=layout.resume,
-        tuning=tuning,
+        **options,
     )
 
 
@@ -154,18 +157,18 @@ def require_same(result: Path, expected: Path) -> None:
         raise SystemExit(f"a resumed training has other bits: {different}")
 
 
-def main(seed: int, kills: int, scratch: Path, count: int, layouts: bool) -> None:
+def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, layouts: bool) -> None:
     chance = random.Random(seed)
     expected = scratch / "expected.safetensors"
     alone = scratch / "alone"
-    whole_s = max(finish(lambda: train(Layout([alone]), expected)), 0.05)
+    whole_s = max(finish(lambda: train(Layout([alone], states_in), expected)), 0.05)
     done = resumed = rounds = 0
     while done < kills:
         rounds += 1
         paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
         result = scratch / f"round{rounds}.safetensors"
         while done < kills:
-            layout = another(paths, chance) if layouts else Layout(paths)
+            layout = another(paths, chance, states_in) if layouts else Layout(paths, states_in)
             child = fork(partial(train, layout, result))
             time.sleep(chance.uniform(0, 0.6 * whole_s))
             os.kill(child, signal.SIGKILL)
@@ -176,7 +179,8 @@ def main(seed: int, kills: int, scratch: Path, count: int, layouts: bool) -> Non
                 break
             done += 1
             resumed += any((path / "COMMIT").exists() for path in paths)
-        finish(partial(train, another(paths, chance) if layouts else Layout(paths), result))
+        last = another(paths, chance, states_in) if layouts else Layout(paths, states_in)
+        finish(partial(train, last, result))
         require_same(result, expected)
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
@@ -184,4 +188,5 @@ def main(seed: int, kills: int, scratch: Path, count: int, layouts: bool) -> Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:] == ["layouts"])
+    seed, kills, scratch, count, states_in = sys.argv[1:6]
+    main(int(seed), int(kills), Path(scratch), int(count), states_in, sys.argv[6:] == ["layouts"])

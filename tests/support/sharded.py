@@ -28,7 +28,7 @@ from offload.ranks.communicator import Communicator
 from tests.support import models
 from tests.support.communicators import Awaited, Late, Ordered
 from tests.support.late_copier import LateCopier, copying_by
-from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, schedule
+from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, kept, schedule, settled
 
 
 def batches_of(kind: str, model: nn.Module, rank: int, ranks: int) -> Iterator[Any]:
@@ -107,7 +107,11 @@ def train(
     run = Run()
     plain = torch.optim.AdamW(models.groups(model), lr=LR)
     if options.get("cpu_memory") == "least":
-        given = {name: options[name] for name in ("param_tier", "tuning", "stage", "compute_dtype") if name in options}
+        given = {
+            name: options[name]
+            for name in ("param_tier", "tuning", "stage", "compute_dtype", "states")
+            if name in options
+        }
         options["cpu_memory"] = least_cpu_memory(
             model,
             plain,
@@ -168,6 +172,7 @@ class Reference:
     dtype: torch.dtype = torch.bfloat16
     scale: LossScale = field(default_factory=LossScale)
     spoilt: int | None = None
+    form: str = "fp32"
     scales: list[float] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -185,11 +190,11 @@ class Reference:
             master = flattened_like(first[name], first[name].detach()).float().numpy().copy()
             self.states[number] = [master, np.zeros_like(master), np.zeros_like(master)]
         self.ages = dict.fromkeys(self.states, 0)
-        kept = models.keep_fp32(self.kind)
+        in_fp32 = models.keep_fp32(self.kind)
         for model in self.models:
             model.to(self.dtype)
             for module in model.modules():
-                if kept and isinstance(module, kept):
+                if in_fp32 and isinstance(module, in_fp32):
                     module.float()
                     module.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
                     module.register_forward_hook(lambda _, args, out: out.to(self.dtype))
@@ -263,9 +268,11 @@ class Reference:
         for number, grad in grads.items() if is_finite else ():
             group = self.groups[self.layout.specs[number].group]
             self.ages[number] += 1
-            self.states[number] = list(
+            dtype = self.layout.specs[number].dtype
+            after = list(
                 reference.adam(
-                    *self.states[number],
+                    settled(self.states[number][0], self.form, dtype),
+                    *self.states[number][1:],
                     grad,
                     step=self.ages[number],
                     lr=LR * schedule(step),
@@ -276,6 +283,7 @@ class Reference:
                     scale=min(1.0, CLIP / (norm + 1e-6)) * inverse,
                 )
             )
+            self.states[number] = kept(after, self.ages[number], self.form, dtype)
         with torch.no_grad():
             for model in self.models:
                 for name, param in model.named_parameters():

@@ -138,6 +138,7 @@ def train(
             param_tier=options.get("param_tier"),
             grad_tier=options.get("grad_tier"),
             commit_every=options.get("commit_every", "auto"),
+            states=options.get("states", "fp32"),
             tuning=options.get("tuning"),
             compute_dtype=options.get("compute_dtype", torch.bfloat16),
         )
@@ -154,10 +155,32 @@ def train(
     return run
 
 
+def settled(master: np.ndarray[Any, Any], form: str, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """A master as states of `form` have it beside a parameter of `dtype`."""
+    return reference.settle(master) if form != "fp32" and dtype is torch.bfloat16 else master
+
+
+def kept(states: list[np.ndarray[Any, Any]], step: int, form: str, dtype: torch.dtype) -> list[np.ndarray[Any, Any]]:
+    """What is left of a master and two moments between two steps, decoded."""
+    p, *moments = states
+    found, random = [settled(p, form, dtype)], reference.dither(len(p), step)
+    for x, signed in zip(moments, (True, False), strict=True):
+        if form == "bf16":
+            found.append(reference.from_bf16(reference.to_dithered_bf16(x, random)))
+        elif form == "8bit":
+            found.append(reference.from_codes(*reference.to_codes(x, random, signed=signed), signed=signed))
+        else:
+            found.append(x)
+    return found
+
+
 class NumpyAdam:
     """The reference, driven by the gradients that autograd made in a run: nothing of the library but the layout."""
 
-    def __init__(self, accumulation: int, decoupled: bool = True, scale: LossScale | None = None) -> None:
+    def __init__(
+        self, accumulation: int, decoupled: bool = True, scale: LossScale | None = None, form: str = "fp32"
+    ) -> None:
+        self._form = form
         self._accumulation = accumulation
         self._decoupled = decoupled
         self._scale = scale or LossScale()
@@ -195,19 +218,19 @@ class NumpyAdam:
         for name, grad in self._grads.items() if is_finite else ():
             group = optimizer.param_groups[layout.specs[number_of[name]].group]
             self._ages[name] += 1
-            self._masters[name] = list(
-                reference.adam(
-                    *self._masters[name],
-                    grad,
-                    step=self._ages[name],
-                    lr=LR * schedule(self._steps - 1),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=self._decoupled,
-                    scale=scale,
-                )
+            after = reference.adam(
+                settled(self._masters[name][0], self._form, self._params[name].dtype),
+                *self._masters[name][1:],
+                grad,
+                step=self._ages[name],
+                lr=LR * schedule(self._steps - 1),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=self._decoupled,
+                scale=scale,
             )
+            self._masters[name] = kept([*after], self._ages[name], self._form, self._params[name].dtype)
         self._grads.clear()
 
     def assert_same_bits(self, run: Run) -> None:

@@ -1,4 +1,10 @@
-"""Adam and AdamW by the C kernels, in one pass over masters, moments and gradients; see optim/reference.py."""
+"""Adam and AdamW by the C kernels, in one pass over masters, moments and gradients; see optim/reference.py.
+
+[Note: small states]
+Moments of one or two bytes are another training than torch's: each step rounds them up or down by random bits. These
+depend on nothing but the parameter's step and on where an element is in its parameter. A step encodes once, and what is
+decoded is encoded to the same bytes again, so a commit in another layout, on other tiers or ranks has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +15,29 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.layout import ADAM_STATES
-from offload.native import ADAM, ADAM_SPLIT, AdamScalars, Kernels, Task
+from offload.layout import ADAM_FORMS, ADAM_STATES, blocks_of, of_states, part_of
+from offload.native import ADAM, ADAM_DITHERED, ADAM_SPLIT, AdamScalars, DitheredScalars, Kernels, Task
 from offload.optim.rule import Progress, Rule, SegmentMemory
 
+MOST_OF_CODES = 2.0**63
+"""Gradients have a smaller norm than this where moments are in other forms than fp32: what is rounded up from the mean
+of their squares is finite, too."""
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
 
 
 class AdamRule(Rule):
-    """Adam, and AdamW where a group's `decoupled_weight_decay` says so."""
+    """Adam, and AdamW where a group's `decoupled_weight_decay` says so.
+
+    Args:
+        form: how its moments are kept, of ADAM_FORMS; see [Note: small states].
+    """
 
     name = "Adam"
-    states = ADAM_STATES
     splits_masters = True
+
+    def __init__(self, form: str = "fp32") -> None:
+        self.states = ADAM_FORMS[form]
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
         """See Rule.require_sound.
@@ -49,7 +64,8 @@ class AdamRule(Rule):
 
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> AdamScalars:
         """See Rule.scalars."""
-        return AdamScalars.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
+        kind = AdamScalars if self.states == ADAM_STATES else DitheredScalars
+        return kind.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
 
     def shown(self, progress: Progress) -> dict[str, Any]:
         """See Rule.shown."""
@@ -62,10 +78,46 @@ class AdamRule(Rule):
         return (*hyper_parameters_of(group).items(), variants)
 
     def bind(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[AdamScalars], Task]:
-        """See Rule.bind. Gaps are calculated along, on zeros, which is cheaper than one more call."""
+        """See Rule.bind. Gaps are calculated along, on zeros, which is cheaper than one more call.
+
+        Not so with small states, which need to know where an element is in its parameter.
+        """
+        if self.states != ADAM_STATES:
+            return self._bind_dithered(kernels, memory)
         if memory.current is not None:
             return kernels.bind(ADAM_SPLIT, memory.current, *memory.arrays, memory.grad, memory.out)
         return kernels.bind(ADAM, *memory.arrays, memory.grad, memory.out)
+
+    def _bind_dithered(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[AdamScalars], Task]:
+        """Binds the kernel to each span, and makes one task of several, so that threads share small parameters, too."""
+        bound, blocks = [], blocks_of(self.states)
+        for span in memory.spans:
+            start, stop = span.start, span.start + span.numel
+            arrays = zip(memory.arrays, blocks, strict=True)
+            master, *moments = (part_of(array, block, start, stop) for array, block in arrays)
+            (m, *m_scale), (v, *v_scale) = of_states(self.states, moments)
+            if not m_scale:
+                m, v = m.view(torch.bfloat16), v.view(torch.bfloat16)
+            param = None if memory.current is None else memory.current[start:stop]
+            scales = (*m_scale, *v_scale) or (None, None)
+            grad, out = memory.grad[start:stop], memory.out[start:stop]
+            bind = kernels.bind(ADAM_DITHERED, master, param, m, v, *scales, grad, out, first=span.offset)
+            bound.append((span, bind))
+        if len(bound) == 1:
+            return bound[0][1]  # which needs no Python while it runs
+
+        def task(scalars: AdamScalars) -> Task:
+            tasks = [(span, bind(scalars)) for span, bind in bound]
+
+            def work(low: int, high: int) -> None:
+                for span, one in tasks:
+                    first, last = max(span.start, low), min(span.start + span.numel, high)
+                    if first < last:
+                        one.work(first - span.start + span.offset, last - span.start + span.offset)
+
+            return Task(work, 0, len(memory.grad), ADAM_DITHERED.cut, (*memory.arrays, memory.out))
+
+        return task
 
 
 def hyper_parameters_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _start(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> _Start
         for name, value in state.items():
             if _is_array(param, value) or (name in named and not param.dim()):
                 constants[name] = _constant(name, value, group)
-                kinds.append(StateKind(name, value.dtype, constants[name]))
+                kinds.append(StateKind(name, starts=constants[name]))
         starts.add((tuple(constants.items()), progress_of(state, kinds, 0)))
     if len(starts) > 1:
         raise RefusedError("its parameters begin with different states: give one that has not stepped")
@@ -334,7 +334,7 @@ def _kinds_of(states: Iterable[tuple[Tensor, Mapping[str, Any]]], start: _Start)
             if _is_array(param, value):
                 if value.dtype is not torch.float32:
                     raise RefusedError(f"its state {name} is {value.dtype}, and only float32 is kept")
-                kinds[name] = StateKind(name, value.dtype, start.constants.get(name, 0.0))
+                kinds[name] = StateKind(name, starts=start.constants.get(name, 0.0))
             elif isinstance(value, Tensor) and value.dim():
                 raise RefusedError(
                     f"its state {name} has shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}"

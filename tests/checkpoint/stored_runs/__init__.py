@@ -6,6 +6,7 @@ A directory is named after the commit of this repository that made the runs in i
     21e757d    swap file format 1, manifest format 2, COMMIT format 1; before frozen parameters streamed
     c019a63    the same formats; with frozen parameters, and what commits carry of them
     f46cdb4    COMMIT format 2, with names of files that never change
+    6612228    manifest format 4: states in other forms than fp32
 
 Each archive holds the directories of one run, and plain.safetensors: the states at its commit as plain torch computed
 them. A new directory is made, by `python -m tests.checkpoint.stored_runs NAME`, when a version of a format changes or a
@@ -41,6 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage2": {"stage": 2, "grad_tier": "nvme", "tuning": {"chunk": "256KiB"}},
     "stage3": {"stage": 3, "param_tier": "nvme", "path": ["rank{rank}"]},
     "stage3split": {"stage": 3, "param_tier": "nvme", "tuning": {"chunk": "4KiB", "split_master": True}},
+    "bf16": {"states": "bf16"},
+    "8bit": {"states": "8bit"},
+    "8bitsplit": {"states": "8bit", "tuning": {"chunk": "4KiB", "split_master": True}},
 }
 """Options of OffloadZero. Paths are names in the archive, "a" if there are none."""
 RANKS = {"stage2": 2, "stage3": 2, "stage3split": 2}
@@ -141,6 +145,7 @@ class PlainRun:
 
     def __init__(self, case: str) -> None:
         dtype = CASES[case].get("compute_dtype", torch.bfloat16)
+        self.form = CASES[case].get("states", "fp32")
         self.model = Model(is_frozen=case == "frozen")
         named = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
         self.masters = {name: param.detach().clone() for name, param in named}
@@ -171,7 +176,20 @@ class PlainRun:
         m = m + f(1 - beta1) * (g - m)
         v = v * f(beta2) + (f(1 - beta2) * g) * g
         p = p + (f(-(LR / (1 - beta1**step))) * m) / (np.sqrt(v) / f(math.sqrt(1 - beta2**step)) + f(EPS))
-        self.masters[name], self.exp_avg[name], self.exp_avg_sq[name] = (torch.from_numpy(of) for of in (p, m, v))
+        kept = self._kept(name, [p, m, v])
+        self.masters[name], self.exp_avg[name], self.exp_avg_sq[name] = map(torch.from_numpy, kept)
+
+    def _kept(self, name: str, states: list[Any]) -> list[Any]:
+        """Small states are rounded in the order of the parameter's memory."""
+        if self.form == "fp32":
+            return states
+        from tests.support.training import kept  # not above: it imports the version of before
+
+        param = self.model.get_parameter(name)
+        lying = [of if param.is_contiguous() else of.T for of in states]
+        lines = kept([np.ravel(of) for of in lying], self.steps[name], self.form, param.dtype)
+        found = [line.reshape(of.shape) for line, of in zip(lines, lying, strict=True)]
+        return found if param.is_contiguous() else [of.T for of in found]
 
     def _cast_masters(self) -> None:
         with torch.no_grad():
