@@ -60,7 +60,7 @@ from offload.checkpoint.commit import (
 from offload.checkpoint.manifest import MAX_WORLD, Manifest, Natural, Schema, canonical, decode, digest
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
-from offload.io.files import LOCAL, Files
+from offload.io.files import LOCAL, Files, unusable
 from offload.sizes import PAGE_BYTES
 from offload.storage.directories import (
     COMMIT_NAME,
@@ -248,14 +248,12 @@ def names_in(directory: Path, files: Files) -> list[str]:
     Raises:
         PathError: the directory cannot be read.
     """
-    try:
+    with (
+        suppress(FileNotFoundError, NotADirectoryError),
+        unusable("cannot be read", directory, but=(errno.ENOENT, errno.ENOTDIR)),
+    ):
         return sorted(files.names(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be read: {error.strerror}", str(directory)) from error
+    return []
 
 
 def directories_of(run_id: str, rank: int, directories: Sequence[Path], files: Files) -> dict[int, Path]:

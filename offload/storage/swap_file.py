@@ -22,7 +22,7 @@ from torch import Tensor
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError, explained
 from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_all
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
-from offload.io.files import BUSY, LOCAL, Files
+from offload.io.files import BUSY, LOCAL, Files, unusable
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
@@ -113,12 +113,8 @@ def open_locked(path: Path, files: Files) -> IOFile:
         PathInUseError: a live run holds it, or has just removed it.
         PathError: it cannot be opened or locked.
     """
-    try:
+    with unusable("cannot be opened", path):
         file = files.open(path, os.O_RDWR)
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     try:
         lock(file, files)
     except BaseException:
@@ -134,12 +130,8 @@ def first_page(file: IOFile, files: Files) -> memoryview:
         PathError: it cannot be read.
     """
     start = aligned_memory(PAGE_BYTES)
-    try:
+    with unusable("cannot be read", file.path):
         files.read_at(file, 0, start)
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
     return start
 
 
@@ -599,17 +591,11 @@ def _opened(path: Path, files: Files) -> IOFile:
     Raises:
         PathError: it cannot be opened, or is no regular file.
     """
-    try:
+    with unusable("cannot be opened", path), ExitStack() as undo:
         file = files.open_or_create(path)
-        try:
-            files.require_regular(file)
-        except BaseException:
-            file.close()
-            raise
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+        undo.callback(file.close)
+        files.require_regular(file)
+        undo.pop_all()
     return file
 
 
@@ -622,12 +608,8 @@ def make_directory(directory: Path, files: Files) -> bool:
     Raises:
         PathError: it cannot be made.
     """
-    try:
+    with unusable("cannot be made", directory):
         return files.make_directory(directory)
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
 
 
 def remove_if_empty(directory: Path, files: Files) -> None:
