@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
     manifest_name,
@@ -350,6 +351,9 @@ class RecoveryPlan:
         replaced = set() if commit is None or commit.replaces is None else {commit.replaces}
         dead, owned = self.dead | replaced, self.target.owned
         with together(comm):
+            for path in {*owned}.intersection(self.at):
+                # A process that was killed may not have synced the record. What it does not name goes after it.
+                sync_directory(self.files, path)
             for path in owned:
                 withdraw(path, replaced, self.files)
         collect_together(owned, commit, dead, comm, self.files, held=replaced)
