@@ -359,6 +359,11 @@ class Files:
         (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
+    def link(self, old: Path, new: Path) -> None:
+        """Gives a file another name, beside the one that it has."""
+        (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
+        os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
+
     def remove(self, path: Path) -> None:
         """Removes a file or a link, not what the link leads to. Does nothing if there is none."""
         name, within = self._at(path)

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -27,6 +28,7 @@ from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.directories import check_directory, file_name, older_swap_name, require_file_size, swap_name
+from offload.storage.room import RECORD, SPARES, Room
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HEADER_BYTES,
@@ -135,7 +137,9 @@ def first_page(file: IOFile, files: Files) -> memoryview:
     return start
 
 
-def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
+def reserve(
+    file: IOFile, files: Files, needed: int, uncommitted: int, beside: int, reserve_beside: Callable[[], None]
+) -> None:
     """Allocates the file's blocks now, so that a full disk shows before training and not in it.
 
     Args:
@@ -143,6 +147,8 @@ def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
         files: the file system.
         needed: the bytes that it will have.
         uncommitted: the bytes that it would have without commits.
+        beside: the bytes that files beside it will take.
+        reserve_beside: allocates these.
 
     Raises:
         BudgetError: the disk has no room for it.
@@ -152,9 +158,10 @@ def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
     files.make_private(file)
     available = files.available(file) + info.st_blocks * 512
     try:
-        if needed > available:
+        if needed + beside > available:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         files.allocate(file, 0, needed)
+        reserve_beside()
     except OSError as error:
         # What was allocated before the disk was full goes back; what was there before stays.
         files.truncate(file, info.st_size)
@@ -162,6 +169,7 @@ def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
             raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise PathError(error.errno, f"cannot reserve space: {explained(error)}", file.path) from error
+        needed += beside
         fits = uncommitted <= available < needed
         other = f", or give commit_every=None, which takes {format_bytes(uncommitted)} and commits nothing"
         raise BudgetError(
@@ -187,6 +195,7 @@ class RunFiles:
         rank: the rank that has the files.
         resumed: for each committed slot, the number of the directory whose file holds it. The files are there and are
             used where they lie. None: new files are made.
+        room: the bytes of a manifest, and of the record, in each directory; see [Note: room for commits] in room.py.
         files: the run's file system, which holds the directories from then on.
     """
 
@@ -194,6 +203,12 @@ class RunFiles:
     rank: int = 0
     resumed: Sequence[int] | None = None
     files: Files = field(default_factory=Files)
+    room: Mapping[str, int] = field(default_factory=dict)
+
+    def room_in(self, stripe: int) -> dict[str, int]:
+        """The bytes of what is written anew in a directory: the record only in the home."""
+        is_home = (self.rank, stripe) == (0, 0)
+        return {kind: nbytes for kind, nbytes in self.room.items() if is_home or kind != RECORD}
 
 
 class SlotFile:
@@ -392,8 +407,8 @@ class SwapFile(SlotFile):
             undo.callback(file.close)
             super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
             lock(file, files)
+            undo.push(self._traces)
             if is_new:
-                undo.push(self._traces)
                 self._traces.callback(self._remove, file)
             commits = slots.committed is not None
             superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(numbers))
@@ -406,7 +421,10 @@ class SwapFile(SlotFile):
                 self._size_before = files.size(file)
             # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
             is_marked = not resumes and self._mark(block)
-            reserve(file, files, table.nbytes, table.nbytes_of_one)
+            room = Room(directory, self._run_id, run.rank, files)
+            spares = run.room_in(stripe[0]), 1 if resumes else SPARES
+            beside = room.missing(*spares), partial(room.reserve, *spares, self._traces)
+            reserve(file, files, table.nbytes, table.nbytes_of_one, *beside)
             if not (resumes or is_marked):
                 result_of(engine.write(file, 0, block))
             self._undo = undo.pop_all()

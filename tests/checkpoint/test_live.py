@@ -88,8 +88,9 @@ def decided(places: Sequence[Path], commit: Commit) -> Commit:
     return record
 
 
-def names(directory: Path) -> set[str]:
-    return {file.name for file in directory.iterdir()}
+def names(place: Path) -> set[str]:
+    """All but what a next commit is written into."""
+    return {file.name for file in place.iterdir() if not file.name.startswith("room-")}
 
 
 def cleared(places: Sequence[Path], record: Commit | None, files: Files = LOCAL) -> None:
