@@ -131,6 +131,19 @@ def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path:
     assert len([*path.glob("manifest-*")]) == 1
 
 
+def test_a_record_is_durable_before_what_it_does_not_name_goes(make: Make, path: Path, files: Logged) -> None:
+    """Who wrote it may have been killed before that."""
+    committed(make)[1].close()
+    found = read_commit(path)
+    assert found is not None
+    (path / f"manifest-{found.run_id}-2-rank0.json").touch()
+    for options in ({}, {"tuning": LARGER, "cpu_memory": "1MiB"}):
+        files.log.clear()
+        make(Tiny(), commit_every=0, resume=True, **options).close()
+        changes = [what for what in files.log if what.startswith(("rename", "remove", "sync"))]
+        assert changes[0] == "sync directory run"
+
+
 def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path) -> None:
     """It may be a commit ahead: it has heard of the decision, and this rank has not got further."""
     model, optimizer = committed(make)
