@@ -556,7 +556,9 @@ def _is_kept(path: Path, record: Commit | None, files: Files) -> bool:
     file = file_name(path.name)
     if file is None or record is None or file.run_id != record.run_id or file.suffix:
         return False
-    return file.kind in (MANIFEST, EXTRA) and Room(path.parent, file.run_id, file.rank, files).keep(path, file.kind)
+    with suppress(FileNotFoundError):  # where ranks share a directory another one may have done so
+        return file.kind in (MANIFEST, EXTRA) and Room(path.parent, file.run_id, file.rank, files).keep(path, file.kind)
+    return False
 
 
 def _is_held(directory: Path, run_id: str, names: Sequence[str], files: Files) -> bool:
