@@ -30,7 +30,7 @@ from bench.limits import allocate
 from bench.report import Json, Report, Rounds, Save, Table, note, ratio, run, spread
 from offload import native
 from offload.optim.adopt import rules_of
-from offload.optim.rule import Rule, Span
+from offload.optim.rule import Rule, SegmentMemory, Span
 
 o = torch.optim
 MAKES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -111,7 +111,7 @@ class Pieces:
         self._rule, self._group, self._kernels, self._progress = rule, group, kernels, rule.initial
         n = len(grad)
         arrays = [allocate(n, torch.float32).fill_(start) for start in (0.5, *(kind.starts for kind in rule.states))]
-        self._bound = rule.bind(kernels, arrays, grad, arrays[0], [Span(0, n)])
+        self._bound = rule.bind(kernels, SegmentMemory(arrays, grad, arrays[0], [Span(0, n)]))
 
     def step(self) -> None:
         """One step, with what a run does before it."""

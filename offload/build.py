@@ -152,7 +152,7 @@ def plan_run(
             f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
             stacklevel=4,
         )
-    shape = ModelShape.of(model, groups, options, planned=is_meta(model)).with_states([rule.states for rule in rules])
+    shape = ModelShape.of(model, groups, options, planned=is_meta(model)).with_rules(rules, options)
     nodes = comm.ranks_on_node
     situation = shape.situation(ranks=comm.size, ranks_on_node=nodes, slices=comm.tensor_parallel.size)
     first_choice = decide(options, situation)

@@ -138,6 +138,7 @@ class CommitChoice:
         every: steps between commits; 0: the user asks for each one; None: there are none.
         keep: how many commits stay of those that state dicts name.
         resume: whether to go on with the run that is there; "auto": if there is one.
+        begins_states: whether only masters are taken from it, and the states of the optimizer begin.
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
     """
@@ -148,6 +149,7 @@ class CommitChoice:
     keep: int = 2
     resume: bool | Literal["auto"] = False
     holds_params: bool = False
+    begins_states: bool = False
 
     @property
     def slots_per_chunk(self) -> int:

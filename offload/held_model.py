@@ -24,10 +24,12 @@ from offload.model.original import Original
 from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
+from offload.model.torch_helpers import hidden
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, require_same
 from offload.native.memory import return_freed
+from offload.optim.method import MethodCall
 from offload.planner.placement import Placement, tiers_of
 from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import local_of, shard_dim_of
@@ -162,6 +164,22 @@ class HeldModel:
             numbers: the trained parameters to look at; None: all.
         """
         self.units.take_outside_writes(numbers)
+
+    def run(self, call: MethodCall, step: int) -> None:
+        """Runs a method of the optimizers over masters and states, and gives the model the new values.
+
+        Nothing may be under way. Over several ranks all have to call it.
+
+        Args:
+            call: the method.
+            step: the last step.
+        """
+        with hidden():
+            self._parts.masters.run(call, step)
+            for flat in call.flats:
+                self._parts.new_params.all_gather(flat, step)
+                params = self._run.layout.flats[flat].params
+                self.pending.replaced(flat, [number for number in params if number in call.keys])
 
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""

@@ -19,6 +19,10 @@ A *chunk* is a slice of at most `chunk_numel` elements of a shard, with its plac
 the part of one parameter that lies in one chunk. A *segment* is a run of pieces that one Adam call can do, because
 param group and step count are the same.
 
+A flat parameter is *whole* if its optimizer steps whole parameters. Its chunks hold as many of them as `chunk_numel`
+has room for, and at least one, however large that is. Over ranks each parameter has one owner: shards are as large as
+the largest needs, and the parameters of each rank lie end to end at the beginning of its shard.
+
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|
    chunk  |---------------| |-----------------| |-----------------|
@@ -32,7 +36,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -81,6 +85,7 @@ class ParamSpec:
         tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit.
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
         states: what its optimizer keeps of each element beside its master. It means nothing if it is frozen.
+        whole: its shape, if its optimizer steps it as a whole; None: in pieces.
     """
 
     name: str
@@ -91,6 +96,7 @@ class ParamSpec:
     tile: int = 0
     shard_dim: int | None = None
     states: tuple[StateKind, ...] = ADAM_STATES
+    whole: tuple[int, ...] | None = None
 
     @property
     def is_frozen(self) -> bool:
@@ -111,6 +117,7 @@ class Flat:
         numel: how many elements it has, gaps included and padding excluded.
         is_frozen: whether its parameters are frozen.
         states: what is kept of each element beside its master; nothing if it is frozen.
+        is_whole: whether its parameters are stepped as wholes, each by one rank.
     """
 
     index: int
@@ -121,6 +128,7 @@ class Flat:
     numel: int
     is_frozen: bool = False
     states: tuple[StateKind, ...] = ADAM_STATES
+    is_whole: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -193,7 +201,8 @@ class Layout:
         specs: the parameters, the trained ones first.
         flats: the flat parameters.
         chunks: the chunks that have states: those of this rank's shards of trained parameters.
-        chunk_numel: the most elements of a chunk. With several ranks, chunks begin at multiples of it within a shard.
+        chunk_numel: the most elements of a chunk, unless it is one whole parameter. With several ranks, others begin at
+            multiples of it within a shard.
         ranks: the number of ranks that the flats are sharded over.
         rank: the rank whose shards the chunks are.
         replicas: the number of groups of ranks, each of which keeps all parameters.
@@ -388,13 +397,24 @@ def build(
         trained_replicas: how many groups keep all trained parameters: `replicas`, or 1; None: `replicas`.
     """
     flats: list[Flat] = []
-    for (is_frozen, unit, dtype, states), params in _by_unit_and_dtype(specs):
-        offsets: list[int] = []
-        end = 0
-        for param in params:
-            offsets.append(round_up(end, ALIGN_NUMEL))
-            end = offsets[-1] + specs[param].numel
-        flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end, is_frozen, states))
+    for key, params in _by_unit_and_dtype(specs):
+        if key.is_whole and ranks > 1:
+            params, offsets, end = _by_owner(specs, params, ranks)
+        else:
+            offsets, end = _end_to_end(specs, params)
+        flats.append(
+            Flat(
+                len(flats),
+                key.unit,
+                key.dtype,
+                tuple(params),
+                tuple(offsets),
+                end,
+                key.is_frozen,
+                key.states,
+                key.is_whole,
+            )
+        )
     whole = Layout(
         tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas, trained_replicas=trained_replicas
     )
@@ -404,6 +424,38 @@ def build(
     kept = [(flat, other) for flat in flats for other in ((rank, *others) if flat.is_frozen else counterparts)]
     chunks = _chunks_of(whole, own, 0)
     return replace(whole, chunks=chunks, stateless=_chunks_of(whole, kept, len(chunks)))
+
+
+def _end_to_end(specs: Sequence[ParamSpec], params: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of these parameters begins if they lie end to end, and where the last one ends."""
+    offsets: list[int] = []
+    end = 0
+    for param in params:
+        offsets.append(round_up(end, ALIGN_NUMEL))
+        end = offsets[-1] + specs[param].numel
+    return offsets, end
+
+
+def _by_owner(specs: Sequence[ParamSpec], params: Sequence[int], ranks: int) -> tuple[list[int], list[int], int]:
+    """Gives each of these parameters to a rank: the largest first, each to the one that has the least.
+
+    Returns:
+        The parameters in the order in which they lie, where each begins, and the end of all shards.
+    """
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    for param in sorted(params, key=lambda param: -specs[param].numel):
+        rank = sizes.index(min(sizes))
+        owned[rank].append(param)
+        sizes[rank] += round_up(specs[param].numel, ALIGN_NUMEL)
+    shard = max(sizes)
+    order: list[int] = []
+    offsets: list[int] = []
+    for rank, mine in enumerate(owned):
+        mine.sort()
+        order += mine
+        offsets += [rank * shard + offset for offset in _end_to_end(specs, mine)[0]]
+    return order, offsets, ranks * shard
 
 
 def _chunks_of(layout: Layout, shards: Iterable[tuple[Flat, int]], first: int) -> tuple[Chunk, ...]:
@@ -439,20 +491,28 @@ def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) 
     return made
 
 
-_FlatKey = tuple[bool, str, torch.dtype, tuple[StateKind, ...]]
+class _FlatKey(NamedTuple):
+    """What is the same of all parameters of a flat; see Flat."""
+
+    is_frozen: bool
+    unit: str
+    dtype: torch.dtype
+    states: tuple[StateKind, ...]
+    is_whole: bool
 
 
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[_FlatKey, list[int]]]:
-    """The numbers of the parameters of each unit, dtype and states: what is trained first, then what is frozen.
+    """The numbers of the parameters of each flat: what is trained first, then what is frozen.
 
-    Units are in the order of their first appearance, and so are the dtypes and states within a unit.
+    Units are in the order of their first appearance, and so are the flats within a unit.
     """
-    units: dict[tuple[bool, str], dict[tuple[torch.dtype, tuple[StateKind, ...]], list[int]]] = {}
+    units: dict[tuple[bool, str], dict[_FlatKey, list[int]]] = {}
     for number, spec in enumerate(specs):
-        states = () if spec.is_frozen else spec.states
-        units.setdefault((spec.is_frozen, spec.unit), {}).setdefault((spec.dtype, states), []).append(number)
-    for (is_frozen, unit), parts in units.items():
-        yield from (((is_frozen, unit, dtype, states), params) for (dtype, states), params in parts.items())
+        states, is_whole = ((), False) if spec.is_frozen else (spec.states, spec.whole is not None)
+        key = _FlatKey(spec.is_frozen, spec.unit, spec.dtype, states, is_whole)
+        units.setdefault((spec.is_frozen, spec.unit), {}).setdefault(key, []).append(number)
+    for parts in units.values():
+        yield from parts.items()
 
 
 def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
@@ -461,6 +521,9 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
     The squares of gradients are summed over blocks of SUM_BLOCK elements of a parameter. With one rank, a chunk with
     room for a block ends where a block ends. So a sum needs one chunk.
     """
+    if flat.is_whole:
+        yield from _whole_cuts(layout, flat, start, last)
+        return
     ends_at_blocks = layout.ranks == 1 and layout.chunk_numel >= SUM_BLOCK
     tile = layout.tile_of(flat.index)
     while start < last:
@@ -473,6 +536,21 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
             stop -= (stop - begin) % SUM_BLOCK
         yield start, stop
         start = stop
+
+
+def _whole_cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts elements `start` to `last` of a whole flat between parameters: as many as fit, at least one."""
+    begin = end = start
+    for param, offset in zip(flat.params, flat.offsets, strict=True):
+        stop = offset + layout.specs[param].numel
+        if not start <= offset < last or stop == offset:
+            continue
+        if begin < end and stop - begin > layout.chunk_numel:
+            yield begin, end
+            begin = offset
+        end = stop
+    if begin < end:
+        yield begin, end
 
 
 def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -79,6 +79,7 @@ from offload.optim.adopt import (
     take_options,
 )
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
+from offload.optim.method import MethodCall
 from offload.optim.rule import Progress
 from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
@@ -99,7 +100,7 @@ _SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_devi
 
 
 class OffloadZero(torch.optim.Optimizer):
-    """Trains `model` with an elementwise torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
+    """Trains `model` with a torch optimizer, with its fp32 states on the device, in RAM or on NVMe.
 
     The model is hooked in place. Its parameters become `compute_dtype` on the device to train on. Its class, its names
     and its `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays ordinary
@@ -156,6 +157,10 @@ class OffloadZero(torch.optim.Optimizer):
             A Path, or a list: the directories of the run, if they are not all in `path`. Where the layout differs
             (chunks, directories, ranks, split masters), the commit is first written in the new layout, and the old one
             is removed when that is committed. See `resumed`.
+        resume_states: "committed": the run goes on with the states of its optimizer, which has to be of the same class
+            and keep the same arrays. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
+            anew, and the masters and the number of the step are those of the commit. Each resume with it begins them
+            again.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
             may be larger than the device. None: where it is; for the meta device, the CPU.
         init: where the values of a model come from that was built on the meta device: a function that is called with
@@ -226,6 +231,7 @@ class OffloadZero(torch.optim.Optimizer):
         nonfinite: str = "raise",
         commit_every: int | str | None = "auto",
         resume: bool | str | PathLike | Sequence[PathLike] = False,
+        resume_states: str = "committed",
         device: torch.device | str | None = None,
         init: Init = None,
         init_missing: bool = False,
@@ -278,7 +284,9 @@ class OffloadZero(torch.optim.Optimizer):
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 print(self._placement.describe(self._plan.held, self._parts.run.paths, self._given), file=sys.stderr)
                 if found is not None:
-                    print(f"offload: resumed at step {self._step}, committed {found.committed_at}", file=sys.stderr)
+                    states = "; the optimizer's states begin anew" if found.begins_states else ""
+                    at = f"step {self._step}, committed {found.committed_at}"
+                    print(f"offload: resumed at {at}{states}", file=sys.stderr)
             self._held.take_others()
             if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
                 self._parts.slots.make_permanent()
@@ -454,11 +462,11 @@ class OffloadZero(torch.optim.Optimizer):
         # First, because ranks may have sent different gradients so far: from here on all have sent the same.
         active = self._finalize_gradients()
         self._commit_if_due()
-        factor = self._agreed_factor(active) if self._is_to_step(active) else None
-        if factor is not None:
+        update = self._agreed_update(active) if self._is_to_step(active) else None
+        if update is not None:
             self._held.take_outside_writes()
             self._commit_first()
-        self._advance(active, factor)
+        self._advance(active, update)
         self._held.step_ends()
 
     def _finalize_gradients(self) -> list[int]:
@@ -474,36 +482,45 @@ class OffloadZero(torch.optim.Optimizer):
         return self._parts.gradients.finalize(self._held.answers.active)
 
     @uninterrupted
-    def _advance(self, active: Sequence[int], factor: float | None) -> None:
+    def _advance(self, active: Sequence[int], update: _Update | None) -> None:
         """Makes all changes of a step, or none of them.
 
         Args:
             active: the numbers of the parameters that have a gradient.
-            factor: the factor of all gradients; None: the step is skipped.
+            update: what the step does; None: it is skipped.
         """
-        if factor is None:
+        if update is None:
             self._skipped += 1
         else:
-            self._begin_step(active, factor)
+            self._begin_step(active, update)
         self._consume(active)
 
-    def _begin_step(self, active: Sequence[int], factor: float) -> None:
+    def _begin_step(self, active: Sequence[int], update: _Update) -> None:
         held, groups, scale = self._parts.parameters.held, self._layout.groups, self._parts.scale
         keys = {n: StepKey(groups[n], held[n].progress, scale.relative(n)) for n in active}
-        advanced = self._advanced(active)
         try:
             flats = self._held.pending.begin(active)
-            self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
+            self._parts.step.begin(self._step + 1, keys, self.param_groups, update.factor, flats)
         except BaseException as error:
             self._health.fail(error)
             raise
         self._step += 1
-        for number in active:
-            held[number].progress = advanced[groups[number], held[number].progress][0]
-        for (group, _), (_, changed) in advanced.items():
+        self._make_changes(active, update.changes)
+
+    def _make_changes(self, numbers: Iterable[int], changes: _Changes) -> None:
+        """Gives parameters their new progress, and param groups the options that have changed with it.
+
+        Args:
+            numbers: the parameters that have changed.
+            changes: what becomes of each group and progress of theirs.
+        """
+        held, groups = self._parts.parameters.held, self._layout.groups
+        for number in numbers:
+            held[number].progress = changes[groups[number], held[number].progress][0]
+        for (group, _), (_, changed) in changes.items():
             self.param_groups[group].update(changed)
 
-    def _advanced(self, active: Iterable[int]) -> dict[tuple[int, Progress], tuple[Progress, dict[str, Any]]]:
+    def _advanced(self, active: Iterable[int]) -> _Changes:
         """What a step makes of each progress in each param group, and which options it changes. Nothing is changed.
 
         Args:
@@ -530,6 +547,64 @@ class OffloadZero(torch.optim.Optimizer):
         if self._adopted:
             self._consume()
             self._held.answers.become_zeros([] if set_to_none else had)
+
+    # Other methods of the optimizer's class.
+
+    @exclusive_entry("apply")
+    def apply(self, method: str) -> None:
+        """Runs another method of the class of the optimizer that was taken, over parameters and states.
+
+        So schedule-free optimizers go to the averaged weights and back:
+
+            optimizer.apply("eval")
+            evaluate(model)
+            optimizer.apply("train")
+
+        It runs on pieces of the masters, as the step does, and the model has the new values when it returns. Options
+        that it changes are changed in the param groups. It sees no gradients, and those that wait for the step stay
+        what they are. What it returns is dropped. Of several optimizers, those whose class has the method run it. Over
+        several ranks all have to call it.
+
+        Args:
+            method: the name of a method without arguments, which is the class's own: not of torch.optim.Optimizer.
+
+        Raises:
+            ConfigError: no class has the method; it raises; it cannot run on pieces of parameters; or several ranks are
+                about to apply different ones. Nothing is changed.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: it cannot run on another rank.
+            RankError: another rank does not take part.
+        """
+        self._require_usable()
+        everyone, progress = self._everyone, self._parts.parameters.progress
+        with together(everyone):
+            call = MethodCall(method, self._plan.rules, self.param_groups, self._layout, progress)
+        if everyone.size > 1 and not everyone.all_equal(repr((method, self._agreed_options))):
+            raise ConfigError(
+                f"apply({method!r}): the ranks differ in the method, or in the hyper-parameters of the optimizer: call "
+                "it alike on every rank; nothing was changed"
+            )
+        self._held.step_begins()
+        self._held.take_outside_writes()
+        self._commit_first()
+        with self._together():
+            self._apply(call)
+
+    def _apply(self, call: MethodCall) -> None:
+        try:
+            self._commits.is_outdated = True
+            self._held.run(call, self._step)
+            self._make_all_changes(call)
+        except BaseException as error:
+            self._health.fail(error)  # some masters have changed, and others have not
+            raise
+
+    @uninterrupted
+    def _make_all_changes(self, call: MethodCall) -> None:
+        self._make_changes(call.keys, call.changes)
 
     # Clip and scale.
 
@@ -651,27 +726,27 @@ class OffloadZero(torch.optim.Optimizer):
             )
         return not bad
 
-    def _agreed_factor(self, active: Sequence[int]) -> float | None:
-        """The factor by which the step multiplies all gradients, the same on all ranks.
+    def _agreed_update(self, active: Sequence[int]) -> _Update | None:
+        """What the step does, the same on all ranks. Nothing is changed.
 
         Args:
             active: the numbers of the parameters that have a gradient.
 
         Returns:
-            The factor; None: a GradScaler has found an Inf elsewhere, and the step is skipped.
+            What it does; None: a GradScaler has found an Inf elsewhere, and the step is skipped.
 
         Raises:
             ConfigError: on all ranks, if one of them cannot step, or they would step differently.
             RankError: another rank failed, or cannot be reached.
         """
-        factor = math.nan
+        update = _Update(math.nan, {})
         fault: ConfigError | None = None
         try:
             require_sound(self._plan.rules, self.param_groups)
-            self._advanced(active)
+            changes = self._advanced(active)
             if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
-            factor = self._factor(active)
+            update = _Update(self._factor(active), changes)
         except ConfigError as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
@@ -680,7 +755,9 @@ class OffloadZero(torch.optim.Optimizer):
             self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
             with_rules = zip(self._plan.rules, self.param_groups, strict=True)
-            numbers = None if fault is not None else [factor, *(rule.agreed(group) for rule, group in with_rules)]
+            numbers = (
+                None if fault is not None else [update.factor, *(rule.agreed(group) for rule, group in with_rules)]
+            )
             if not self._everyone.all_equal(repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
@@ -689,7 +766,12 @@ class OffloadZero(torch.optim.Optimizer):
                 )
         if fault is not None:
             raise fault
-        return None if skips else factor
+        return None if skips else update
+
+    @property
+    def _agreed_options(self) -> list[Hashable]:
+        """What of the param groups has to be the same on all ranks."""
+        return [rule.agreed(group) for rule, group in zip(self._plan.rules, self.param_groups, strict=True)]
 
     def _factor(self, active: Sequence[int]) -> float:
         scale, handed = self._parts.scale, vars(self).get("grad_scale")
@@ -1244,7 +1326,10 @@ class OffloadZero(torch.optim.Optimizer):
         if found.manifest is not None:
             self._take_progress(self._commits.restore())
             return
-        self._take_progress(found.first)
+        if found.begins_states:
+            self._step = found.commit.step
+        else:
+            self._take_progress(found.first)
         self._commits.reshard(found, self._parts.parameters.progress, self.param_groups)
 
     @exclusive_entry("export")
@@ -1400,7 +1485,7 @@ class OffloadZero(torch.optim.Optimizer):
                     stacklevel=5,
                 )
             return None
-        is_committed = self._commits.has(self._step)
+        is_committed = self._commits.has(self._step) and not self._commits.is_outdated
         if self._health.is_closed:
             return self._commits.last_id if is_committed else None
         self._require_usable()
@@ -1472,7 +1557,8 @@ class OffloadZero(torch.optim.Optimizer):
         """
         step, commit = require_matching(self._plan.rules, self.param_groups, state_dict)
         is_committed = commit is not None and self._commits.has(step)
-        if step != self._step or (is_committed and commit != self._commits.last_id):
+        is_another = is_committed and (commit != self._commits.last_id or self._commits.is_outdated)
+        if step != self._step or is_another:
             return self._go_back(step, commit)
         if is_committed:
             self._commits.name_last()
@@ -1610,6 +1696,23 @@ class OffloadZero(torch.optim.Optimizer):
         self._health.check()
 
 
+_Changes = Mapping[tuple[int, Progress], tuple[Progress, Mapping[str, Any]]]
+"""By the number of a param group and the progress of its parameters: their next progress, and the options that change
+with it."""
+
+
+class _Update(NamedTuple):
+    """What a step does, fixed before it begins.
+
+    Attributes:
+        factor: that of all gradients.
+        changes: what becomes of the progress of parameters, and of param groups.
+    """
+
+    factor: float
+    changes: _Changes
+
+
 class _First(NamedTuple):
     """A commit of step 0 that a state dict names, and that is not made yet.
 
@@ -1623,7 +1726,9 @@ class _First(NamedTuple):
 
 
 def _committed(found: RecoveryPlan | None) -> Committed:
-    return Committed(Carried()) if found is None else Committed(found.extra, found.first.groups)
+    if found is None:
+        return Committed(Carried())
+    return Committed(found.extra, () if found.begins_states else found.first.groups)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

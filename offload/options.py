@@ -111,6 +111,7 @@ class Options:
     nonfinite: str = "raise"
     commit_every: int | str | None = "auto"
     resume: bool | str | PathLike | Sequence[PathLike] = False
+    resume_states: str = "committed"
     device: torch.device | str | None = None
     init: Any = None  # a type of the room that makes models
     init_missing: bool = False
@@ -170,6 +171,7 @@ class Options:
         yield _none_of("nonfinite", self.nonfinite, "raise", "skip")
         yield _none_of("stage", self.stage, None, 1, 2, 3)
         yield _none_of("cast_forward_inputs", self.cast_forward_inputs, True, False)
+        yield _none_of("resume_states", self.resume_states, "committed", "anew")
         yield _none_of("Tuning.io_engine", tuning.io_engine, "auto", "uring", "threads", "portable")
         yield _none_of("Tuning.split_master", tuning.split_master, None, False, True)
         yield (
@@ -204,6 +206,10 @@ class Options:
         yield (
             bool(self.resumes) and not has_path and not self.origins,
             f"resume={self.resumes!r} needs path, where the run lies, or its directories: resume=[...]",
+        )
+        yield (
+            self.begins_states and not self.resumes,
+            'resume_states="anew" needs resume, which says what to continue: give resume=True, or leave it out',
         )
         yield (
             self.states.is_durable and not has_path,
@@ -299,6 +305,11 @@ class Options:
     @property
     def resumes(self) -> bool | Literal["auto"]:
         return "auto" if self.resume == "auto" else bool(self.resume) or self._is_elsewhere
+
+    @property
+    def begins_states(self) -> bool:
+        """Whether a resume takes the masters only, and the optimizer begins."""
+        return self.resume_states == "anew"
 
     @property
     def _every(self) -> int | str | None:

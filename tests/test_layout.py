@@ -145,3 +145,40 @@ def test_parameters_that_a_rank_keeps_are_numbered_through(
     assert are_frozen == sorted(are_frozen), "those of trained parameters come first"
     assert layout.trained.param_chunks == layout.param_chunks[: are_frozen.count(False)]
     assert all(layout.specs[piece.param].group is not None for chunk in layout.chunks for piece in chunk.pieces)
+
+
+@given(
+    numels=st.lists(st.one_of(st.integers(0, 500), st.sampled_from([64, 4096, 9973])), max_size=9),
+    chunk_numel=chunk_numels,
+    ranks=st.integers(1, 5),
+)
+def test_a_whole_parameter_lies_in_one_chunk_of_one_rank(numels: list[int], chunk_numel: int, ranks: int) -> None:
+    specs = [
+        ParamSpec(str(n), numel, f"unit{n // 4}", torch.bfloat16, 0, whole=(numel,)) for n, numel in enumerate(numels)
+    ]
+    layouts = [build(specs, chunk_numel, ranks=ranks, rank=rank) for rank in range(ranks)]
+    held: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
+    for rank, layout in enumerate(layouts):
+        assert layout.flats == layouts[0].flats
+        taken: list[tuple[int, int, int]] = []
+        for chunk in layout.chunks:
+            low, high = layout.shard_range(chunk.flat, rank)
+            assert low <= chunk.start < chunk.start + chunk.numel <= high
+            assert chunk.numel <= chunk_numel or len(chunk.pieces) == 1
+            taken.append((chunk.flat, chunk.start, chunk.start + chunk.numel))
+            for piece in chunk.pieces:
+                assert (piece.param_offset, piece.numel) == (0, numels[piece.param])
+                assert (chunk.start + piece.chunk_offset) % ALIGN_NUMEL == 0
+                held[piece.param] += 1
+        taken.sort()
+        assert all(one[:1] != other[:1] or one[2] <= other[1] for one, other in itertools.pairwise(taken))
+    assert held == {param: int(numel > 0) for param, numel in enumerate(numels)}
+
+
+def test_owners_of_whole_parameters_have_about_as_much() -> None:
+    """The matrices of a block of a model of 8e9 parameters."""
+    numels = [4096 * 4096, 4096 * 1024, 4096 * 1024, 4096 * 4096, *[4096 * 14336] * 3]
+    specs = [ParamSpec(str(n), numel, "block", torch.bfloat16, 0, whole=(numel,)) for n, numel in enumerate(numels)]
+    for ranks, most in ((2, 1.08), (3, 1.04), (4, 1.08)):
+        layout = build(specs, 1 << 20, ranks=ranks)
+        assert layout.padded_numel(0) / sum(numels) < most

@@ -78,6 +78,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("resume", 0, 'True, False, "auto"'),
     ("resume", [], "names no directory"),
     ("resume", "yes", 'True, False, "auto"'),
+    ("resume_states", "new", '"committed" or "anew"'),
+    ("resume_states", "anew", "needs resume"),
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "device", "cpu" or "nvme"'),
     ("grad_tier", "disk", 'choose "cpu" or "nvme"'),
@@ -230,9 +232,9 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     options = inspect.signature(OffloadZero.__init__).parameters
     assert list(options) == [
         "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
-        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "init",
-        "init_missing", "stage", "process_group", "cast_forward_inputs", "keep", "activation_tier", "activation_memory",
-        "partition_activations", "tuning", "unknown",
+        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "resume_states", "device",
+        "init", "init_missing", "stage", "process_group", "cast_forward_inputs", "keep", "activation_tier",
+        "activation_memory", "partition_activations", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
@@ -269,9 +271,9 @@ def test_what_users_see_lists_the_same_options() -> None:
 
 
 IN_NO_COMMAND = {
-    "keep_fp32", "nonfinite", "resume", "device", "init", "init_missing", "process_group", "cast_forward_inputs",
-    "keep", "activation_memory", "prefetch_chunks", "prefetch_units", "io_engine", "bucket", "units", "tile",
-    "recompute",
+    "keep_fp32", "nonfinite", "resume", "resume_states", "device", "init", "init_missing", "process_group",
+    "cast_forward_inputs", "keep", "activation_memory", "prefetch_chunks", "prefetch_units", "io_engine", "bucket",
+    "units", "tile", "recompute",
 }  # fmt: skip
 """Options that `offload plan` does not have: they change no figure of it, or name objects."""
 CALLED_OTHERWISE = {"compute_dtype": "dtype", "path": "no_commits", "threads": None, "tuning": None}

@@ -433,6 +433,7 @@ CLOSED: dict[str, Callable[[OffloadZero, nn.Parameter], object]] = {
     "gathered": lambda optimizer, param: optimizer.gathered([param]).__enter__(),
     "state_of": lambda optimizer, param: optimizer.state_of(param),
     "timeline": lambda optimizer, _: optimizer.timeline("t.json").__enter__(),
+    "apply": lambda optimizer, _: optimizer.apply("eval"),
     "attach": lambda optimizer, _: optimizer.attach(other=nn.Linear(1, 1)),
     "commit": lambda optimizer, _: optimizer.commit(),
     "snapshot": lambda optimizer, _: optimizer.snapshot(),

@@ -71,6 +71,7 @@ from offload.errors import (
     TierIOError,
 )
 from offload.interrupts import is_of_system
+from offload.layout import MASTER
 from offload.model.master_weights import MasterWeights
 from offload.optim.new_params import NewParameters
 from offload.optim.rule import Progress
@@ -111,6 +112,7 @@ class Commits:
 
     Attributes:
         last: the manifest of the last durable commit; None before the first.
+        is_outdated: whether the states of its step have changed since, without another step.
 
     Raises:
         ResumeError: the commit that was found is no longer the last one.
@@ -137,6 +139,7 @@ class Commits:
         self._wanted = wanted
         self._health = run.health
         self.last: Manifest | None = None
+        self.is_outdated = False
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
@@ -253,7 +256,7 @@ class Commits:
             store.set_committed(of)
         self._health.can_go_back = True
         self.last, self._versions, self._record, self._source = attempt
-        self._is_named = False
+        self._is_named = self.is_outdated = False
         self._undecided = None
 
     @property
@@ -311,8 +314,8 @@ class Commits:
             if carried_in(extra).extra is None and versions == self._versions:
                 return None
             raise ConfigError(
-                f"step {step} is committed already: commit once a step, with all there is to commit; state_dict() "
-                "commits, too"
+                f"step {step} is committed already: commit once a step, with all there is to commit, and after "
+                "apply(); state_dict() commits, too"
             )
         manifest = self._manifest(step, progress, groups, versions)
         self._final_if_ambiguous(slots.sync)
@@ -382,11 +385,12 @@ class Commits:
         """
         reader, step = found.reader, found.commit.step
         assert reader is not None
-        self._take_values(reader)
+        self._take_values(reader, begins_states=found.begins_states)
         slots = self._slots
         if self._choice.every is not None and slots is not None:
             self._replaces = found.commit.run_id
-            source = _id_of(found.commit, found.extra.source)
+            # With other states it is no copy of that commit: a state dict that names it is of another optimizer.
+            source = "" if found.begins_states else _id_of(found.commit, found.extra.source)
             self.commit(_nothing, step, progress, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
@@ -522,11 +526,17 @@ class Commits:
         source = _id_of(reader.commit, carried.source)
         self.commit(_nothing, reader.commit.step, progress, groups, carried._replace(source=source))
 
-    def _take_values(self, reader: Reader) -> None:
-        """Copies states and parameters from the commit of `reader`. Every slot is read once."""
+    def _take_values(self, reader: Reader, *, begins_states: bool = False) -> None:
+        """Copies states and parameters from the commit of `reader`. Every slot is read once.
+
+        Args:
+            reader: of the commit.
+            begins_states: whether only masters are taken; states are as if no step had been made.
+        """
         step, what = reader.commit.step, copy_ranges(reader.manifests, self._layout, self._wanted.slice)
         order = sorted(what, key=lambda at: what[at][0].target)
-        taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
+        read = zip(order, reader.slots(order), strict=True)
+        taken = ((what[at], {MASTER: states[MASTER]} if begins_states else states) for at, states in read)
         numels = Counter[int]()
         for ranges in what.values():
             for one in ranges:
@@ -744,6 +754,7 @@ class Commits:
 
     def _go_to(self, manifest: Manifest) -> None:
         """Makes the content of all stores what `manifest` names."""
+        self.is_outdated = False
         self._versions = [
             {number: Version(slot.step, slot.slot, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]

@@ -256,14 +256,14 @@ def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = No
 
     Args:
         reader: of the commit.
-        kind: the name of a state that all parameters have.
+        kind: the name of an array. Parameters that do not have it are left out: see `Manifest.arrays_of`.
         dtype: what values are rounded to, to nearest even; None: a master is rounded to its parameter's compute dtype,
             and a moment stays fp32.
     """
-    parameters = reader.manifests[0].parameters
-    for flat in reader.manifests[0].flats:
-        for number in flat.params:
-            facts = parameters[number]
+    manifest = reader.manifests[0]
+    for flat in manifest.flats:
+        for number in (number for number in flat.params if kind in manifest.arrays_of(number)):
+            facts = manifest.parameters[number]
             own: torch.dtype = getattr(torch, facts.dtype) if kind == "master" else torch.float32
             wanted = own if dtype is None else dtype
             yield Entry(facts.name, wanted, reader.shape_of(facts.name), partial(_pieces, reader, facts, kind, wanted))

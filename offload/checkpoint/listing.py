@@ -174,11 +174,11 @@ def _committed(row: Listed) -> Listed:
         known = replace(row, run_id=commit.run_id, step=commit.step, is_snapshot=commit.is_snapshot)
         try:
             known = replace(known, committed_s=LOCAL.stat(row.path / COMMIT_NAME, follows=True).st_mtime)
-            groups = read_manifest(row.path, commit, 0).groups
+            optimizers = read_manifest(row.path, commit, 0).optimizers
         except (OSError, OffloadError) as error:
             known = replace(known, problem=_said(error, row.path))
         else:
-            return replace(known, optimizers=tuple(dict.fromkeys(map(_optimizer_of, groups))))
+            return replace(known, optimizers=tuple(dict.fromkeys(optimizers)))
         if commit == before:
             break
     return known
@@ -221,11 +221,6 @@ def _bytes_on_disk(path: Path) -> int:
         return LOCAL.stat(path).st_blocks * _BLOCK_BYTES
     except OSError:
         return 0
-
-
-def _optimizer_of(group: object) -> str:
-    decoupled = group.get("decoupled_weight_decay") if isinstance(group, dict) else None
-    return {True: "AdamW", False: "Adam"}.get(decoupled, "not known")  # type: ignore[arg-type]
 
 
 def _said(error: BaseException, directory: Path) -> str:

@@ -254,6 +254,22 @@ class Manifest:
     rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
 
     @property
+    def optimizers(self) -> list[str]:
+        """The name of each param group's optimizer."""
+        names = self.rules or (ADAM,) * len(self.groups)
+        return [
+            "AdamW" if name == ADAM and group.get("decoupled_weight_decay") else name
+            for name, group in zip(names, self.groups, strict=True)
+        ]
+
+    def arrays_of(self, number: int) -> tuple[str, ...]:
+        """The names of the arrays that a parameter has by now, its master first. Some come with its first step."""
+        facts, flat = self.parameters[number], self.flats[self.homes[number][0]]
+        if flat.states is None:
+            return flat.kinds
+        return (MASTER, *(() if facts.progress is None else facts.progress.arrays))
+
+    @property
     def slice(self) -> int:
         """The number of the rank's slice."""
         return self.rank // (self.world // self.slices)
@@ -672,7 +688,12 @@ def _states_of(flat: Flat) -> tuple[str, ...] | None:
 
 
 def differences(
-    committed: Manifest, wanted: Manifest, *, unfrozen: Container[str] = (), frozen: Container[str] = ()
+    committed: Manifest,
+    wanted: Manifest,
+    *,
+    unfrozen: Container[str] = (),
+    frozen: Container[str] = (),
+    of_masters: bool = False,
 ) -> list[str]:
     """What keeps a commit from being resumed by a run, in words; empty if nothing does.
 
@@ -683,17 +704,15 @@ def differences(
         wanted: the manifest of the run.
         unfrozen: the names of parameters that were frozen when it was committed.
         frozen: the names of parameters that are frozen now.
+        of_masters: whether only masters are taken, so that the optimizer, its groups and its states may differ.
     """
     if committed.slices != wanted.slices:
         return [f"tensor parallelism is over {wanted.slices} ranks, and over {committed.slices} when it was committed"]
     found = []
     if committed.compute_dtype != wanted.compute_dtype:
         found.append(f"compute_dtype is {wanted.compute_dtype}, and {committed.compute_dtype} was committed")
-    if len(committed.groups) != len(wanted.groups):
-        found.append(f"there are {len(wanted.groups)} param groups, and {len(committed.groups)} were committed")
-    for number, (is_of, was_of) in enumerate(zip(_optimizers(wanted), _optimizers(committed), strict=False)):
-        if is_of != was_of:
-            found.append(f"param group {number} is of {is_of}, and one of {was_of} was committed")
+    if not of_masters:
+        found += _optimizer_differences(committed, wanted)
     old = {param.name: param for param in committed.parameters}
     new = {param.name: param for param in wanted.parameters}
     found += [
@@ -705,18 +724,23 @@ def differences(
     for name in new:
         if name in old:
             found += _param_differences(old[name], new[name])
+            if of_masters:
+                continue
+            if (group := new[name].group) != (former := old[name].group):
+                found.append(f"{name} is in param group {group}, and {former} was committed")
             if now[name] != before[name]:
                 found.append(f"{name} has {', '.join(now[name])}, and {', '.join(before[name])} was committed")
     return found
 
 
-def _optimizers(manifest: Manifest) -> list[str]:
-    """The name of each group's optimizer."""
-    names = manifest.rules or (ADAM,) * len(manifest.groups)
-    return [
-        "AdamW" if name == ADAM and group.get("decoupled_weight_decay") else name
-        for name, group in zip(names, manifest.groups, strict=True)
-    ]
+def _optimizer_differences(committed: Manifest, wanted: Manifest) -> list[str]:
+    found = []
+    if len(committed.groups) != len(wanted.groups):
+        found.append(f"there are {len(wanted.groups)} param groups, and {len(committed.groups)} were committed")
+    for number, (is_of, was_of) in enumerate(zip(wanted.optimizers, committed.optimizers, strict=False)):
+        if is_of != was_of:
+            found.append(f"param group {number} is of {is_of}, and one of {was_of} was committed")
+    return found
 
 
 def _states(manifest: Manifest) -> dict[str, tuple[str, ...]]:
@@ -730,7 +754,6 @@ def _param_differences(old: ParameterFacts, new: ParameterFacts) -> list[str]:
         ("has the shape", new.shape, old.shape),
         ("is", new.dtype, old.dtype),
         ("has its dimensions in memory in the order", new.order, old.order),
-        ("is in param group", new.group, old.group),
         ("is cut for tensor parallelism along dimension", new.shard_dim, old.shard_dim),
     ]
     return [f"{new.name} {what} {one}, and {other} was committed" for what, one, other in pairs if one != other]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -276,6 +277,7 @@ class RecoveryPlan:
         files: the run's file system, which holds the directories.
         reader: reads what this rank needs if the layout is another one; None: it is the same.
         extra: what was committed along, for this rank.
+        begins_states: whether only masters are taken from it.
     """
 
     paths: tuple[Path, ...]
@@ -287,6 +289,7 @@ class RecoveryPlan:
     files: Files
     reader: Reader | None = None
     extra: Carried = field(default_factory=Carried)
+    begins_states: bool = False
 
     @property
     def commit(self) -> Commit:
@@ -692,10 +695,11 @@ def _plan(
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with together(comm):
-        first = _require_this_model(target, manifests, wanted, files, frozen)
+        first = _require_this_model(target, manifests, wanted, files, frozen, of_masters=choice.begins_states)
         _require_no_other(choice.paths, target, seen.runs)
         _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
-        can_stay = not target.is_elsewhere and not target.last[1].is_older
+        # States that begin anew would be written over committed ones.
+        can_stay = not (target.is_elsewhere or target.last[1].is_older or choice.begins_states)
         manifest = _own_of(manifests, wanted) if can_stay else None
         paths = None if manifest is None else _directories_in_order(choice, layout, wanted, manifest, files)
         if paths is None:
@@ -703,7 +707,7 @@ def _plan(
             homes = {directory for directory, record in seen.mine if record == target.here}
             manifest, paths = None, tuple(sorted(choice.paths, key=lambda path: path not in homes))
         dead = (seen.runs if target.owned == choice.paths else seen.runs + seen.named).dead
-        found = RecoveryPlan(paths, first, manifest, target, dead, at, files)
+        found = RecoveryPlan(paths, first, manifest, target, dead, at, files, begins_states=choice.begins_states)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
@@ -782,7 +786,13 @@ def _target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -
 
 
 def _require_this_model(
-    target: Target, manifests: Mapping[int, Manifest], wanted: Manifest, files: Files, frozen: Container[str]
+    target: Target,
+    manifests: Mapping[int, Manifest],
+    wanted: Manifest,
+    files: Files,
+    frozen: Container[str],
+    *,
+    of_masters: bool,
 ) -> Manifest:
     """Checks that what is committed is of this model.
 
@@ -793,6 +803,7 @@ def _require_this_model(
         wanted: the manifest of this run.
         files: the file system.
         frozen: the names of parameters that are frozen now.
+        of_masters: whether only masters are taken from it.
 
     Returns:
         The manifest of the first rank of this one's slice; of rank 0 where there were other slices.
@@ -809,16 +820,18 @@ def _require_this_model(
         first = manifests[_first_rank(wanted, len(commit.manifests))]
     if own := _own_of(manifests, wanted):
         require_one_model(first, own, str(home))
-    found = differences(first, wanted)
+    differing = partial(differences, first, wanted)
+    found = differing(of_masters=of_masters)
     if found and len(commit.manifests) == wanted.world == 1:
         state = _extra(manifests, target, wanted, files).attached.get(written_frozen.NAME)
-        found = differences(first, wanted, unfrozen=written_frozen.was_frozen(state), frozen=frozen)
+        differing = partial(differing, unfrozen=written_frozen.was_frozen(state), frozen=frozen)
+        found = differing(of_masters=of_masters)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
+        way_out = "" if differing(of_masters=True) else ', or resume_states="anew" to keep the weights alone'
         raise ResumeError(
-            f"{home} holds a commit of another model, optimizer or dtype: give those, or another path. What differs:\n"
-            + "\n".join(found[:SHOWN])
-            + more
+            f"{home} holds a commit of another model, optimizer or dtype: give those, or another path{way_out}. What "
+            "differs:\n" + "\n".join(found[:SHOWN]) + more
         )
     return first
 

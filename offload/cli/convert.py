@@ -51,6 +51,7 @@ class Call:
     """The script that is printed, in parts. All strings are Python expressions.
 
     Attributes:
+        imports: what the script imports beside torch and this library.
         optimizer: the optimizer that is made; None: none is.
         options: the options of OffloadZero, by name.
         tuning: the options of Tuning, by name.
@@ -59,6 +60,7 @@ class Call:
         clip: the largest norm of the gradients; None or 0: they are not clipped.
     """
 
+    imports: list[str] = field(default_factory=list)
     optimizer: str | None = None
     options: dict[str, str] = field(default_factory=dict)
     tuning: dict[str, str] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Call:
 
     def _construction(self) -> Iterator[str]:
         names = "OffloadZero, Tuning" if self.tuning else "OffloadZero"
-        yield from ("import torch", f"from offload import {names}", "")
+        yield from ("import torch", *self.imports, f"from offload import {names}", "")
         given = "model"
         if self.optimizer:
             yield f"optimizer = {self.optimizer}"
@@ -201,23 +203,52 @@ def _optimizer(call: Call, config: dict[str, Any]) -> str:
         What the section becomes.
 
     Raises:
-        ConfigError: the optimizer is neither Adam nor AdamW.
+        ConfigError: it is none that runs here, or it does not take its parameters.
     """
     kind, params = str(config.get("type", "AdamW")), dict(config.get("params") or {})
+    params = {name: value for name, value in params.items() if value != "auto"}
+    if kind.lower() == "lion":
+        # The rule is that of DeepSpeed's, whose learning rate is 1e-3 where nothing is said.
+        call.imports.append("from lion_pytorch import Lion")
+        call.optimizer = _making("Lion", {"lr": 1e-3} | params)
+        return "Lion of the package lion-pytorch"
     if kind.lower() not in ("adam", "adamw"):
-        raise ConfigError(
-            f"optimizer.type is {kind!r}: only Adam and AdamW are converted: choose one of them, or give "
-            "OffloadZero the torch optimizer in a script of your own"
-        )
+        return _of_torch(call, kind, params)
     # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode says otherwise.
     is_decoupled = kind.lower() == "adamw" or params.get("adam_w_mode", True) is not False
     name = "AdamW" if is_decoupled else "Adam"
     taken = ("lr", "betas", "eps", "weight_decay")
-    options = {one: repr(params[one]) for one in taken if params.get(one, "auto") != "auto"}
+    options = {one: params[one] for one in taken if one in params}
     # torch's AdamW decays by 0.01 where nothing is said, DeepSpeed's by 0.
-    options.setdefault("weight_decay", "0.0")
-    call.optimizer = f"torch.optim.{name}(model.parameters(), {_arguments(options)})"
+    options.setdefault("weight_decay", 0.0)
+    call.optimizer = _making(f"torch.optim.{name}", options)
     return f"torch.optim.{name}" + ("; DeepSpeed's Adam decays as AdamW does" if name.lower() != kind.lower() else "")
+
+
+def _of_torch(call: Call, kind: str, params: dict[str, Any]) -> str:
+    """Makes the call use another optimizer of torch's, as DeepSpeed does."""
+    from torch import nn, optim, zeros
+
+    from offload.optim.adopt import rules_of
+
+    known = {name.lower(): name for name, one in vars(optim).items() if isinstance(one, type)}
+    name = known.get(kind.lower(), "Optimizer")
+    if name == "Optimizer":
+        raise ConfigError(
+            f"optimizer.type is {kind!r}: Adam, AdamW, Lion and torch's own optimizers are converted: choose one of "
+            "them, or give OffloadZero the torch optimizer in a script of your own"
+        )
+    try:
+        rules_of([getattr(optim, name)([nn.Parameter(zeros(2, 2)), nn.Parameter(zeros(2))], **params)])
+    except (ConfigError, ValueError) as error:  # of this library, or of the class
+        raise ConfigError(f"optimizer.type is {kind!r}: {error}") from error
+    call.optimizer = _making(f"torch.optim.{name}", params)
+    return f"torch.optim.{name}"
+
+
+def _making(name: str, params: dict[str, Any]) -> str:
+    """The expression that makes an optimizer."""
+    return ", ".join([f"{name}(model.parameters()", *(f"{one}={value!r}" for one, value in params.items())]) + ")"
 
 
 def _says(text: str) -> Rule:
@@ -329,7 +360,7 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
         The call, and each option of `config` in the order of the file.
 
     Raises:
-        ConfigError: a value is of another kind than its option takes, the optimizer is neither Adam nor AdamW, or a
+        ConfigError: a value is of another kind than its option takes, the optimizer is none that runs here, or a
             section offloads to nvme and names no path.
     """
     call = Call()

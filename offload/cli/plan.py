@@ -204,14 +204,14 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         BudgetError: the GPU's memory, or RAM, does not suffice.
     """
     from offload import Tuning
-    from offload.cli.plan_models import rule_named
+    from offload.cli.plan_models import rules_named
     from offload.devices.copies import accelerator
     from offload.model.partition import partition_bytes
     from offload.planner.explain import plan_of
     from offload.planner.placement import activation_memory
 
-    rule = rule_named(options.optimizer)
-    if options.split_master and not rule.splits_masters:
+    rules = rules_named(options.optimizer)
+    if options.split_master and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
     a_block = options.entering_bytes(model.width)
     if waiting is not None:
@@ -223,7 +223,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         model.module,
         direct=accelerator() is None and not options.gpu,
         free_cpu_bytes=options.free_cpu_bytes,
-        states=rule.states,
+        rules=rules,
         tier=options.tier,
         path="." if options.has_path else None,
         cpu_memory=options.given_cpu_memory,

@@ -18,6 +18,7 @@ from offload.errors import ConfigError
 from offload.model.units import ROOT, blocks_of, encloses
 from offload.optim.adopt import rules_of
 from offload.optim.rule import Rule
+from offload.optim.rules.adam import AdamRule
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "amsgrad": ("adamw", {"amsgrad": True}),
@@ -105,11 +106,14 @@ def _configured(config: Path) -> Sized:
     return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
 
 
-def rule_named(name: str) -> Rule:
-    """The rule of an optimizer with the options that its name says, else torch's defaults.
+def rules_named(name: str) -> tuple[Rule, Rule]:
+    """The rules of an optimizer with the options that its name says, else torch's defaults.
 
     Args:
         name: one of `optimizers`.
+
+    Returns:
+        That of the matrices of blocks, and that of all else: Adam's if the optimizer takes matrices only, as Muon does.
 
     Raises:
         ConfigError: there is no such optimizer, or it cannot be offloaded.
@@ -121,7 +125,11 @@ def rule_named(name: str) -> Rule:
         raise ConfigError(f"--optimizer {name}: {meant}Choose one of {', '.join(known)}")
     kind, options = known[name]
     (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)])
-    return rule
+    try:
+        kind([nn.Parameter(torch.zeros(2))], **options)
+    except ValueError:
+        return rule, AdamRule()
+    return rule, rule
 
 
 def optimizers() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]]:

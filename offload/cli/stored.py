@@ -118,10 +118,11 @@ def inspect(paths: Paths, json: Json = False) -> None:
                 "dtype": row.facts.dtype,
                 "unit": row.facts.unit,
                 "steps": row.facts.age,
+                "states": list(first.arrays_of(number)[1:]),
                 "bytes": row.nbytes,
                 "chunks": len(row.chunks),
             }
-            for row in reader.tensors()
+            for number, row in enumerate(reader.tensors())
         ]
         known: dict[str, Any] = {
             "run_id": reader.commit.run_id,
@@ -132,6 +133,7 @@ def inspect(paths: Paths, json: Json = False) -> None:
             "paths": first.paths,
             "chunks": sum(len(manifest.chunks) for manifest in reader.manifests),
             "compute_dtype": first.compute_dtype,
+            "optimizers": first.optimizers,
             "groups": [dict(group) for group in first.groups],
             "bytes": sum(row.nbytes for row in reader.tensors()),
         }
@@ -142,7 +144,8 @@ def inspect(paths: Paths, json: Json = False) -> None:
     what = "snapshot of run" if known["snapshot"] else "run"
     say(
         console,
-        f"{what} {known['run_id']}, step {known['step']}: {len(rows)} parameters, {format_bytes(known['bytes'])} of "
+        f"{what} {known['run_id']}, step {known['step']}: {len(rows)} parameters of "
+        f"{' and '.join(dict.fromkeys(known['optimizers']))}, {format_bytes(known['bytes'])} of "
         f"states in {known['chunks']} chunks on {known['paths']} paths of {known['ranks']} ranks",
     )
     # Names in full: they differ at their ends.
@@ -189,7 +192,7 @@ def verify(
 def export(
     paths: Annotated[list[Path], typer.Argument(help="The directories of a run, and at the end the one to write to.")],
     kind: Annotated[
-        str, typer.Option(help="What of each parameter: master, or a state, as Adam's exp_avg.")
+        str, typer.Option(help="What of each parameter that has it: master, or a state, as exp_avg or momentum_buffer.")
     ] = "master",
     fp32: Annotated[bool, typer.Option("--fp32", help="Masters in fp32 instead of the compute dtype.")] = False,
     json: Json = False,
@@ -209,8 +212,8 @@ def export(
     *run, out = paths
     stem = "model" if kind == "master" else kind
     with Reader(run) as reader:
-        of_all = [flat.kinds for flat in reader.manifests[0].flats]
-        kinds = [one for one in (of_all[0] if of_all else ("master",)) if all(one in other for other in of_all)]
+        first = reader.manifests[0]
+        kinds = dict.fromkeys(("master", *(one for n in range(len(first.parameters)) for one in first.arrays_of(n))))
         if kind not in kinds:
             raise ConfigError(f"--kind {kind}: choose one of {', '.join(kinds)}")
         files = write(out, entries(reader, kind, torch.float32 if fp32 else None), stem=stem)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.choices import StateChoice
 from offload.errors import StaleParameterError
-from offload.layout import MASTER, CopyRange, Piece
+from offload.layout import MASTER, CopyRange, Piece, StateKind
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
 from offload.model.torch_helpers import bits_of
 from offload.native import JOIN, SPLIT
+from offload.optim.method import MethodCall
 from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.param_store import ParamStore
@@ -97,6 +98,30 @@ class MasterWeights:
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._forget_writes(self._held)
 
+    @torch.no_grad()
+    def run(self, call: MethodCall, step: int) -> None:
+        """Runs a method of the optimizers over masters and states, and rounds the masters into the parameters.
+
+        The parameters are those that this rank keeps, wherever they are: on the device too, if they do not stream.
+
+        Args:
+            call: the method.
+            step: the last step, whose results masters and states are.
+        """
+        runs = {chunk: found for chunk in self._layout.chunks if (found := call.runs(chunk))}
+        self._store.expect(chunk.index for chunk in runs)
+        for chunk, found in runs.items():
+            is_whole = all(piece.param in call.keys for piece in chunk.pieces)
+            with (
+                self._store.lease(chunk.index, Use.UPDATE, step=step) as lease,
+                self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values,
+            ):
+                self._kernels.run(call.task(chunk, run, lease.arrays) for run in found)
+                for run in found:
+                    values[run.start : run.stop].copy_(lease.master[run.start : run.stop])
+                if not self._params.in_model:
+                    self._params.chunk_updated(chunk, values)
+
     def _forget_writes(self, held: Iterable[HeldParam]) -> None:
         """Forgets what was written to parameters, which their masters follow now."""
         for one in held:
@@ -128,7 +153,7 @@ class MasterWeights:
 
         Args:
             sources: for each committed slot, which of its elements go where (sorted by target), and its whole fp32
-                states.
+                states. Those that are left out begin as if no step had been made.
             numels: how many elements each chunk gets; the others were not committed, and stay.
             step: the step of the commit.
         """
@@ -155,8 +180,11 @@ class MasterWeights:
             kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
         }
         for kind, state in zip(self._kinds_of(lease.chunk), lease.arrays, strict=True):
-            if state.dtype is torch.float32:
+            if state.dtype is torch.float32 and kind in elements:
                 state[into].copy_(elements[kind])
+        for begun, state in zip(self._states_of(lease.chunk), lease.arrays[1:], strict=True):
+            if begun.name not in elements:
+                state[into].fill_(begun.starts)
         if lease.master.dtype is torch.int16:
             whole, (low, _, exp_avg_sq) = elements[MASTER], (state[into] for state in lease.arrays)
             for start in range(0, copied.numel, BLOCK):
@@ -233,6 +261,10 @@ class MasterWeights:
     def _kinds_of(self, chunk: int) -> tuple[str, ...]:
         """The names of the arrays in a chunk's slot."""
         return self._layout.flats[self._layout.chunks[chunk].flat].kinds
+
+    def _states_of(self, chunk: int) -> tuple[StateKind, ...]:
+        """The kinds of the arrays in a chunk's slot, beside the master."""
+        return self._layout.flats[self._layout.chunks[chunk].flat].states
 
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, Sequence[Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""

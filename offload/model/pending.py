@@ -146,9 +146,18 @@ class PendingUpdates:
 
     def _finish(self, flat: int) -> None:
         self._step.apply(flat)
-        self._parameters.bump_versions(self._active[flat])
-        self._transfers.flat_updated(flat)
+        self.replaced(flat, self._active[flat])
         self._applied.append(flat)
+
+    def replaced(self, flat: int, numbers: Sequence[int]) -> None:
+        """Called when all new values of a flat parameter are where its parameters are kept.
+
+        Args:
+            flat: its number.
+            numbers: those of its parameters that have new values.
+        """
+        self._parameters.bump_versions(numbers)
+        self._transfers.flat_updated(flat)
 
     def _require_unwritten(self, numbers: Sequence[int]) -> None:
         for number in self._parameters.find_outside_writes(numbers):

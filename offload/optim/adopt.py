@@ -218,8 +218,9 @@ class _TakenStates(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> NoReturn:
         raise GradientMovedError(
-            "this optimizer was taken over by OffloadZero and has no states any more, so its other methods cannot be "
-            "called either: read those of the OffloadZero, optimizer.state[p]"
+            "this optimizer was taken over by OffloadZero and has no states any more: read those of the OffloadZero, "
+            "optimizer.state[p]; what its class does with them, such as eval(), runs by apply() of the OffloadZero, "
+            'optimizer.apply("eval")'
         )
 
 

@@ -16,13 +16,14 @@ SGD is its first gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.layout import StateKind
+from offload.layout import Chunk, Layout, StateKind
 from offload.native import Kernels, Task
 
 
@@ -71,10 +72,82 @@ class Span(NamedTuple):
     Attributes:
         start: where they begin in the arrays.
         numel: how many there are.
+        shape: that of the parameter, if the rule is of whole parameters.
     """
 
     start: int
     numel: int
+    shape: tuple[int, ...] = ()
+
+
+class SegmentMemory(NamedTuple):
+    """What a rule steps a segment in.
+
+    Attributes:
+        arrays: the master and those of the rule's `states`, in their order, each of shape (n,).
+        grad: shape (n,), fp32, bf16 or fp16.
+        out: shape (n,): the parameters for compute, which get the rounded master.
+        spans: where the segment's parameters lie. What is between them is a gap.
+        current: shape (n,): the bf16 parameters before the step, if the master is split and has the low halves only;
+            None: it is whole.
+    """
+
+    arrays: Sequence[Tensor]
+    grad: Tensor
+    out: Tensor
+    spans: Sequence[Span]
+    current: Tensor | None = None
+
+
+def spans_of(layout: Layout, chunk: Chunk, start: int, stop: int) -> list[Span]:
+    """Where the parameters of a run of a chunk's elements lie in the arrays of that run.
+
+    Args:
+        layout: of all parameters.
+        chunk: the chunk.
+        start: the first element of the run, where a parameter begins.
+        stop: the one after its last.
+    """
+    inside = (piece for piece in chunk.pieces if start <= piece.chunk_offset < stop)
+    return [Span(piece.chunk_offset - start, piece.numel, layout.specs[piece.param].whole or ()) for piece in inside]
+
+
+class Method(ABC):
+    """A method of an optimizer's class beside its step, which goes through parameters and states.
+
+    It runs on pieces, as the step does, and in the same way: `advance` says what becomes of what pieces would share.
+    """
+
+    @abstractmethod
+    def require_elementwise(self, group: Mapping[str, Any], befores: Collection[Progress]) -> None:
+        """Tries the method out.
+
+        Args:
+            group: the param group.
+            befores: the progress of its parameters.
+
+        Raises:
+            ConfigError: it cannot run on pieces of parameters; it says why. Nothing was changed.
+        """
+
+    @abstractmethod
+    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
+        """The progress after the method, and the options of the group that it changes.
+
+        Raises:
+            ConfigError: the method raises. Nothing was changed.
+        """
+
+    @abstractmethod
+    def task(self, group: Mapping[str, Any], before: Progress, arrays: Sequence[Tensor], spans: Sequence[Span]) -> Task:
+        """What runs the method over one segment, for `Kernels.run`.
+
+        Args:
+            group: the param group, before the call.
+            before: the progress before the call.
+            arrays: as `SegmentMemory` has them.
+            spans: where the segment's parameters lie.
+        """
 
 
 class Rule(ABC):
@@ -85,12 +158,16 @@ class Rule(ABC):
         states: the arrays that it keeps beside the master.
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
+        is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
+        methods: what else its class does with parameters and states, by the name of the method.
     """
 
     name: str
     states: tuple[StateKind, ...]
     initial: Progress = NEVER
     splits_masters: bool = False
+    is_whole: bool = False
+    methods: Mapping[str, Method] = MappingProxyType({})
 
     @abstractmethod
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
@@ -127,25 +204,12 @@ class Rule(ABC):
         """What of a group has to be the same on all ranks. Its `repr` is compared."""
 
     @abstractmethod
-    def bind(
-        self,
-        kernels: Kernels,
-        arrays: Sequence[Tensor],
-        grad: Tensor,
-        out: Tensor,
-        spans: Sequence[Span],
-        current: Tensor | None = None,
-    ) -> Callable[[Any], Task]:
+    def bind(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[Any], Task]:
         """Makes what steps one segment.
 
         Args:
             kernels: whose threads run it.
-            arrays: the master and those of `states`, in their order, each of shape (n,).
-            grad: shape (n,), fp32, bf16 or fp16.
-            out: shape (n,): the parameters for compute, which get the rounded master.
-            spans: where the segment's parameters lie. What is between them is a gap.
-            current: shape (n,): the bf16 parameters before the step, if the master is split and has the low halves
-                only; None: it is whole.
+            memory: of the segment.
 
         Returns:
             A function of what `scalars` gave, for `Kernels.run`.

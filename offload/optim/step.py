@@ -33,7 +33,7 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Segment, segments
 from offload.native import Task
 from offload.optim.new_params import NewParameters
-from offload.optim.rule import Progress, Rule, Span
+from offload.optim.rule import Progress, Rule, SegmentMemory, Span, spans_of
 from offload.profiling import ADAM
 from offload.run import Run
 from offload.sizes import MIB
@@ -344,7 +344,6 @@ class Step:
             current = None if current is None else current[at]
         spans = self._spans.get((chunk.index, run.start, run.stop))
         if spans is None:
-            inside = (piece for piece in chunk.pieces if run.start <= piece.chunk_offset < run.stop)
-            spans = [Span(piece.chunk_offset - run.start, piece.numel) for piece in inside]
-            self._spans[chunk.index, run.start, run.stop] = spans
-        return self._rules[run.key.group].bind(self._kernels, arrays, grads, target, spans, current)
+            spans = self._spans[chunk.index, run.start, run.stop] = spans_of(self._layout, chunk, run.start, run.stop)
+        memory = SegmentMemory(arrays, grads, target, spans, current)
+        return self._rules[run.key.group].bind(self._kernels, memory)

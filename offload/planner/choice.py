@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, ParamSpec, StateKind, build, tiled
+from offload.layout import Layout, ParamSpec, build, tiled
 from offload.model.units import (
     ROOT,
     compute_dtypes,
@@ -23,10 +23,11 @@ from offload.model.units import (
     untrained_bytes,
 )
 from offload.optim.adopt import groups_of, rules_of
+from offload.optim.rule import Rule
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.placement import Needs, Placement, Room, place
-from offload.sizes import SUM_BLOCK
+from offload.sizes import SUM_BLOCK, option_bytes
 from offload.tiers import CPU, DEVICE, NVME
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
@@ -75,14 +76,45 @@ class ModelShape:
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
-    def with_states(self, states: Sequence[tuple[StateKind, ...]]) -> ModelShape:
-        """The shape with other states than Adam's.
+    def with_groups_by_kind(self) -> ModelShape:
+        """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
+        specs = [
+            spec if spec.group is None else replace(spec, group=int(param.dim() != 2 or spec.unit == ROOT))
+            for spec, param in zip(self.specs, self.params, strict=True)
+        ]
+        return replace(self, specs=specs)
+
+    def with_rules(self, rules: Sequence[Rule], options: Options) -> ModelShape:
+        """The shape for other optimizers than Adam.
 
         Args:
-            states: what is kept of each element of a trained parameter, by its param group.
+            rules: that of each param group.
+            options: what the user said.
+
+        Raises:
+            ConfigError: one steps whole parameters, of which a rank or a tile has a part only.
         """
-        specs = [spec if spec.group is None else replace(spec, states=states[spec.group]) for spec in self.specs]
-        return replace(self, specs=specs)
+        specs, rows = [], dict(self.rows)
+        for number, (spec, param) in enumerate(zip(self.specs, self.params, strict=True)):
+            if spec.group is None:
+                specs.append(spec)
+                continue
+            rule = rules[spec.group]
+            specs.append(replace(spec, states=rule.states, whole=tuple(param.shape) if rule.is_whole else None))
+            if not rule.is_whole:
+                continue
+            if spec.shard_dim is not None:
+                raise ConfigError(
+                    f"{spec.name} is cut by tensor parallelism, and {rule.name} steps whole parameters: give it "
+                    "another optimizer"
+                )
+            if options.tile_bytes and rows.pop(number, None):
+                raise ConfigError(
+                    f"Tuning.tile={option_bytes(options.tile_bytes)}: {rule.name} steps {spec.name} as a whole, and a "
+                    "tile is a part of it: leave tile out, or give that parameter another optimizer"
+                )
+            rows.pop(number, None)
+        return replace(self, specs=specs, rows=rows)
 
     def cut(self, parts: int) -> ModelShape:
         """The shape of the part that one of `parts` tensor-parallel ranks would have, judged by shapes alone.
@@ -273,7 +305,7 @@ def least_cpu_memory(
     groups = groups_of(optimizers) if optimizers else [{"params": list(model.parameters())}]
     shape = ModelShape.of(model, groups, given)
     if optimizers:
-        shape = shape.with_states([rule.states for rule in rules_of(optimizers)])
+        shape = shape.with_rules(rules_of(optimizers), given)
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)

@@ -136,6 +136,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             keep=options.keep,
             resume=options.resumes,
             holds_params=split and options.every is not None,
+            begins_states=options.begins_states,
         ),
     )
 

@@ -29,9 +29,10 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError
-from offload.layout import ADAM_STATES, Layout, StateKind
+from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
+from offload.optim.rule import Rule
 from offload.options import Options
 from offload.planner.choice import ModelShape, search
 from offload.planner.decide import decide, replicas_of
@@ -147,7 +148,7 @@ def plan_of(
     ranks: int = 1,
     tensor_parallel: int = 1,
     free_cpu_bytes: int | None = None,
-    states: tuple[StateKind, ...] = ADAM_STATES,
+    rules: tuple[Rule, Rule] | None = None,
     **options: Any,
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
@@ -158,14 +159,15 @@ def plan_of(
         ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
         tensor_parallel: ranks that share the matrices of blocks.
         free_cpu_bytes: free RAM; None: what is free here.
-        states: what the optimizer keeps of each element beside the master.
+        rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
         **options: of OffloadZero.
 
     Raises:
         ConfigError: as `OffloadZero` does.
     """
     given = Options(**options)
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given).with_states([states])
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
+    shape = shape if rules is None else shape.with_groups_by_kind().with_rules(rules, given)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -125,7 +126,9 @@ class ReplicaExchange(Exchange):
 
     With replicas, each shard group keeps all parameters, and the ranks at one place in these groups exchange what each
     of them made. At stages 1 and 2 with streamed parameters every rank keeps all of them. What other ranks make arrives
-    here as copies (layout.py), one chunk of each rank at a time, while Adam makes this rank's next chunk.
+    here as copies (layout.py), one *window* of all shards at a time: `chunk_numel` elements, which are a chunk each,
+    while Adam makes this rank's next chunk. Chunks of whole parameters are of other sizes: all windows of such a flat
+    are sent when its last chunk is made.
 
     Args:
         params: the 16-bit parameters that this rank keeps.
@@ -138,7 +141,9 @@ class ReplicaExchange(Exchange):
         self._params = params
         self._comm = comm
         self._buffer = buffer
-        self._chunks = {(chunk.flat, chunk.start): chunk for chunk in layout.param_chunks}
+        self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
+        for chunk in sorted(layout.param_chunks, key=lambda chunk: chunk.start):
+            self._chunks[chunk.flat].append(chunk)
         self._sent = 0  # elements of each shard of the flat that has begun
         self._under_way: tuple[Work, int, int] | None = None
 
@@ -146,8 +151,13 @@ class ReplicaExchange(Exchange):
         self._sent = 0
 
     def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
+        if self._layout.flats[chunk.flat].is_whole:
+            return
         self._send_up_to(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], step)
-        self._launch(chunk.flat, values, step)
+        row = self._next_row(chunk.flat, step)
+        row[: chunk.numel] = values
+        row[chunk.numel :] = 0
+        self._launch(chunk.flat)
 
     def start(self, flat: int, step: int) -> None:
         """Sends the rest of a flat parameter, and receives all new values of it before it returns.
@@ -167,39 +177,61 @@ class ReplicaExchange(Exchange):
     def _send_up_to(self, flat: int, stop: int, step: int) -> None:
         """Sends this rank's elements up to `stop` in its shard. Their values in the store are current."""
         while self._sent < stop:
-            chunk = self._chunks.get((flat, self._layout.rank * self._layout.shard_numel(flat) + self._sent))
-            if chunk is None:  # behind the end of the last shard, or nothing but a gap
-                self._launch(flat, None, step)
-                continue
-            with self._params.lease(chunk.index, Use.READ, step=0) as values:
-                self._launch(flat, values, step)
+            row = self._next_row(flat, step)
+            row.zero_()  # gaps, and what is behind the end of the last shard
+            for chunk, start, at, numel in self._parts(flat, self._layout.rank, self._sent, len(row)):
+                with self._params.lease(chunk.index, Use.READ, step=0) as values:
+                    row[at : at + numel] = values[start : start + numel]
+            self._launch(flat)
 
-    def _launch(self, flat: int, values: Tensor | None, step: int) -> None:
-        """Sends `values` for the next elements of this rank's shard; None: zeros."""
+    def _next_row(self, flat: int, step: int) -> Tensor:
+        """Where this rank's elements of the next window go, when the window before has been received."""
         self._receive(step)
+        return self._rows(flat, self._sent)[self._comm.rank]
+
+    def _launch(self, flat: int) -> None:
+        """Sends the next window."""
         rows = self._rows(flat, self._sent)
-        sent = rows[self._comm.rank]
-        numel = 0 if values is None else values.numel()
-        sent[numel:] = 0
-        if values is not None:
-            sent[:numel] = values
-        self._under_way = (self._comm.all_gather_into_tensor(sent, rows.view(-1)), flat, self._sent)
-        self._sent += sent.numel()
+        self._under_way = (self._comm.all_gather_into_tensor(rows[self._comm.rank], rows.view(-1)), flat, self._sent)
+        self._sent += rows.shape[1]
 
     def _receive(self, step: int) -> None:
         """Waits for the collective under way, and writes what it brought to the store."""
         if self._under_way is None:
             return
-        work, flat, start = self._under_way
+        work, flat, first = self._under_way
         work.wait()
         self._under_way = None
-        numel = self._layout.shard_numel(flat)
-        for rank, row in zip(self._layout.replicated_shards, self._rows(flat, start), strict=True):
-            chunk = self._chunks.get((flat, rank * numel + start))
-            if chunk is not None and rank != self._layout.rank:
-                with self._params.lease(chunk.index, Use.OVERWRITE, step=step) as values:
-                    values.copy_(row[: chunk.numel])
-                    self._params.chunk_updated(chunk, values)
+        for rank, row in zip(self._layout.replicated_shards, self._rows(flat, first), strict=True):
+            for chunk, start, at, numel in (
+                self._parts(flat, rank, first, len(row)) if rank != self._layout.rank else ()
+            ):
+                use = Use.OVERWRITE if numel == chunk.numel else Use.UPDATE
+                with self._params.lease(chunk.index, use, step=step) as values:
+                    values[start : start + numel] = row[at : at + numel]
+                    if start + numel == chunk.numel:
+                        self._params.chunk_updated(chunk, values)
+
+    def _parts(self, flat: int, rank: int, first: int, numel: int) -> Iterator[tuple[Chunk, int, int, int]]:
+        """The chunks that a window touches.
+
+        Args:
+            flat: the number of the flat parameter.
+            rank: whose shard.
+            first: where the window begins in the shard.
+            numel: its elements.
+
+        Yields:
+            A chunk, where the part begins in it, where in the window, and the elements of the part.
+        """
+        begin = rank * self._layout.shard_numel(flat) + first
+        chunks = self._chunks[flat]
+        for chunk in chunks[max(bisect(chunks, begin, key=lambda chunk: chunk.start) - 1, 0) :]:
+            low, high = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + numel)
+            if chunk.start >= begin + numel:
+                return
+            if low < high:
+                yield chunk, low - chunk.start, low - begin, high - low
 
     def _rows(self, flat: int, start: int) -> Tensor:
         """The part of the buffer for elements of all shards from `start` on, shape (replicas, numel)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from offload.cli.convert import ALSO_ALWAYS, SERVED
 from offload.cli.main import app
+from tests.optim.test_torch_rules import Lion
 from tests.support.command import printed
 
 
@@ -109,6 +111,40 @@ def test_the_script_trains_as_the_configuration_says(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
+    "SGD": ({"lr": 0.1, "momentum": 0.9, "nesterov": True}, lambda ps: torch.optim.SGD(ps, 0.1, 0.9, nesterov=True)),
+    "sgd": ({"lr": "auto"}, torch.optim.SGD),
+    "Adagrad": ({"lr": 0.1, "eps": 1e-8}, lambda ps: torch.optim.Adagrad(ps, 0.1, eps=1e-8)),
+    "RMSprop": ({}, torch.optim.RMSprop),
+    # As DeepSpeed has it: momentum after the update, weights decayed with the learning rate of 1e-3.
+    "Lion": ({"betas": [0.9, 0.99], "weight_decay": 0.1}, lambda ps: Lion(ps, 1e-3, (0.9, 0.99), 0.1)),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_have_the_bits_of_plain_torch(kind: str, device: str, tmp_path: Path) -> None:
+    params, make = OTHERS[kind]
+    zero = {"stage": 2, "offload_optimizer": {"device": device, "nvme_path": str(tmp_path)}}
+    script = converted(tmp_path, {"optimizer": {"type": kind, "params": params}, "zero_optimization": zero})["script"]
+    if kind == "Lion":
+        assert "from lion_pytorch import Lion\n" in script
+        pytest.importorskip("lion_pytorch")
+    weights, _ = trained(script)
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = make(model.parameters())
+    for batch in batches():
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(weights, model.parameters(), strict=True):
+        if kind == "Lion":
+            torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-7)  # of another author
+        else:
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("fp16", "scale"),
     [({}, 2.0**16), ({"initial_scale_power": 7}, 2.0**7), ({"loss_scale": 64}, 64.0)],
@@ -162,6 +198,10 @@ def test_every_option_of_the_file_is_told(tmp_path: Path) -> None:
     ("config", "said"),
     [
         ({"optimizer": {"type": "Lamb"}}, "Lamb"),
+        ({"optimizer": {"type": "Optimizer"}}, "torch's own optimizers are converted"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type is 'Muon': Muon only supports 2D parameters"),
+        ({"optimizer": {"type": "Adafactor"}}, "optimizer.type is 'Adafactor': optimizer is Adafactor, which cannot"),
+        ({"optimizer": {"type": "SGD", "params": {"adam_w_mode": True}}}, "DeepSpeed does not take there"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
         ([], "no JSON object"),
     ],

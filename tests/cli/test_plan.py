@@ -137,6 +137,27 @@ def test_bytes_of_sgd_are_those_counted_by_hand() -> None:
         assert "momentum_buffer: states of sgd-momentum" in run("--optimizer", "sgd-momentum").stdout
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_muon_is_planned_for_the_matrices_of_blocks_and_adamw_for_all_else(tier: str, tmp_path: Path) -> None:
+    least = ["--cpu-memory", "least"] if tier == "nvme" else []
+    planned = run_json("--optimizer", "muon", "--tier", tier, "--no-commits", "--chunk", "256KiB", *least)
+    model = GPT(PRESETS["1m"]).to(DEVICE)
+    matrices = [param for name, param in model.named_parameters() if name.startswith("blocks.") and param.dim() == 2]
+    others = [param for param in model.parameters() if all(param is not one for one in matrices)]
+    optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+    given: dict[str, Any] = {"tuning": Tuning(chunk="256KiB"), "commit_every": None}
+    memory = least_cpu_memory(model, optimizers, **given) if tier == "nvme" else None
+    path = tmp_path / "swap" if tier == "nvme" else None
+    with OffloadZero(model, optimizers, tier=tier, path=path, cpu_memory=memory, **given) as held:
+        stats = held.stats()
+    assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]
+    assert planned["chunks"] - planned["kept_chunks"] == stats["streamed_chunks"]
+    if tier == "cpu":
+        rows = {row["kind"]: row["nbytes"] for row in planned["rows"] if row["tier"] == "cpu"}
+        assert rows["momentum_buffer"] == 4 * sum(one.numel() for one in matrices)
+        assert rows["exp_avg"] == rows["exp_avg_sq"] == 4 * sum(one.numel() for one in others)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("split_master", [False, True])

@@ -94,6 +94,76 @@ def test_both_exports_give_the_weights_of_the_model(tmp_path: Path) -> None:
     assert (tmp_path / "moments" / "exp_avg.safetensors").exists()
 
 
+@pytest.fixture
+def mixed(tmp_path: Path) -> tuple[Path, nn.Module, list[torch.optim.Optimizer]]:
+    """A run of two optimizers, one parameter of which was never stepped, and the same in plain torch."""
+
+    def made() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+        momentum = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        return model, [momentum, torch.optim.Adagrad(model[2].parameters(), initial_accumulator_value=0.5)]
+
+    inputs = torch.randn(2, 4, 40)
+    (reference, plain), (model, given) = made(), made()
+    with OffloadZero(model, given, path=tmp_path / "run", commit_every=0, compute_dtype=torch.float32) as optimizer:
+        for one, its in ((reference, plain), (model, [optimizer])):
+            for x in inputs:
+                one(x).square().mean().backward()
+                one[0].bias.grad = one[2].bias.grad = None
+                for part in its:
+                    part.step()
+                    part.zero_grad()
+        optimizer.commit()
+    return tmp_path / "run", reference, plain
+
+
+def test_runs_of_other_optimizers_are_shown_verified_and_exported(
+    mixed: tuple[Path, nn.Module, list[torch.optim.Optimizer]], tmp_path: Path
+) -> None:
+    path, model, plain = mixed
+    (row,) = json.loads(call("list", tmp_path, "--json").stdout)["runs"]
+    assert (row["optimizers"], row["step"], row["error"]) == (["SGD", "Adagrad"], 2, None)
+    shown = json.loads(call("inspect", path, "--json").stdout)
+    assert shown["optimizers"] == ["SGD", "Adagrad"]
+    assert {one["name"]: (one["steps"], one["states"]) for one in shown["parameters"]} == {
+        "0.weight": (2, ["momentum_buffer"]),
+        "0.bias": (0, []),
+        "2.weight": (2, ["sum"]),
+        "2.bias": (0, ["sum"]),
+    }
+    assert shown["bytes"] == 8 * sum(param.numel() for param in model.parameters())
+    assert "step 2: 4 parameters of SGD and Adagrad, " in call("inspect", path).stdout
+    verified = json.loads(call("verify", path, "--json").stdout)
+    assert (verified["damaged"], verified["slots"]) == ([], shown["chunks"])
+    values = dict(model.named_parameters())
+    for kind in ("master", "momentum_buffer", "sum"):
+        assert call("export", path, tmp_path / kind, "--kind", kind).exit_code == 0
+        stem = "model" if kind == "master" else kind
+        found = load_file(str(tmp_path / kind / f"{stem}.safetensors"))
+        states = {name: one.state[param] for name, param in values.items() for one in plain if param in one.state}
+        expected = values if kind == "master" else {n: state[kind] for n, state in states.items() if kind in state}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    wrong = call("export", path, tmp_path / "out", "--kind", "exp_avg")
+    assert "--kind exp_avg: choose one of master, momentum_buffer, sum" in wrong.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_state_of_another_optimizer_is_found(
+    mixed: tuple[Path, nn.Module, list[torch.optim.Optimizer]], tmp_path: Path
+) -> None:
+    path, *_ = mixed
+    with Reader([path]) as reader:
+        slot = next(one for one in committed_slots(reader.manifests[0]) if "momentum_buffer" in one.arrays)
+    data = bytearray(swap_in(path).read_bytes())
+    data[slot.offset + slot.arrays["momentum_buffer"][1] + 8] ^= 1
+    swap_in(path).write_bytes(data)
+    assert call("verify", path).exit_code == 1
+    assert call("export", path, tmp_path / "out", "--kind", "momentum_buffer").exit_code != 0
+    assert not (tmp_path / "out").exists()
+
+
 def test_remove_takes_only_its_own_and_asks_first(run: tuple[Path, dict[str, Tensor]]) -> None:
     path, _ = run
     (path / "notes.txt").write_text("mine")

@@ -50,17 +50,26 @@ def schedule(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = group["lr"] * 0.9
 
 
+RESUMED_ANEW = {"resume": True, "resume_states": "anew"}
 Found = tuple[dict[str, Tensor], dict[str, Mapping[str, Any]]]
 
 
 @cache
-def plain(name: str, counts: tuple[int, ...]) -> Found:
-    """Parameters and states of plain torch. Args: counts: how many ranks take each step."""
+def plain(name: str, counts: tuple[int, ...], *, begins: str = "", at: int = -1) -> Found:
+    """Parameters and states of plain torch.
+
+    Args:
+        name: of the optimizer.
+        counts: how many ranks take each step.
+        begins: of another one, which takes over before step `at`.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have
     model = net()
     optimizer = WORKING[name](list(model.parameters()))
     for step, ranks in enumerate(counts):
+        if step == at:
+            optimizer = WORKING[begins](list(model.parameters()))
         total: dict[str, Tensor] = {}
         for rank in range(ranks):
             model.zero_grad()
@@ -100,8 +109,8 @@ def train(name: str, first: int, last: int, commit: bool, options: dict[str, Any
         return {key: read(key, param) for key, param in model.named_parameters()}, states
 
 
-def assert_as_plain(name: str, counts: tuple[int, ...], runs: list[Found]) -> None:
-    params, states = plain(name, counts)
+def assert_as_plain(name: str, counts: tuple[int, ...], runs: list[Found], **other: Any) -> None:
+    params, states = plain(name, counts, **other)
     for found, shown in runs:
         for key, value in params.items():
             assert torch.equal(found[key], value), key
@@ -133,3 +142,12 @@ def test_a_commit_is_resumed_at_another_number_of_ranks(
     worlds(before).run(train, name, 0, 3, True, options)
     runs = worlds(after).run(train, name, 3, STEPS, False, options | {"resume": True})
     assert_as_plain(name, (before,) * 3 + (after,) * (STEPS - 3), runs)
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_another_optimizer_begins_on_committed_masters(worlds: Worlds, after: int, tmp_path: Path) -> None:
+    options = {"tier": "nvme", "path": tmp_path / "run", "commit_every": 0, "stage": 2}
+    worlds(2).run(train, "sgd_dampening", 0, 3, True, options)
+    runs = worlds(after).run(train, "adagrad_initial", 3, STEPS, False, options | RESUMED_ANEW)
+    counts = (2,) * 3 + (after,) * (STEPS - 3)
+    assert_as_plain("sgd_dampening", counts, runs, begins="adagrad_initial", at=3)

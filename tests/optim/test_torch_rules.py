@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offload import native
 from offload.errors import ConfigError
-from offload.optim.rule import Progress, Span
+from offload.optim.rule import Progress, SegmentMemory, Span
 from offload.optim.rules.probe import rule_of
 from offload.optim.rules.torch_rule import LARGE_BLOCK, TorchRule
 
@@ -105,8 +105,8 @@ class OnPieces:
     def _tasks(self, arrays: list[Tensor], grad: Tensor, scalars: Any) -> Iterator[native.Task]:
         for low in range(0, len(grad), self.cut):
             piece = [array[low : low + self.cut] for array in arrays]
-            spans = [Span(0, len(piece[0]))]
-            yield self.rule.bind(self.kernels, piece, grad[low : low + self.cut], piece[0], spans)(scalars)
+            memory = SegmentMemory(piece, grad[low : low + self.cut], piece[0], [Span(0, len(piece[0]))])
+            yield self.rule.bind(self.kernels, memory)(scalars)
 
 
 def run(make: Make, *, cut: int, threads: int, scale: float = 1.0) -> None:
@@ -188,17 +188,15 @@ class Whole(Lion):
 
 REFUSED = {
     "counts": "keeps something on the optimizer",
-    "norm": "depends on others of the same parameter",
-    "norm of all": "looks at more than one element",
+    "norm of all": "looks at several parameters",
     "noise": "draws random numbers",
     "python's noise": "draws random numbers",
-    "by dimension": "depends on others of the same parameter",
     "None is zero": "moves parameters that have no gradient",
     "a list": "its state seen is a list",
     "another shape": "its state row has shape",
     "half": "its state half is torch.float16",
     "complex": "its state phase is a number of torch.complex64",
-    "depends on values": "depends on others of the same parameter",
+    "depends on values": "the numbers of its state depend on the values of a parameter",
 }
 
 
@@ -219,16 +217,43 @@ def test_classes_of_torch_that_need_more_are_refused() -> None:
     for made, why in [
         (o.LBFGS(parameters()), "closure"),
         (o.Adafactor(matrices), "its state row_var has shape"),
-        (o.Muon(matrices), "depends on others of the same parameter"),
     ]:
         with pytest.raises(ConfigError, match=why):
             rule_of(made, made.param_groups[0])
 
 
-def test_a_learning_rate_of_0_hides_nothing() -> None:
-    optimizer = type("Whole", (Whole,), {"kind": "norm"})(parameters(), lr=0.0)
-    with pytest.raises(ConfigError, match="depends on others"):
-        rule_of(optimizer, optimizer.param_groups[0])
+@pytest.mark.parametrize("lr", [0.1, 0.0])
+@pytest.mark.parametrize("kind", ["norm", "by dimension"])
+def test_what_looks_at_a_whole_parameter_steps_whole_ones_also_if_nothing_moves_yet(kind: str, lr: float) -> None:
+    optimizer = type("Whole", (Whole,), {"kind": kind})(parameters(), lr=lr)
+    assert rule_of(optimizer, optimizer.param_groups[0]).is_whole
+
+
+def test_muon_is_whole_and_what_is_elementwise_is_not() -> None:
+    muon = o.Muon([nn.Parameter(torch.randn(64, 32))])
+    rule = rule_of(muon, muon.param_groups[0])
+    assert (rule.is_whole, [kind.name for kind in rule.states]) == (True, ["momentum_buffer"])
+    assert not any(
+        rule_of(one, one.param_groups[0]).is_whole for one in (make(parameters()) for make in WORKING.values())
+    )
+
+
+def test_options_with_which_whole_parameters_are_looked_at_later_are_refused() -> None:
+    class Normed(o.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if group["nesterov_norm"] and p.grad is not None:
+                        p.grad.div_(p.grad.norm())
+            super().step(closure)
+
+    optimizer = Normed(parameters(), lr=0.1)
+    optimizer.param_groups[0]["nesterov_norm"] = 0.0
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    assert not rule.is_whole
+    with pytest.raises(ConfigError, match="param group 2 has options now with which Normed looks at whole parameters"):
+        rule.require_sound(2, dict(optimizer.param_groups[0]) | {"nesterov_norm": 1.0})
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
@@ -262,7 +287,8 @@ def test_a_tensor_among_the_options_may_change_once_the_step_has_begun() -> None
     optimizer.param_groups[0]["lr"].fill_(7.0)
     master, grad = torch.zeros(3), torch.ones(3)
     with torch.no_grad():
-        native.load(1).run([rule.bind(native.load(1), [master], grad, master, [Span(0, 3)])(scalars)])
+        memory = SegmentMemory([master], grad, master, [Span(0, 3)])
+        native.load(1).run([rule.bind(native.load(1), memory)(scalars)])
     assert torch.equal(master, torch.full((3,), -0.1))
 
 
@@ -278,7 +304,7 @@ def test_defaults_of_torch_change_nothing() -> None:
         with torch.device("cpu"):
             arrays = [torch.zeros(3, dtype=torch.float32) for _ in range(3)]
             grad = torch.ones(3, dtype=torch.float32)
-        bound = rule.bind(kernels, arrays, grad, arrays[0], [Span(0, 3)])
+        bound = rule.bind(kernels, SegmentMemory(arrays, grad, arrays[0], [Span(0, 3)]))
         kernels.run([bound(rule.scalars(optimizer.param_groups[0], rule.initial, 1.0))])
         kernels.run([bound(rule.scalars(optimizer.param_groups[0], after, 1.0))])
     finally:

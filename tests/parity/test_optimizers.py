@@ -225,14 +225,145 @@ def test_another_optimizer_is_refused_at_resume(tmp_path: Path) -> None:
         ("adam_maximize", "param group 0 is of Adam run by torch, and one of SGD was committed"),
         ("sgd", "has master, and master, momentum_buffer was committed"),
     ]:
-        with pytest.raises(ResumeError, match=why):
+        with pytest.raises(ResumeError, match=why) as caught:
             held(name, tmp_path / "run", resume=True, commit_every=0, tier="nvme")
+        assert 'or resume_states="anew" to keep the weights alone. What differs' in str(caught.value)
     model, optimizer = held("adam_maximize", tmp_path / "other", commit_every=0, tier="nvme")
     with optimizer:
         optimizer.commit()
     with pytest.raises(ResumeError, match="param group 0 is of Adam, and one of Adam run by torch was committed"):
         held("adam", tmp_path / "other", resume=True, commit_every=0, tier="nvme")
     held("sgd_nesterov", tmp_path / "run", resume=True, commit_every=0, tier="nvme")[1].close()
+
+
+@cache
+def changed_over(before: str, after: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Plain torch: three steps of one optimizer, and three of a fresh one on the same parameters."""
+    model = net().cpu()
+    for name, numbers in ((before, range(3)), (after, range(3, 6))):
+        loop = Loop(model, WORKING[name](list(model.parameters())))
+        for number in numbers:
+            loop.step(number)
+    states = {name: on_cpu(loop.optimizer.state[param]) for name, param in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, states
+
+
+ANEW: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "more arrays": ("sgd", "lion", {"tier": "nvme"}, {"tier": "nvme"}),
+    "arrays that do not begin with zeros": ("rmsprop", "adagrad_initial", {"tier": "nvme"}, {"tier": "nvme"}),
+    "the same optimizer": ("sgd_dampening", "sgd_dampening", {"tier": "nvme"}, {"tier": "nvme"}),
+    "on other tiers": ("adagrad_initial", "nadam", {"tier": "nvme"}, {"tier": "cpu", "param_tier": "cpu"}),
+    "in other chunks": ("nadam", "rmsprop_centered", {"tier": "cpu"}, {"tier": "nvme", "tuning": Tuning("16KiB")}),
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="plain torch trains on the CPU")
+@pytest.mark.parametrize("way", ANEW)
+def test_masters_go_on_with_another_optimizer_as_in_plain_torch(
+    way: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, after, first, then = ANEW[way]
+    model, optimizer = held(before, tmp_path / "run", commit_every=0, **first)
+    with optimizer:
+        loop = Loop(model, optimizer)
+        for number in range(3):
+            loop.step(number)
+        optimizer.commit()
+    options = {"commit_every": 0, **then}
+    capfd.readouterr()
+    model, optimizer = held(after, tmp_path / "run", resume=True, resume_states="anew", **options)
+    assert "resumed at step 3, committed" in (told := capfd.readouterr().err)
+    assert "the optimizer's states begin anew" in told
+    with optimizer:
+        assert not optimizer.state
+        assert optimizer.stats()["step"] == 3
+        loop = Loop(model, optimizer)
+        loop.step(3)
+        optimizer.commit()
+    model, optimizer = held(after, tmp_path / "run", resume=True, **options)  # it is one of the new optimizer now
+    with optimizer:
+        loop = Loop(model, optimizer)
+        for number in (4, 5):
+            loop.step(number)
+        params, states = changed_over(before, after)
+        for name, param in model.named_parameters():
+            found = optimizer.state_of(param)
+            assert torch.equal(param.detach(), params[name]), name
+            assert torch.equal(found["master"], params[name]), name
+            assert found["step"] == 3
+            for kind, value in states[name].items():
+                if value is not None:
+                    assert torch.equal(torch.as_tensor(found[kind] * 1.0), torch.as_tensor(value * 1.0)), (name, kind)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("before", ["rmsprop", "adam"])
+def test_adam_begins_on_masters_of_another_optimizer(before: str, split: bool, tmp_path: Path) -> None:
+    """As on a model that has these masters."""
+    bf16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "tier": "nvme"}
+    model, optimizer = held(before, tmp_path / "run", commit_every=0, **bf16)
+    with optimizer:
+        for number in range(2):
+            (model(batch(number).to(DEVICE)).float().square().mean()).backward()
+            optimizer.step()
+        masters = {name: optimizer.state_of(param)["master"] for name, param in model.named_parameters()}
+        optimizer.commit()
+    runs = []
+    tuning = Tuning(chunk="4KiB", split_master=split)
+    for path, resume in ((tmp_path / "run", {"resume": True, "resume_states": "anew"}), (tmp_path / "other", {})):
+        model = net()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+        given = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with OffloadZero(model, given, path=path, tuning=tuning, **bf16, **resume) as optimizer:
+            for number in (2, 3):
+                optimizer.zero_grad()
+                (model(batch(number).to(DEVICE)).float().square().mean()).backward()
+                optimizer.step()
+            runs.append([optimizer.state_of(param) for param in model.parameters()])
+    for one, other in zip(*runs, strict=True):
+        assert one["step"] == other["step"] == 2
+        assert all(torch.equal(one[kind], other[kind]) for kind in ("master", "exp_avg", "exp_avg_sq"))
+
+
+def test_an_attached_scheduler_goes_on_and_leaves_the_new_options(tmp_path: Path) -> None:
+    def scheduler_of(one: OffloadZero) -> torch.optim.lr_scheduler.StepLR:
+        scheduler = torch.optim.lr_scheduler.StepLR(one, 2)
+        one.attach(scheduler=scheduler)
+        return scheduler
+
+    model, optimizer = held("sgd_momentum", tmp_path / "run", commit_every=0, tier="nvme")
+    with optimizer:
+        scheduler = scheduler_of(optimizer)
+        Loop(model, optimizer).step(2)
+        scheduler.step()
+        optimizer.commit()
+    anew: dict[str, Any] = {"resume": True, "resume_states": "anew", "commit_every": 0, "tier": "nvme"}
+    model, optimizer = held("lion", tmp_path / "run", **anew)
+    with optimizer:
+        before = {**optimizer.param_groups[0], "initial_lr": 1e-3}
+        assert scheduler_of(optimizer).last_epoch == 1
+        assert {**optimizer.param_groups[0]} == before
+
+
+def test_what_is_not_of_the_optimizer_still_has_to_fit(tmp_path: Path) -> None:
+    model, optimizer = held("sgd", tmp_path / "run", commit_every=0, tier="nvme")
+    with optimizer:
+        state = optimizer.state_dict()
+        Loop(model, optimizer).step(2)
+        optimizer.commit()
+        state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    anew: dict[str, Any] = {"resume": True, "resume_states": "anew", "commit_every": 0, "tier": "nvme"}
+    with pytest.raises(ResumeError, match="compute_dtype is bfloat16"):
+        held("lion", tmp_path / "run", compute_dtype=torch.bfloat16, **anew)
+    with pytest.raises(ConfigError, match='resume_states="anew" needs resume'):
+        held("lion", tmp_path / "run", **anew | {"resume": False})
+    with pytest.raises(ConfigError, match='resume_states=\'new\': choose "committed" or "anew"'):
+        held("lion", tmp_path / "run", **anew | {"resume_states": "new"})
+    model, optimizer = held("lion", tmp_path / "run", **anew)
+    with optimizer, pytest.raises(ResumeError, match="the commit of step 1 that this state dict names is gone"):
+        optimizer.load_state_dict(state)  # of the optimizer before
 
 
 def test_options_that_the_class_refuses_change_nothing(tmp_path: Path) -> None:
@@ -249,7 +380,7 @@ def test_options_that_the_class_refuses_change_nothing(tmp_path: Path) -> None:
         loop.step(3)
 
 
-@pytest.mark.parametrize("kind", ["norm", "counts"])
+@pytest.mark.parametrize("kind", ["norm of all", "counts"])
 def test_what_cannot_be_held_is_refused_and_the_model_is_as_it_was(kind: str, tmp_path: Path) -> None:
     from tests.optim.test_torch_rules import Whole
 

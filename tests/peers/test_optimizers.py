@@ -25,6 +25,8 @@ MAKES: dict[str, Callable[[Any], Any]] = {
 }
 PLACES: dict[str, dict[str, Any]] = {"RAM": {"tier": "cpu"}, "disk": {"tier": "nvme", "param_tier": "nvme"}}
 
+EVALUATED = PLACES | {"device": {"tier": "device"}, "streamed": {"tier": "cpu", "param_tier": "cpu"}}
+
 
 def made(name: str) -> tuple[Net, Any]:
     torch.manual_seed(0)
@@ -64,6 +66,52 @@ def test_held_they_have_the_bits_of_plain_torch(name: str, place: str, tmp_path:
         assert {key: found[key] for key in wanted if key != "params"} == {
             key: value for key, value in wanted.items() if key != "params"
         }
+
+
+def evaluated(model: Net, optimizer: Any) -> torch.Tensor:
+    """In the mode for evaluation, with the averaged weights."""
+    is_held = isinstance(optimizer, OffloadZero)
+    optimizer.apply("eval") if is_held else optimizer.eval()
+    with torch.no_grad():
+        found = model(batch(99)).clone()
+    optimizer.apply("train") if is_held else optimizer.train()
+    return found
+
+
+@pytest.mark.parametrize("place", EVALUATED)
+@pytest.mark.parametrize("name", [name for name in MAKES if "free" in name])
+def test_schedule_free_evaluates_with_its_averages_and_trains_on(name: str, place: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "tuning": Tuning(chunk="4KiB"), "commit_every": 0}
+    options |= {"path": tmp_path / "run"} | EVALUATED[place]
+    reference, expected = made(name)
+    outputs = []
+    for number in range(6):
+        step(reference, expected, number)
+        if number in (1, 2, 4):
+            outputs.append(evaluated(reference, expected))
+    expected.eval()
+    model, given = made(name)
+    found = []
+    with OffloadZero(model, given, **options) as optimizer:
+        for number in range(3):
+            step(model, optimizer, number)
+            if number == 1:
+                found.append(evaluated(model, optimizer))
+        optimizer.apply("eval")
+        optimizer.commit()
+    model, given = made(name)
+    with OffloadZero(model, given, resume=True, **options) as optimizer:
+        found.append(evaluated(model, optimizer))
+        for number in range(3, 6):
+            step(model, optimizer, number)
+            if number == 4:
+                found.append(evaluated(model, optimizer))
+        optimizer.apply("eval")
+        assert all(torch.equal(one, other) for one, other in zip(found, outputs, strict=True))
+        for (key, value), other in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+            assert torch.equal(value, other), key
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(optimizer.state[param]["z"], expected.state[other]["z"])
 
 
 def test_schedule_free_says_that_it_has_to_be_in_train_mode() -> None:

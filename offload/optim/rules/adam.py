@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.layout import ADAM_STATES
 from offload.native import ADAM, ADAM_SPLIT, AdamScalars, Kernels, Task
-from offload.optim.rule import Progress, Rule, Span
+from offload.optim.rule import Progress, Rule, SegmentMemory
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
@@ -62,19 +61,11 @@ class AdamRule(Rule):
         variants = tuple(bool(group.get(option)) for option in UNSUPPORTED)
         return (*hyper_parameters_of(group).items(), variants)
 
-    def bind(
-        self,
-        kernels: Kernels,
-        arrays: Sequence[Tensor],
-        grad: Tensor,
-        out: Tensor,
-        spans: Sequence[Span],
-        current: Tensor | None = None,
-    ) -> Callable[[AdamScalars], Task]:
+    def bind(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[AdamScalars], Task]:
         """See Rule.bind. Gaps are calculated along, on zeros, which is cheaper than one more call."""
-        if current is not None:
-            return kernels.bind(ADAM_SPLIT, current, *arrays, grad, out)
-        return kernels.bind(ADAM, *arrays, grad, out)
+        if memory.current is not None:
+            return kernels.bind(ADAM_SPLIT, memory.current, *memory.arrays, memory.grad, memory.out)
+        return kernels.bind(ADAM, *memory.arrays, memory.grad, memory.out)
 
 
 def hyper_parameters_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,18 @@ agree after each of STEPS steps. What else an optimizer may depend on is brought
 | no gradient is taken for one of zeros | a stand-in without a gradient, which must not move |
 | noise | the states of random generators, which must not change |
 | a learning rate of 0, with which nothing moves | 0.01 in its place |
+
+Another method of the class is tried out in the same way before it is applied, twice in turn, with states of made-up
+values: it may be called where the class does not step, as after schedule-free's `eval()`.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +37,21 @@ from offload.optim.rules.torch_rule import (
     BLOCK,
     LARGE_BLOCK,
     Blank,
+    Found,
+    RaisedError,
+    StepRaisesError,
     TorchRule,
+    advanced,
+    changed_options,
     cpu_by_default,
     progress_of,
-    step_piece,
+    run_piece,
     structure_of,
     without_warnings,
 )
 
 STEPS = 4
+OF_VALUES = "of the values of a parameter, and pieces of it would make another one each"
 SCALAR_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool}
 """Of numbers of a state that are tensors; manifest.py has the same."""
 ODD, ROUND = 12_771, 16_384
@@ -80,19 +91,15 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
             raise RefusedError("its step() calls a closure, several times where it likes")
         blank = Blank(optimizer)
         start = _start(optimizer, group)
-        dims = sorted({param.dim() for param in group["params"]}) or [1]
-
-        def probe(options: Mapping[str, Any]) -> Sequence[StateKind]:
-            return _probe(blank, options, start, dims)
-
-        states = probe(group)
-        has_large_blocks = _same_bits_in_large_blocks(blank, group, start, states)
+        probe = Probe(blank, start, sorted({param.dim() for param in group["params"]}) or [1])
+        found = probe.found(group)
+        has_large_blocks = not found.is_whole and _same_bits_in_large_blocks(blank, group, start, found.states)
     except ConfigError as error:
         raise ConfigError(
             f"optimizer is {name}, which cannot be offloaded: {error}; the model was not changed. Optimizers run whose "
             "step treats each element by itself, as torch.optim.AdamW, SGD, RMSprop, Adagrad, NAdam"
         ) from None
-    return TorchRule(blank, states, start.progress, structure_of(group), probe, has_large_blocks=has_large_blocks)
+    return TorchRule(blank, found, start.progress, structure_of(group), probe, has_large_blocks=has_large_blocks)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -146,32 +153,65 @@ def _constant(name: str, value: Tensor, group: Mapping[str, Any]) -> float:
     return float(first)
 
 
-def _probe(blank: Blank, group: Mapping[str, Any], start: _Start, dims: Sequence[int]) -> tuple[StateKind, ...]:
-    """Steps whole stand-ins and pieces.
+class Probe:
+    """Tries an optimizer out on stand-ins; see the top of this file.
 
-    Returns:
-        The arrays that the optimizer keeps.
-
-    Raises:
-        RefusedError: the results differ, or are none that can be kept.
+    Args:
+        blank: makes copies of the optimizer.
+        start: what its constructor put into the states.
+        dims: the numbers of dimensions that its parameters have.
     """
-    options = _that_moves(group)
-    shapes = [shape for dim in (dims if any(dims) else (0, 1)) for shape in _shapes(dim)]
-    before = _random_states()
-    with without_warnings(), cpu_by_default(), torch.no_grad():
-        whole = _Whole(blank, options, start, shapes)
-        history = [whole.step() for _ in range(STEPS)]
-        if _random_states() != before:
-            raise RefusedError("it draws random numbers, so no two runs on other tiers would agree")
-        states = _kinds_of(whole, start)
-        in_pieces = [_Pieces(blank, options, start, states, shape, number) for number, shape in enumerate(shapes)]
-        why = next((why for one in in_pieces if (why := one.differs_from(history))), None)
-        if why is None:
-            return states
-        alone = [_Pieces(blank, options, start, states, shape, n, cuts=()) for n, shape in enumerate(shapes)]
-        if all(one.differs_from(history) is None for one in alone):
-            raise RefusedError("its update of an element depends on others of the same parameter, such as their norm")
-        raise RefusedError(why)
+
+    def __init__(self, blank: Blank, start: _Start, dims: Sequence[int]) -> None:
+        self._blank, self._start = blank, start
+        self._shapes = [shape for dim in (dims if any(dims) else (0, 1)) for shape in _shapes(dim)]
+
+    def found(self, group: Mapping[str, Any]) -> Found:
+        """Steps whole stand-ins and pieces or, if these differ, whole stand-ins each by itself.
+
+        Args:
+            group: the options.
+
+        Raises:
+            StepRaisesError: its step raises with these options.
+            RefusedError: the results differ, or are none that can be kept.
+        """
+        blank, start, options = self._blank, self._start, _that_moves(group)
+        with _on_stand_ins():
+            whole = _Whole(blank, options, start, self._shapes)
+            with _without_noise():
+                history = [whole.step() for _ in range(STEPS)]
+            states = _kinds_of(whole.states, start)
+
+            reason = ""
+            for found in (Found(states), Found(states, is_whole=True, dims=len(self._shapes[0]))):
+                pieces = (
+                    _Pieces(blank, options, start, found, shape, number) for number, shape in enumerate(self._shapes)
+                )
+                why = next((why for one in pieces if (why := one.differs_from(history))), None)
+                if why is None:
+                    return found
+                reason = why
+            raise RefusedError(reason)
+
+    def method(
+        self, name: str, group: Mapping[str, Any], befores: Sequence[Progress], states: Sequence[StateKind]
+    ) -> None:
+        """Runs a method over whole stand-ins and over pieces, twice in turn.
+
+        Args:
+            name: the method's.
+            group: the options.
+            befores: of the parameters; there are stand-ins of each.
+            states: the arrays that the optimizer keeps.
+
+        Raises:
+            RefusedError: the results differ, or are none that can be kept.
+        """
+        with _on_stand_ins():
+            trial = _MethodTrial(self._blank, name, group, befores, states, self._shapes)
+            for _ in range(2):
+                trial.call()
 
 
 def _that_moves(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,6 +245,18 @@ def _gradient(step: int, number: int, shape: Sequence[int]) -> Tensor:
     return _values(1000 + 100 * step + number, shape)
 
 
+class _Stepped(NamedTuple):
+    """What whole parameters are after a step.
+
+    Attributes:
+        params: for each parameter: the master, and the state.
+        group: the options.
+    """
+
+    params: Sequence[tuple[Tensor, Mapping[str, Any]]]
+    group: Mapping[str, Any]
+
+
 class _Whole:
     """Whole parameters, stepped together by one optimizer. The last one gets no gradient."""
 
@@ -219,22 +271,24 @@ class _Whole:
         self._idle = self.params[-1].detach().clone()
         self._count = 0
 
-    def step(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Makes one more step.
+    @property
+    def states(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Parameters and their states, but for the idle one."""
+        return [(param, self.optimizer.state[param]) for param in self.params[:-1]]
 
-        Returns:
-            Masters and states, but for those of the idle one.
-        """
+    def step(self) -> _Stepped:
+        """Makes one more step."""
         for number, param in enumerate(self.params[:-1]):
             param.grad = _gradient(self._count, number, param.shape)
         self._count += 1
         try:
             self._kind.run(self.optimizer)
         except Exception as error:  # whatever the class raises
-            raise RefusedError(f"its step() raises {type(error).__name__}: {error}") from error
+            raise StepRaisesError(f"its step() raises {type(error).__name__}: {error}") from error
         if not torch.equal(self.params[-1], self._idle):
             raise RefusedError("it moves parameters that have no gradient")
-        return [(param.detach().clone(), _kept(self.optimizer.state[param])) for param in self.params[:-1]]
+        params = [(param.detach().clone(), _kept(state)) for param, state in self.states]
+        return _Stepped(params, _copied(self.optimizer.param_groups[0]))
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,15 +304,19 @@ def _starting(start: _Start, like: Tensor) -> dict[str, Any]:
     return arrays | scalars_of(start.progress)
 
 
-def _kinds_of(whole: _Whole, start: _Start) -> tuple[StateKind, ...]:
+def _kinds_of(states: Iterable[tuple[Tensor, Mapping[str, Any]]], start: _Start) -> tuple[StateKind, ...]:
     """The arrays in the states of stand-ins.
+
+    Args:
+        states: parameters and their states.
+        start: what the constructor put into them.
 
     Raises:
         RefusedError: something in them is neither such an array nor a number.
     """
     kinds: dict[str, StateKind] = {}
-    for param in whole.params[:-1]:
-        for name, value in whole.optimizer.state[param].items():
+    for param, state in states:
+        for name, value in state.items():
             if isinstance(value, Tensor) and type(value) is not Tensor:
                 raise RefusedError(f"its state {name} is a {type(value).__name__}, which only it can read")
             if _is_array(param, value):
@@ -284,66 +342,180 @@ class _Pieces:
         blank: Blank,
         group: Mapping[str, Any],
         start: _Start,
-        states: Sequence[StateKind],
+        found: Found,
         shape: tuple[int, ...],
         number: int,
-        cuts: Sequence[int] = CUT_AT,
     ) -> None:
-        self._blank, self._group, self._states, self._shape, self._number = blank, dict(group), states, shape, number
+        self._blank, self._group, self._found, self._shape, self._number = blank, dict(group), found, shape, number
+        self._what = "parameter by itself" if found.is_whole else "piece of a parameter"
         self._progress = start.progress
         self._master = _values(number, shape).reshape(-1)
-        self._arrays = [torch.full_like(self._master, start.constants.get(kind.name, 0.0)) for kind in states]
-        inner = [cut for cut in cuts if cut < len(self._master)]
+        self._arrays = [torch.full_like(self._master, start.constants.get(kind.name, 0.0)) for kind in found.states]
+        inner = [] if found.is_whole else [cut for cut in CUT_AT if cut < len(self._master)]
         self._edges = [0, *inner, len(self._master)]
-        self._is_whole = not cuts
 
-    def differs_from(self, history: Sequence[Sequence[tuple[Tensor, Mapping[str, Any]]]]) -> str | None:
+    def differs_from(self, history: Sequence[_Stepped]) -> str | None:
         """Steps as often as `history` is long.
 
         Args:
-            history: for each step, masters and states of whole parameters.
+            history: what whole parameters are after each step.
 
         Returns:
             What is not the same; None: all bits are.
         """
-        rule = TorchRule(
-            self._blank, self._states, NEVER, structure_of(self._group), lambda _: (), has_large_blocks=False
-        )
+        states = self._found.states
         for step, expected in enumerate(history):
-            master, state = expected[self._number]
+            master, state = expected.params[self._number]
             grad = _gradient(step, self._number, self._shape).reshape(-1)
             try:
-                after, options = (NEVER, {}) if self._is_whole else rule.advance(self._group, self._progress)
-                for low, high in zip(self._edges, self._edges[1:], strict=False):
+                after, changed = advanced(self._blank, states, self._group, self._progress, dims=self._found.dims)
+                for low, high in pairwise(self._edges):
                     made = self._step_piece(grad, low, high)
-            except ConfigError as error:  # of a stand-in of one element
-                return str(error)
+            except RaisedError as error:
+                return f"on a parameter of one element its step() raises {error}"
             except Exception as error:  # whatever the class raises
-                return f"on a piece of a parameter its step() raises {type(error).__name__}: {error}"
-            if self._is_whole:  # no stand-in of one element tells
-                after = progress_of(made, self._states, step + 1)
+                return f"on a {self._what} its step() raises {type(error).__name__}: {error}"
             self._progress = after
-            self._group |= options
+            self._group |= changed
+            if other := changed_options(self._group, expected.group):
+                return f"its step makes an option of the group, {next(iter(other))}, {OF_VALUES}"
             if not _equal(self._master, master.reshape(-1)):
                 return (
-                    "a piece of a parameter gets other values than the same elements of the whole parameter: its step "
-                    "looks at more than one element, or keeps something on the optimizer that changes from step to step"
+                    f"a {self._what} gets other values than when all are stepped together: its step looks at several "
+                    "parameters, or keeps something on the optimizer that changes from step to step"
                 )
-            for kind, array in zip(self._states, self._arrays, strict=True):
+            for kind, array in zip(states, self._arrays, strict=True):
                 whole = state.get(kind.name)
                 if isinstance(whole, Tensor) and not _equal(array, whole.reshape(-1)):
-                    return f"its state {kind.name} of a piece of a parameter differs from that of the whole parameter"
-            for shown in (progress_of(state, self._states, after.step), progress_of(made, self._states, after.step)):
+                    return f"its state {kind.name} of a {self._what} differs from that when all are stepped together"
+            for shown in (progress_of(state, states, after.step), progress_of(made, states, after.step)):
                 if not _same_numbers(shown, after):
                     return "the numbers of its state depend on the values of a parameter"
         return None
 
     def _step_piece(self, grad: Tensor, low: int, high: int) -> Mapping[str, Any]:
-        shape = self._shape if self._is_whole else (-1,)
+        shape = self._shape if self._found.is_whole else (-1,)
         param = nn.Parameter(self._master[low:high].view(shape))
         param.grad = grad[low:high].clone().view(shape)
         arrays = [array[low:high].view(shape) for array in self._arrays]
-        return step_piece(self._blank, self._states, self._group, self._progress, param, arrays)
+        return run_piece(self._blank, self._found.states, self._group, self._progress, param, arrays)[0]
+
+
+class _Part(NamedTuple):
+    """A stand-in of a trial of a method, whole, and the same values for pieces of it.
+
+    Attributes:
+        param: the whole parameter.
+        master: its values, flat.
+        arrays: those of its states, flat.
+    """
+
+    param: nn.Parameter
+    master: Tensor
+    arrays: Sequence[Tensor]
+
+
+class _MethodTrial:
+    """Calls a method with whole parameters, all together in one copy of the optimizer, and with pieces of the same.
+
+    Whole parameters have gradients, and pieces have none: in a run nothing but the step sees gradients.
+
+    Args:
+        blank: makes copies of the optimizer.
+        name: the method's.
+        group: the options.
+        befores: of the parameters.
+        states: the arrays that the optimizer keeps.
+        shapes: of the parameters of each progress.
+    """
+
+    def __init__(
+        self,
+        blank: Blank,
+        name: str,
+        group: Mapping[str, Any],
+        befores: Sequence[Progress],
+        states: Sequence[StateKind],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._blank, self._name, self._states = blank, name, states
+        self._options = {key: value for key, value in group.items() if key != "params"}
+        self._parts: list[_Part] = []
+        self._progress: list[Progress] = []
+        state: dict[Tensor, dict[str, Any]] = {}
+        for number, (before, shape) in enumerate((before, shape) for before in befores for shape in shapes):
+            arrays = [_values(100 * (1 + at) + number, shape).abs() for at in range(len(states))]  # some are variances
+            param = nn.Parameter(_values(number, shape))
+            param.grad = _gradient(0, number, shape)
+            kept = {kind.name: array for kind, array in zip(states, arrays, strict=True) if kind.name in before.arrays}
+            if before != NEVER:
+                state[param] = kept | scalars_of(before)
+            flat = [array.reshape(-1).clone() for array in arrays]
+            self._parts.append(_Part(param, param.detach().reshape(-1).clone(), flat))
+            self._progress.append(before)
+        self._made = blank.fresh(_copied(self._options), state, [part.param for part in self._parts])
+
+    def call(self) -> None:
+        """Calls it once more.
+
+        Raises:
+            RefusedError: pieces are not what the whole parameters are.
+        """
+        made, names = self._made, {kind.name for kind in self._states}
+        try:
+            with _without_noise():
+                self._blank.run(made, self._name)
+        except Exception as error:
+            if isinstance(error, RefusedError):
+                raise
+            raise RefusedError(f"it raises {type(error).__name__}: {error}") from error
+        if name := self._blank.changed(made):
+            raise RefusedError(f"it changes {name} of the optimizer itself, which no commit would find")
+        states = [(part.param, made.state.get(part.param, {})) for part in self._parts]
+        for kind in _kinds_of(states, _Start({}, NEVER)):
+            if kind.name not in names:
+                raise RefusedError(f"it keeps {kind.name} of each element, for which nothing was reserved")
+        options = dict(self._options)
+        for number, (part, (param, state)) in enumerate(zip(self._parts, states, strict=True)):
+            before = self._progress[number]
+            after, changed = self._advanced(before)
+            self._call_pieces(part, before, after)
+            self._progress[number] = after
+            options |= changed
+            if not _same_numbers(progress_of(state, self._states, before.step), after):
+                raise RefusedError("the numbers of a state that it makes depend on the values of a parameter")
+            wholes = [(part.master, param), *zip(part.arrays, map(state.get, self._names), strict=True)]
+            for flat, whole in wholes:
+                if isinstance(whole, Tensor) and not _equal(flat, whole.detach().reshape(-1)):
+                    raise RefusedError(
+                        "a piece of a parameter gets other values than the same elements of the whole parameter: it "
+                        "looks at more than one element, or at gradients, which only the step sees"
+                    )
+        self._options = options
+        if other := changed_options(options, made.param_groups[0]):
+            raise RefusedError(f"it makes an option of the group, {next(iter(other))}, {OF_VALUES}")
+
+    @property
+    def _names(self) -> list[str]:
+        return [kind.name for kind in self._states]
+
+    def _advanced(self, before: Progress) -> tuple[Progress, dict[str, Any]]:
+        try:
+            return advanced(self._blank, self._states, self._options, before, self._name)
+        except RaisedError as error:
+            raise RefusedError(f"with a parameter of one element it raises {error}") from error
+
+    def _call_pieces(self, part: _Part, before: Progress, after: Progress) -> None:
+        edges = [0, *(cut for cut in CUT_AT if cut < len(part.master)), len(part.master)]
+        for low, high in pairwise(edges):
+            arrays = [array[low:high] for array in part.arrays]
+            param = nn.Parameter(part.master[low:high])
+            try:
+                state, _ = run_piece(self._blank, self._states, self._options, before, param, arrays, self._name)
+            except Exception as error:  # whatever the class raises
+                raise RefusedError(f"on a piece of a parameter it raises {type(error).__name__}: {error}") from error
+            if not _same_numbers(progress_of(state, self._states, before.step), after):
+                raise RefusedError("the numbers of a state that it makes depend on the values of a parameter")
 
 
 def _same_numbers(one: Progress, other: Progress) -> bool:
@@ -370,20 +542,45 @@ def _same_bits_in_large_blocks(
     for block in (BLOCK, LARGE_BLOCK):
         master = _values(7, (numel,))
         arrays = [torch.full_like(master, start.constants.get(kind.name, 0.0)) for kind in states]
-        rule = TorchRule(blank, states, NEVER, None, lambda _: (), has_large_blocks=False)
         progress = start.progress
-        with without_warnings(), cpu_by_default(), torch.no_grad():
+        with _on_stand_ins():
             for step in range(2):
                 grad = _gradient(step, 7, (numel,))
                 for low in range(0, numel, block):
                     param = nn.Parameter(master[low : low + block])
                     param.grad = grad[low : low + block].clone()
-                    step_piece(blank, states, options, progress, param, [one[low : low + block] for one in arrays])
-                progress, changed = rule.advance(options, progress)
+                    run_piece(blank, states, options, progress, param, [one[low : low + block] for one in arrays])
+                progress, changed = advanced(blank, states, options, progress)
                 options = options | changed
         results.append((master, *arrays))
         options = _that_moves(group)
     return all(map(_equal, *results))
+
+
+@contextmanager
+def _on_stand_ins() -> Iterator[None]:
+    """What a class does with stand-ins: nobody hears of it, and random generators are what they were afterwards."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        with without_warnings(), cpu_by_default(), torch.no_grad():
+            yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Requires that what runs in the body draws no random numbers.
+
+    Raises:
+        RefusedError: it does.
+    """
+    before = _random_states()
+    yield
+    if _random_states() != before:
+        raise RefusedError("it draws random numbers, so no two runs on other tiers would agree")
 
 
 def _random_states() -> tuple[bytes, ...]:

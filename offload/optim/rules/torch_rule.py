@@ -1,4 +1,5 @@
-"""Any elementwise torch optimizer: its own class runs on pieces of the masters, with its own bits.
+"""Any torch optimizer that looks at one parameter at a time: its own class runs on pieces of the masters, or on whole
+ones, with its own bits.
 
 [Note: an optimizer on pieces]
 A *copy* of the optimizer gets one Parameter over a piece of the master, `state[p]` made of views of the piece's arrays
@@ -10,17 +11,22 @@ Operations of torch give an element the same bits wherever it lies, but for some
 and the scalar part of their loop. So pieces begin at multiples of 64 elements of their parameter. Pieces of at most
 BLOCK elements are calculated by one thread of torch. Those of LARGE_BLOCK, which cost less of Python, are shared by
 torch's own threads, where `probe` has found that this gives the same bits.
+
+An optimizer that looks at more than one element of a parameter at once, as Muon does, steps *whole* parameters. Each
+lies in one chunk then (layout.py), and is stepped as a piece is, in its shape.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +35,7 @@ from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.native import Kernels, Task
-from offload.optim.rule import Progress, Rule, Scalar, Span, scalars_of
+from offload.optim.rule import Method, Progress, Rule, Scalar, SegmentMemory, Span, scalars_of
 
 CUT = 64
 """Pieces begin at multiples of so many elements of their parameter."""
@@ -40,6 +46,8 @@ LARGE_BLOCK = 262_144
 KERNELS_OF = ("Adam", "AdamW")
 """The optimizers that have kernels of their own: rules/adam.py. In a commit they have these names."""
 
+STEP = "step"
+"""The method of every optimizer's class."""
 _MADE_ANEW = frozenset({"state", "param_groups", "defaults", "step"})
 
 
@@ -71,38 +79,43 @@ class Blank:
         step: Any = self._kind.step
         while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
             step = step.__wrapped__
-        self._step: Callable[[torch.optim.Optimizer], object] = step
+        self._calls: dict[str, Callable[[torch.optim.Optimizer], object]] = {STEP: step}
+        names = (name for name in dir(self._kind) if not (name.startswith("_") or hasattr(torch.optim.Optimizer, name)))
+        self._calls |= {name: call for name in names if inspect.isfunction(call := getattr(self._kind, name))}
 
     @property
     def name(self) -> str:
         """The name of its class."""
         return self._kind.__name__
 
-    def step(
+    @property
+    def methods(self) -> list[str]:
+        """The names of what its class does beside `step`, and torch's own base class does not know."""
+        return [name for name in self._calls if name != STEP]
+
+    def run(self, made: torch.optim.Optimizer, method: str = STEP) -> None:
+        """Runs a method of the class on a copy."""
+        self._calls[method](made)
+
+    def changed(self, made: torch.optim.Optimizer) -> str | None:
+        """The name of an attribute that a copy has changed of itself; None: there is none, as far as can be seen."""
+        for name, value in vars(made).items():
+            if name in _MADE_ANEW or name in self._hooks:
+                continue
+            if name not in self._own or _differs(self._own[name], value):
+                return name
+        return None
+
+    def fresh(
         self, group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Any]], params: Sequence[nn.Parameter]
-    ) -> tuple[dict[str, Any], Mapping[Tensor, dict[str, Any]]]:
-        """Runs one step of the class in a fresh copy.
+    ) -> torch.optim.Optimizer:
+        """A copy of the optimizer with one group.
 
         Args:
             group: the options.
             state: of each parameter that has some.
             params: the parameters, with their gradients.
-
-        Returns:
-            The group and the state that the copy has afterwards.
         """
-        made = self.fresh(group, state, params)
-        self.run(made)
-        return made.param_groups[0], made.state
-
-    def run(self, made: torch.optim.Optimizer) -> None:
-        """Runs the step of the class on a copy."""
-        self._step(made)
-
-    def fresh(
-        self, group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Any]], params: Sequence[nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        """A copy of the optimizer with one group; see `step`."""
         made: torch.optim.Optimizer = self._kind.__new__(self._kind)
         own = {name: value if _is_plain(value) else copy.deepcopy(value) for name, value in self._own.items()}
         vars(made).update(own)
@@ -115,8 +128,32 @@ class Blank:
         return made
 
 
+def _differs(before: object, now: object) -> bool:
+    """Whether an attribute has changed. Of what cannot be compared that is not known."""
+    if type(before) is not type(now) or type(now).__eq__ is object.__eq__:
+        return type(before) is not type(now)
+    try:
+        return not bool(before == now)
+    except Exception:  # whatever a comparison of the user's raises
+        return False
+
+
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, int | float | str | bool | torch.dtype)
+
+
+class Found(NamedTuple):
+    """What a probe found about an optimizer.
+
+    Attributes:
+        states: the arrays that it keeps.
+        is_whole: whether it looks at whole parameters.
+        dims: how many dimensions a stand-in has that tells which numbers a step makes.
+    """
+
+    states: tuple[StateKind, ...]
+    is_whole: bool = False
+    dims: int = 1
 
 
 class TorchRule(Rule):
@@ -124,31 +161,33 @@ class TorchRule(Rule):
 
     Args:
         blank: makes copies of the optimizer.
-        states: the arrays that it keeps.
+        found: what was found about it.
         initial: the progress of a parameter that was never stepped: what the constructor put into its state.
         has_large_blocks: whether torch's threads may share a piece.
         structure: of the options with which it was probed.
-        probe: probes the optimizer with other options: gives the names of its arrays.
+        probe: tries the optimizer out.
     """
 
     def __init__(
         self,
         blank: Blank,
-        states: Sequence[StateKind],
+        found: Found,
         initial: Progress,
         structure: object,
-        probe: Callable[[Mapping[str, Any]], Sequence[StateKind]],
+        probe: Prober,
         *,
         has_large_blocks: bool,
     ) -> None:
         # Adam's own kernels keep other progress, and a user's class may have its name.
         self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
-        self.states = tuple(states)
+        self.states, self.is_whole = found.states, found.is_whole
         self.initial = initial
+        self._dims = found.dims
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
         self._blank = blank
         self._probe = probe
         self._probed = {structure}
+        self.methods = {name: TorchMethod(blank, name, self.states, probe) for name in blank.methods}
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
         """See Rule.require_sound. Options whose structure is new are probed."""
@@ -156,10 +195,19 @@ class TorchRule(Rule):
         if structure in self._probed:
             return
         try:
-            found = self._probe(group)
+            found = self._probe.found(group)
+        except StepRaisesError as error:
+            if self._refuses(group):
+                return  # before a step anything changes, `advance` says so; a commit may keep such options
+            raise _of_group(number, error) from error
         except ConfigError as error:
-            raise ConfigError(f"param group {number}: {error}; nothing was changed") from error
-        missing = [kind.name for kind in found if kind not in self.states]
+            raise _of_group(number, error) from error
+        if found.is_whole and not self.is_whole:
+            raise ConfigError(
+                f"param group {number} has options now with which {self.name} looks at whole parameters, which lie in "
+                "pieces: construct the run with options like these, and change them later; nothing was changed"
+            )
+        missing = [kind.name for kind in found.states if kind not in self.states]
         if missing:
             raise ConfigError(
                 f"param group {number} has options now with which {self.name} keeps {', '.join(missing)} of each "
@@ -168,24 +216,21 @@ class TorchRule(Rule):
             )
         self._probed.add(structure)
 
+    def _refuses(self, group: Mapping[str, Any]) -> bool:
+        try:
+            self.advance(group, self.initial)
+        except ConfigError:
+            return True
+        return False
+
     def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
         """See Rule.advance. The class steps a stand-in of one element."""
-        zero = torch.zeros(1, dtype=torch.float32, device="cpu")
-        param = nn.Parameter(zero.clone())
-        param.grad = torch.ones_like(zero)
-        state = {name: zero.clone() for name in before.arrays} | scalars_of(before)
         try:
-            with without_warnings(), cpu_by_default():
-                after, states = self._blank.step(_with_copies(group), {param: state} if state else {}, [param])
-        except Exception as error:  # whatever the class raises
-            raise ConfigError(
-                f"{self.name} refuses its options: {type(error).__name__}: {error}; nothing was changed"
-            ) from error
-        progress = progress_of(states.get(param, {}), self.states, before.step + 1)
-        for one in progress.scalars:
-            if not math.isfinite(one.value):
-                raise ConfigError(f"{one.name} of {self.name} becomes {one.value}, which no commit can keep")
-        return progress, changed_options(group, after)
+            progress, changed = advanced(self._blank, self.states, group, before, dims=self._dims)
+        except RaisedError as error:
+            raise ConfigError(f"{self.name} refuses its options: {error}; nothing was changed") from error
+        _require_finite(progress, self.name)
+        return progress, changed
 
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
         """See Rule.scalars."""
@@ -199,23 +244,18 @@ class TorchRule(Rule):
             if name != "params"
         )
 
-    def bind(
-        self,
-        kernels: Kernels,
-        arrays: Sequence[Tensor],
-        grad: Tensor,
-        out: Tensor,
-        spans: Sequence[Span],
-        current: Tensor | None = None,
-    ) -> Callable[[Any], Task]:
+    def bind(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[Any], Task]:
         """See Rule.bind."""
+        arrays, grad, out, spans, current = memory
         assert current is None, "no master is split"
         n = len(grad)
+        if self.is_whole:
+            return partial(self._whole_task, memory)
 
         def task(scalars: Any) -> Task:
             def work(low: int, high: int) -> None:
                 for span in spans:
-                    for start, stop in self._blocks(span, low, high):
+                    for start, stop in _blocks(span, low, high, self.block):
                         self._step([array[start:stop] for array in arrays], grad[start:stop], out[start:stop], *scalars)
 
             def whole(low: int, high: int) -> None:
@@ -228,13 +268,15 @@ class TorchRule(Rule):
 
         return task
 
-    def _blocks(self, span: Span, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """The pieces of a span within positions `low` to `high`, which are multiples of CUT or the ends."""
-        start, end = max(span.start, low), min(span.start + span.numel, high)
-        while start < end:
-            stop = min(start + self.block, end)
-            yield start, stop
-            start = stop
+    def _whole_task(self, memory: SegmentMemory, scalars: Any) -> Task:
+        def work(low: int, high: int) -> None:
+            for span in memory.spans:
+                at = slice(span.start, span.start + span.numel)
+                arrays = [array[at].view(span.shape) for array in memory.arrays]
+                self._step(arrays, memory.grad[at].view(span.shape), memory.out[at].view(span.shape), *scalars)
+
+        # The caller alone calls torch, whose threads share.
+        return Task(work, 0, 1, written=(*memory.arrays, memory.out))
 
     @torch.no_grad()
     def _step(
@@ -253,41 +295,200 @@ class TorchRule(Rule):
         if scale != 1.0:
             param.grad.mul_(scale)
         with cpu_by_default():
-            step_piece(self._blank, self.states, group, before, param, states)
+            run_piece(self._blank, self.states, group, before, param, states)
         if out.data_ptr() != master.data_ptr():
             out.copy_(master)
 
 
-def step_piece(
+class TorchMethod(Method):
+    """A method of a torch optimizer's class; see [Note: an optimizer on pieces].
+
+    It runs on copies of a piece, since it may do with them what a step does not, such as exchange their memory.
+
+    Args:
+        blank: makes copies of the optimizer.
+        name: the method's.
+        states: the arrays that the optimizer keeps.
+        probe: tries the method out.
+    """
+
+    def __init__(self, blank: Blank, name: str, states: Sequence[StateKind], probe: Prober) -> None:
+        self._blank, self._name, self._states, self._probe = blank, name, states, probe
+        self._known: set[object] = set()
+
+    def require_elementwise(self, group: Mapping[str, Any], befores: Collection[Progress]) -> None:
+        """See Method.require_elementwise. One progress of each structure is tried."""
+        kinds = {_structure_of_progress(before): before for before in befores}
+        key = structure_of(group), frozenset(kinds)
+        if key not in self._known:
+            try:
+                self._probe.method(self._name, group, list(kinds.values()), self._states)
+            except ConfigError as error:
+                raise ConfigError(f"{self._title} cannot be applied: {error}; nothing was changed") from error
+            self._known.add(key)
+
+    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
+        """See Method.advance. The class is called with a stand-in of one element."""
+        try:
+            progress, changed = advanced(self._blank, self._states, group, before, self._name)
+        except RaisedError as error:
+            raise ConfigError(f"{self._title} raises {error}; nothing was changed") from error
+        _require_finite(progress, self._blank.name)
+        return progress, changed
+
+    def task(self, group: Mapping[str, Any], before: Progress, arrays: Sequence[Tensor], spans: Sequence[Span]) -> Task:
+        """See Method.task."""
+        options = _with_copies(group)
+
+        @torch.no_grad()
+        def work(low: int, high: int) -> None:
+            for span in spans:
+                for start, stop in _blocks(span, low, high, BLOCK):
+                    views = [array[start:stop] for array in arrays]
+                    master, *states = (view.clone() for view in views)
+                    with cpu_by_default():
+                        run_piece(self._blank, self._states, options, before, nn.Parameter(master), states, self._name)
+                    for view, values in zip(views, (master, *states), strict=True):
+                        view.copy_(values)
+
+        return Task(work, 0, len(arrays[0]), CUT, tuple(arrays))
+
+    @property
+    def _title(self) -> str:
+        return f"{self._name}() of {self._blank.name}"
+
+
+class RaisedError(Exception):
+    """What a user's class raised, in words."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+
+
+class StepRaisesError(ConfigError):
+    """The class's step raises with these options, whatever it steps."""
+
+
+class Prober(Protocol):
+    """Tries an optimizer out on stand-ins; rules/probe.py has one."""
+
+    def found(self, group: Mapping[str, Any]) -> Found:
+        """What the optimizer is with these options.
+
+        Raises:
+            StepRaisesError: its step raises with them.
+            ConfigError: it can run neither on pieces nor on whole parameters with them; it says why.
+        """
+
+    def method(
+        self, name: str, group: Mapping[str, Any], befores: Sequence[Progress], states: Sequence[StateKind]
+    ) -> None:
+        """Tries out a method on parameters of each progress in `befores`, which have `states`.
+
+        Raises:
+            ConfigError: it cannot run on pieces; it says why.
+        """
+
+
+def _of_group(number: int, error: ConfigError) -> ConfigError:
+    return ConfigError(f"param group {number}: {error}; nothing was changed")
+
+
+def _require_finite(progress: Progress, name: str) -> None:
+    for one in progress.scalars:
+        if not math.isfinite(one.value):
+            raise ConfigError(f"{one.name} of {name} becomes {one.value}, which no commit can keep")
+
+
+def _structure_of_progress(progress: Progress) -> object:
+    return tuple((one.name, one.dtype) for one in progress.scalars), progress.arrays
+
+
+def _blocks(span: Span, low: int, high: int, block: int) -> Iterator[tuple[int, int]]:
+    """The pieces of a span within positions `low` to `high`, which are multiples of CUT or the ends."""
+    start, end = max(span.start, low), min(span.start + span.numel, high)
+    while start < end:
+        stop = min(start + block, end)
+        yield start, stop
+        start = stop
+
+
+def advanced(
+    blank: Blank,
+    kinds: Sequence[StateKind],
+    group: Mapping[str, Any],
+    before: Progress,
+    method: str = STEP,
+    *,
+    dims: int = 1,
+) -> tuple[Progress, dict[str, Any]]:
+    """What a call of the class makes of a parameter's progress and of its group, found with a stand-in of one element.
+
+    Args:
+        blank: makes copies of the optimizer.
+        kinds: the arrays that it may have.
+        group: the options. They are not changed.
+        before: the progress before the call.
+        method: what is called. A step has a gradient, of ones.
+        dims: how many dimensions the stand-in has.
+
+    Returns:
+        The progress after the call, and the options that it changes.
+
+    Raises:
+        RaisedError: the class raises.
+    """
+    zero = torch.zeros((1,) * dims, dtype=torch.float32, device="cpu")
+    param = nn.Parameter(zero.clone())
+    param.grad = torch.ones_like(zero) if method == STEP else None
+    arrays = [zero.clone() for _ in kinds]
+    try:
+        with without_warnings(), cpu_by_default(), torch.no_grad():
+            state, after = run_piece(blank, kinds, group, before, param, arrays, method)
+    except Exception as error:  # whatever the class raises
+        raise RaisedError(error) from error
+    return progress_of(state, kinds, before.step + (method == STEP)), changed_options(group, after)
+
+
+def run_piece(
     blank: Blank,
     kinds: Sequence[StateKind],
     group: Mapping[str, Any],
     before: Progress,
     param: nn.Parameter,
     arrays: Sequence[Tensor],
-) -> Mapping[str, Any]:
-    """Steps one parameter, whose state is in arrays of its shape.
+    method: str = STEP,
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Runs a method of the class, in a fresh copy, on one parameter whose state is in arrays of its shape.
 
     Args:
         blank: makes copies of the optimizer.
         kinds: the names of `arrays`.
         group: the options. They are not changed.
-        before: the parameter's progress before the step.
-        param: the parameter, with its gradient. It is changed.
+        before: the parameter's progress before the call.
+        param: the parameter, with its gradient. Its memory is changed.
         arrays: its state. They are changed.
+        method: what is called.
 
     Returns:
-        Its state after the step.
+        Its state and its group after the call.
     """
+    master = param.detach()
     views = {kind.name: array for kind, array in zip(kinds, arrays, strict=True)}
     state = {name: views[name] for name in before.arrays} | scalars_of(before)
-    _, states = blank.step(_with_copies(group), {param: state} if state else {}, [param])
-    after = states.get(param, {})
-    for name, view in views.items():
-        made = after.get(name)
-        if isinstance(made, Tensor) and made is not view:  # the class made it anew
-            view.copy_(made)
-    return after
+    made = blank.fresh(_with_copies(group), {param: state} if state else {}, [param])
+    blank.run(made, method)
+    after = made.state.get(param, {})
+    results = [(master, param), *((view, after.get(name)) for name, view in views.items())]
+    # What the class made anew, or exchanged: all of it is read before any of it is written.
+    elsewhere = [
+        (view, found.detach().clone())
+        for view, found in results
+        if isinstance(found, Tensor) and found.data_ptr() != view.data_ptr()
+    ]
+    for view, values in elsewhere:
+        view.copy_(values)
+    return after, made.param_groups[0]
 
 
 def progress_of(state: Mapping[str, Any], kinds: Sequence[StateKind], step: int) -> Progress:

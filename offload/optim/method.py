@@ -1,0 +1,94 @@
+"""A method of the optimizers that were taken, beside their step: what it makes of every parameter and its states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.layout import Chunk, Layout, Segment, segments
+from offload.native import Task
+from offload.optim.rule import Progress, Rule, spans_of
+
+Key = tuple[int, Progress]
+"""The number of a param group, and the progress of a parameter."""
+
+
+class MethodCall:
+    """One call of a method, for the param groups whose optimizer has it. Making it changes nothing.
+
+    Args:
+        name: the method's.
+        rules: that of each param group.
+        groups: the param groups.
+        layout: of the trained parameters.
+        progress: of each parameter, before the call.
+
+    Attributes:
+        name: see above.
+        keys: for each parameter that it goes through, by number: its group and its progress.
+        changes: by key: the progress after the call, and the options of the group that change.
+
+    Raises:
+        ConfigError: no optimizer has the method, it cannot run on pieces of parameters, or it raises.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rules: Sequence[Rule],
+        groups: Sequence[Mapping[str, Any]],
+        layout: Layout,
+        progress: Sequence[Progress],
+    ) -> None:
+        if not any(name in rule.methods for rule in rules):
+            known = sorted({one for rule in rules for one in rule.methods})
+            has = f"it has {', '.join(known)}" if known else "it has none beside step()"
+            raise ConfigError(
+                f"apply({name!r}): the class of the optimizer that was taken has no such method of its own; {has}"
+            )
+        self.name = name
+        self._rules, self._groups, self._layout = rules, groups, layout
+        numbers = [number for number, group in enumerate(layout.groups) if name in rules[group].methods]
+        self.keys: dict[int, Key] = {number: (layout.groups[number], progress[number]) for number in numbers}
+        for group, befores in self._befores.items():
+            rules[group].methods[name].require_elementwise(groups[group], befores)
+        self.changes: dict[Key, tuple[Progress, dict[str, Any]]] = {
+            (group, before): rules[group].methods[name].advance(groups[group], before)
+            for group, befores in self._befores.items()
+            for before in befores
+        }
+
+    @cached_property
+    def _befores(self) -> dict[int, list[Progress]]:
+        """Each progress in each group once, in the order of the parameters: alike on all ranks."""
+        found: dict[int, list[Progress]] = {}
+        for group, before in dict.fromkeys(self.keys.values()):
+            found.setdefault(group, []).append(before)
+        return found
+
+    @property
+    def flats(self) -> list[int]:
+        """The flat parameters that it changes, on all ranks."""
+        specs, locations = self._layout.specs, self._layout.locations
+        return sorted({locations[number][0] for number in self.keys if specs[number].numel})
+
+    def runs(self, chunk: Chunk) -> list[Segment[Key]]:
+        """The elements of a chunk that it goes through, with what they have in common."""
+        return segments(chunk, self.keys.get)
+
+    def task(self, chunk: Chunk, run: Segment[Key], arrays: Sequence[Tensor]) -> Task:
+        """What goes through one of `runs`, for `Kernels.run`.
+
+        Args:
+            chunk: the chunk.
+            run: the run.
+            arrays: of the chunk: the master and its states, each of shape (chunk.numel,).
+        """
+        group, before = run.key
+        views = [array[run.start : run.stop] for array in arrays]
+        method = self._rules[group].methods[self.name]
+        return method.task(self._groups[group], before, views, spans_of(self._layout, chunk, run.start, run.stop))
