@@ -135,11 +135,12 @@ def manifest_bytes(layout: Layout, slots: int) -> int:
         layout: of the trained parameters.
         slots: how many slots are committed.
     """
-    found = PAGE_BYTES + slots * ROW_BYTES + len(layout.flats) * _PARAM_BYTES
+    found = max(PAGE_BYTES, len(set(layout.groups)) * _OPTIMIZER_BYTES)
+    found += slots * ROW_BYTES + len(layout.flats) * _PARAM_BYTES
     for spec in layout.specs:
         found += _PARAM_BYTES + len(json.dumps(spec.name)) + len(json.dumps(spec.unit))
         found += len(spec.states) * _STATE_BYTES
-    return found + len(set(layout.groups)) * _OPTIMIZER_BYTES
+    return found
 
 
 def record_bytes(paths: Iterable[Path], ranks: int) -> int:
