@@ -169,6 +169,13 @@ class Copier(ABC):
         """
         return nullcontext()
 
+    def apart(self) -> AbstractContextManager[None]:
+        """A context for work that waits for nothing but what was queued in such contexts before.
+
+        What it allocates has to be freed inside. The host waits for an event from `mark` inside.
+        """
+        return nullcontext()
+
     def free_bytes(self) -> int | None:
         """How many bytes are free on the device; None: its memory is the host's."""
         return None
@@ -303,7 +310,7 @@ class DeviceCopier(Copier):
     """Copies to and from a device with memory of its own.
 
     There is one stream for each direction, so that both directions of the link work at once beside the compute stream,
-    and one for work that waits for neither.
+    and two for work that waits for neither.
     """
 
     direct = False
@@ -325,6 +332,7 @@ class DeviceCopier(Copier):
         self._down = stream(device, **first)
         self._up = stream(device)
         self._beside = stream(device, **first)
+        self._apart = stream(device)
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
         cudart = getattr(torch.get_device_module(device), "cudart", None)
         self._runtime: Any = None if cudart is None else cudart()
@@ -370,6 +378,11 @@ class DeviceCopier(Copier):
         begins = self.mark()
         with self._on(self._beside):
             begins.wait_on_device()
+            yield
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        with self._on(self._apart):
             yield
 
     @contextmanager

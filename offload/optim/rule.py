@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offload.layout import Chunk, Layout, StateKind
 from offload.native import Kernels, Task
+from offload.optim.on_device import MatrixMemory
 
 
 class Scalar(NamedTuple):
@@ -90,6 +91,7 @@ class SegmentMemory(NamedTuple):
         spans: where the segment's parameters lie. What is between them is a gap.
         current: shape (n,): the bf16 parameters before the step, if the master is split and has the low halves only;
             None: it is whole.
+        matrices: where a rule of whole parameters steps matrices; None: where the arrays are.
     """
 
     arrays: Sequence[Tensor]
@@ -97,6 +99,7 @@ class SegmentMemory(NamedTuple):
     out: Tensor
     spans: Sequence[Span]
     current: Tensor | None = None
+    matrices: MatrixMemory | None = None
 
 
 def spans_of(layout: Layout, chunk: Chunk, start: int, stop: int) -> list[Span]:

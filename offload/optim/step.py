@@ -33,6 +33,7 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Segment, segments
 from offload.native import Task
 from offload.optim.new_params import NewParameters
+from offload.optim.on_device import MatrixMemory
 from offload.optim.rule import Progress, Rule, SegmentMemory, Span, spans_of
 from offload.profiling import ADAM
 from offload.run import Run
@@ -102,6 +103,7 @@ class Step:
     ) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
+        self._matrices = MatrixMemory.of(run.memory)
         self._timeline = run.timeline
         self._split_master = choice.split_master
         self._rules = rules
@@ -345,5 +347,5 @@ class Step:
         spans = self._spans.get((chunk.index, run.start, run.stop))
         if spans is None:
             spans = self._spans[chunk.index, run.start, run.stop] = spans_of(self._layout, chunk, run.start, run.stop)
-        memory = SegmentMemory(arrays, grads, target, spans, current)
+        memory = SegmentMemory(arrays, grads, target, spans, current, self._matrices)
         return self._rules[run.key.group].bind(self._kernels, memory)

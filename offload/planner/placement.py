@@ -23,7 +23,7 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
-from offload.optim import new_params
+from offload.optim import new_params, on_device
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
 from offload.regions import REST, Region, total_bytes, total_of
@@ -541,7 +541,7 @@ class Needs:
         if choice.states.tier == DEVICE and not self.direct:
             largest = max((spec.numel for spec in self.layout.specs), default=0)
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
-        return found
+        return found if self.in_place else found + on_device.regions(self.layout)
 
     @property
     def _gradients(self) -> list[Region]:

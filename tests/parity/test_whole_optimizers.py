@@ -97,11 +97,17 @@ def net() -> Net:
 
 
 class Plain:
-    """Plain training, with optimizers of masters on `device`: torch's code for another device may round otherwise."""
+    """Plain training, with optimizers of masters: torch's code for a device may round otherwise.
 
-    def __init__(self, make: Make, device: str) -> None:
+    Args: tier: where the run that is compared has its states. Matrices are stepped on the model's device in any case.
+    """
+
+    def __init__(self, make: Make, tier: str = "cpu") -> None:
         self.model = net()
-        self.masters = [nn.Parameter(param.detach().to(device)) for param in self.model.parameters()]
+        self.masters = [
+            nn.Parameter(param.detach().to(DEVICE if tier == "device" or param.dim() > 1 else "cpu"))
+            for param in self.model.parameters()
+        ]
         self.optimizers = make(self.masters)
 
     def step(self, number: int) -> None:
@@ -149,7 +155,7 @@ def held(make: Make, path: Path, *, resume: bool = False, **options: Any) -> tup
 
 
 def assert_as_plain(make: Make, model: nn.Module, optimizer: OffloadZero, tier: str = "cpu") -> None:
-    plain = Plain(make, DEVICE if tier == "device" else "cpu")
+    plain = Plain(make, tier)
     for number in range(STEPS):
         plain.step(number)
     for (name, param), master in zip(model.named_parameters(), plain.masters, strict=True):
@@ -223,3 +229,26 @@ def test_tiles_of_a_matrix_that_is_stepped_as_a_whole_are_refused(tmp_path: Path
     with pytest.raises(ConfigError, match=r"Tuning\.tile=256: Muon steps .*weight as a whole"):
         OffloadZero(model, muon()(list(model.parameters())), tier="cpu", param_tier="cpu", tuning=Tuning(tile="256B"))
     assert all(param.is_leaf and param.dtype is torch.float32 for param in model.parameters())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the model's memory is the host's")
+@pytest.mark.parametrize("place", ["RAM", "streamed", "disk"])
+def test_matrices_are_stepped_on_the_device(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped: list[tuple[str, int]] = []
+    original = torch.optim.Muon.step
+
+    def noted(self: torch.optim.Optimizer, closure: Any = None) -> None:
+        stepped.extend((one.device.type, one.dim()) for one in self.param_groups[0]["params"])
+        original(self, closure)
+
+    monkeypatch.setattr(torch.optim.Muon, "step", noted)
+    model, optimizer = held(muon(), tmp_path / "run", **PLACES[place])
+    with optimizer:
+        stepped.clear()  # what was tried out
+        for number in range(STEPS):
+            step(model, optimizer, number)
+        optimizer.synchronize()
+        on_its_device = [one for one in stepped if one[0] == torch.device(DEVICE).type]
+        assert len(on_its_device) >= STEPS * sum(param.dim() == 2 for param in model.parameters()) - 2
+        assert {dims for _, dims in on_its_device} == {2}
+        assert_as_plain(muon(), model, optimizer)

@@ -35,6 +35,7 @@ from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.native import Kernels, Task
+from offload.optim.on_device import is_stepped_there
 from offload.optim.rule import Method, Progress, Rule, Scalar, SegmentMemory, Span, scalars_of
 
 CUT = 64
@@ -246,11 +247,11 @@ class TorchRule(Rule):
 
     def bind(self, kernels: Kernels, memory: SegmentMemory) -> Callable[[Any], Task]:
         """See Rule.bind."""
-        arrays, grad, out, spans, current = memory
-        assert current is None, "no master is split"
-        n = len(grad)
+        assert memory.current is None, "no master is split"
         if self.is_whole:
             return partial(self._whole_task, memory)
+        arrays, grad, out, spans = memory.arrays, memory.grad, memory.out, memory.spans
+        n = len(grad)
 
         def task(scalars: Any) -> Task:
             def work(low: int, high: int) -> None:
@@ -273,7 +274,13 @@ class TorchRule(Rule):
             for span in memory.spans:
                 at = slice(span.start, span.start + span.numel)
                 arrays = [array[at].view(span.shape) for array in memory.arrays]
-                self._step(arrays, memory.grad[at].view(span.shape), memory.out[at].view(span.shape), *scalars)
+                grad, out = memory.grad[at].view(span.shape), memory.out[at].view(span.shape)
+                if memory.matrices is None or not is_stepped_there(span.shape):
+                    self._step(arrays, grad, out, *scalars)
+                    continue
+                with memory.matrices.copies(arrays, grad) as (copies, gradient):
+                    self._step(copies, gradient, copies[0], *scalars)
+                _write_rounded(arrays[0], out)
 
         # The caller alone calls torch, whose threads share.
         return Task(work, 0, 1, written=(*memory.arrays, memory.out))
@@ -296,8 +303,14 @@ class TorchRule(Rule):
             param.grad.mul_(scale)
         with cpu_by_default():
             run_piece(self._blank, self.states, group, before, param, states)
-        if out.data_ptr() != master.data_ptr():
-            out.copy_(master)
+        _write_rounded(master, out)
+
+
+@torch.no_grad()
+def _write_rounded(master: Tensor, out: Tensor) -> None:
+    """Writes the parameters for compute, unless they are the master."""
+    if out.data_ptr() != master.data_ptr():
+        out.copy_(master)
 
 
 class TorchMethod(Method):
