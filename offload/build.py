@@ -63,6 +63,7 @@ from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.directories import replaceable_in
 from offload.storage.param_store import ParamStore, ResidentParams, StreamedParams
 from offload.storage.pool import Pool, in_flight, resident
+from offload.storage.room import MANIFEST, RECORD
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.tiers import CPU, DEVICE
@@ -421,7 +422,8 @@ def _open_files(
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
     run_id, chosen = (start.run_id, None) if resumed is None else resumed
-    run_files = RunFiles(run_id, run.comm.everyone.rank, chosen, run.files)
+    room = {one.what: one.nbytes for one in placement.regions if one.what in (MANIFEST, RECORD)}
+    run_files = RunFiles(run_id, run.comm.everyone.rank, chosen, run.files, room)
     # With commits, another budget has to find the same order of slots.
     stays = placement.states.resident if plan.choice.commits.every is None else ()
     resident = {slot for chunk, slot in enumerate(placement.slots.of(ChunkKind.STATES)) if chunk in stays}

@@ -44,6 +44,10 @@ FILE_TOO_LARGE = ": raise the limit of file sizes (ulimit -f), or choose a file 
 """What to do about EFBIG."""
 
 
+DISK_FULL = ": free some space there, and go on"
+"""What to do about ENOSPC and EDQUOT in training. The last commit stays."""
+
+
 def explained(error: OSError) -> str:
     """What an error of the system says, and what to do about it if its words do not tell."""
     return f"{error.strerror}{FILE_TOO_LARGE if error.errno == errno.EFBIG else ''}"
@@ -128,8 +132,7 @@ class TierIOError(OffloadError, OSError):
 
     def __init__(self, operation: str, code: int, file: str, offset: int, length: int, detail: str = "") -> None:
         text = detail or os.strerror(code)
-        if code == errno.EFBIG:
-            text += FILE_TOO_LARGE
+        text += {errno.EFBIG: FILE_TOO_LARGE, errno.ENOSPC: DISK_FULL, errno.EDQUOT: DISK_FULL}.get(code, "")
         OSError.__init__(self, code, f"{operation} of {length} bytes at offset {offset} failed: {text}", file)
         self.operation = operation
         self.offset = offset

@@ -4,8 +4,10 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported, here and in processes that tests start. Models are tiny: threads of torch's wait for each
@@ -169,3 +171,17 @@ def _values(item: pytest.Function) -> list[tuple[int, ...]]:
     names = [one.replace(",", " ").split() if isinstance(one, str) else one for one in lists]
     values = [tuple(id(params.pop(name)) for name in each if name in params) for each in names]
     return [*values, *((id(value),) for value in params.values())]  # the rest are those of fixtures
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    made = os.geteuid() == 0 and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=False, capture_output=True
+    )
+    if not made or made.returncode:
+        pytest.skip("may not mount a small tmpfs")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)

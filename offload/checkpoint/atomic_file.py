@@ -1,13 +1,15 @@
 """Files that are written to a temporary name, synced, and then renamed: an atomic replace.
 
-The temporary name is `name.offload.new`. The rename is durable once the directory is synced. A crash at any moment
-leaves the old file, the new one, or none; never half of one.
+The temporary name is `name.offload.new`, or that of a spare file whose blocks are used (storage/room.py). The rename
+is durable once the directory is synced. A crash at any moment leaves the old file, the new one, or none; never half of
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -22,16 +24,33 @@ from offload.sizes import format_bytes
 from offload.storage.directories import TEMPORARY
 
 
-def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
+def write_file(
+    files: Files, path: Path, pieces: Iterable[bytes | memoryview], spare: Path | None = None, *, is_exact: bool = False
+) -> Digest:
+    """Replaces a file atomically. That is not durable before `sync_directory`. The arguments are `write_temporary`'s.
+
+    Raises:
+        TierIOError: a disk or its file system failed.
+    """
+    written = write_temporary(files, path, pieces, spare, is_exact=is_exact)
+    atomic_replace(files, path, spare)
+    return written
+
+
+def write_temporary(
+    files: Files, path: Path, pieces: Iterable[bytes | memoryview], spare: Path | None = None, *, is_exact: bool = False
+) -> Digest:
     """Writes the temporary file of `path`, and syncs it. `atomic_replace` makes it the file.
 
-    A leftover of an earlier attempt is replaced. After a failure there is no temporary file. A failed sync is final: it
-    is not tried again.
+    A leftover of an earlier attempt is replaced. After a failure there is no temporary file, and the spare is there. A
+    failed sync is final: it is not tried again.
 
     Args:
         files: the file system.
         path: the file.
         pieces: what is written, one after the other.
+        spare: the file that is written to; None: a new one.
+        is_exact: whether the file ends where `pieces` do. If not, a longer spare has a zero byte there.
 
     Returns:
         The digest of what was written.
@@ -45,17 +64,17 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
         size = 0
         for piece in pieces:
             data = memoryview(piece).cast("B")
-            with failing("write", temporary(path), size, len(data)):
+            with failing("write", spare or temporary(path), size, len(data)):
                 files.write(file, data)
             hasher.update(data)
             size += len(data)
         return size
 
-    return Digest(_make_temporary(files, path, write), hasher.hexdigest())
+    return Digest(_make_temporary(files, path, write, spare, is_exact=is_exact), hasher.hexdigest())
 
 
-def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
-    """As `write_temporary`, with the beginning of another file, which is neither read into RAM nor checked.
+def copy_file(files: Files, source: Path, path: Path, size: int) -> None:
+    """As `write_file`, with the beginning of another file, which is neither read into RAM nor checked.
 
     Args:
         files: the file system.
@@ -73,15 +92,20 @@ def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
         return size
 
     _make_temporary(files, path, copy)
+    atomic_replace(files, path)
 
 
-def _make_temporary(files: Files, path: Path, fill: Callable[[IOFile], int]) -> int:
-    """Makes the temporary file of `path`, and syncs it. Removes it if that fails.
+def _make_temporary(
+    files: Files, path: Path, fill: Callable[[IOFile], int], spare: Path | None = None, *, is_exact: bool = False
+) -> int:
+    """Makes the temporary file of `path`, and syncs it. Removes it if that fails, unless it is a spare.
 
     Args:
         files: the file system.
         path: the file.
         fill: writes to the temporary file, and returns its size.
+        spare: see `write_temporary`.
+        is_exact: see `write_temporary`.
 
     Returns:
         The size.
@@ -89,22 +113,29 @@ def _make_temporary(files: Files, path: Path, fill: Callable[[IOFile], int]) -> 
     Raises:
         TierIOError: a disk or its file system failed.
     """
-    made, size = temporary(path), 0
-    with failing("remove", made):
-        files.remove(made)
+    made, size = spare or temporary(path), 0
+    if spare is None:
+        with failing("remove", made):
+            files.remove(made)
     with failing("write", made):
-        file = files.create(made)
+        file = files.create(made) if spare is None else files.open(made, os.O_WRONLY)
     try:
         try:
             size = fill(file)
+            with failing("write", made, size, 1):
+                if is_exact:
+                    files.truncate(file, size)
+                elif files.size(file) > size:
+                    files.write(file, memoryview(b"\0"))
             with failing("sync", made, 0, size):
                 files.sync(file)
         finally:
             with failing("sync", made, 0, size):
                 files.close(file)
     except BaseException:
-        with contextlib.suppress(OSError):
-            files.remove(made)
+        if spare is None:
+            with contextlib.suppress(OSError):
+                files.remove(made)
         raise
     return size
 
@@ -114,14 +145,14 @@ def temporary(path: Path) -> Path:
     return path.with_name(path.name + TEMPORARY)
 
 
-def atomic_replace(files: Files, path: Path) -> None:
-    """Gives the temporary file of `path` its final name. That is not durable before `sync_directory`.
+def atomic_replace(files: Files, path: Path, spare: Path | None = None) -> None:
+    """Gives the temporary file of `path`, or a spare, its final name. That is not durable before `sync_directory`.
 
     Raises:
         TierIOError: a disk or its file system failed.
     """
     with failing("rename", path):
-        files.rename(temporary(path), path)
+        files.rename(spare or temporary(path), path)
 
 
 def sync_directory(files: Files, directory: Path) -> None:
@@ -140,11 +171,11 @@ def read_whole(files: Files, path: Path, most: int) -> bytes | None:
     Args:
         files: the file system.
         path: the file.
-        most: how many bytes are allowed.
+        most: how many bytes are allowed. In a longer file a zero byte has to follow: [Note: room for commits].
 
     Raises:
         PathError: it is a link or no regular file, or cannot be read.
-        CorruptionError: it is longer than `most` bytes.
+        CorruptionError: it is longer.
         TierIOError: a disk or its file system failed.
     """
     try:
@@ -157,9 +188,9 @@ def read_whole(files: Files, path: Path, most: int) -> bytes | None:
         if error.errno in (errno.EIO, errno.ESTALE):
             raise TierIOError("read", error.errno, str(path), 0, most) from error
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
-    if len(data) > most:
+    if data[most:].strip(b"\0"):
         raise CorruptionError(f"is longer than {format_bytes(most)}", file=str(path))
-    return data
+    return data[:most]
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import quote_from_bytes, unquote_to_bytes
@@ -38,13 +39,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.atomic_file import (
-    atomic_replace,
-    copy_temporary,
-    read_whole,
-    sync_directory,
-    write_temporary,
-)
+from offload.checkpoint.atomic_file import copy_file, failing, read_whole, sync_directory, write_file
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -59,10 +54,11 @@ from offload.checkpoint.manifest import (
     serialise,
 )
 from offload.checkpoint.tensors import Entry, stream
-from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
+from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.io.files import LOCAL, Files
 from offload.sizes import format_bytes
 from offload.storage.directories import COMMIT_NAME, file_name, swap_name, tag_name
+from offload.storage.room import EXTRA, MANIFEST, RECORD, Room
 from offload.storage.swap_format import MAX_PATHS, RunId
 
 SCHEMA = "offload commit"
@@ -177,6 +173,7 @@ def write_files(directory: Path, manifest: Manifest, extra: object = None, files
             large. Nothing was written.
         TierIOError: a disk or its file system failed.
     """
+    room = Room(directory, manifest.run_id, manifest.rank, files)
     structure, tensors = extra_state.encode(extra)
     _check(replace(manifest, extra=structure, tensors=None))
     if sum(tensor.nbytes for tensor in tensors) > MAX_TENSORS_BYTES // 2:
@@ -185,12 +182,10 @@ def write_files(directory: Path, manifest: Manifest, extra: object = None, files
         )
     found = None
     if tensors:
-        path = directory / tensors_name(manifest, manifest.rank)
-        found = write_temporary(files, path, stream([_entry(number, tensor) for number, tensor in enumerate(tensors)]))
-        atomic_replace(files, path)
-    path = directory / manifest_name(manifest, manifest.rank)
-    written = write_temporary(files, path, [serialise(replace(manifest, extra=structure, tensors=found))])
-    atomic_replace(files, path)
+        path, entries = directory / tensors_name(manifest, manifest.rank), map(_entry, count(), tensors)
+        found = write_file(files, path, stream([*entries]), _spare(room, EXTRA))
+    path, whole = directory / manifest_name(manifest, manifest.rank), replace(manifest, extra=structure, tensors=found)
+    written = write_file(files, path, [serialise(whole)], _spare(room, MANIFEST))
     sync_directory(files, directory)
     return written, found is not None
 
@@ -223,9 +218,12 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
     """
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
-    path = directory / COMMIT_NAME
-    write_temporary(files, path, [data])
-    atomic_replace(files, path)
+    path, room = directory / COMMIT_NAME, Room(directory, commit.run_id, 0, files)
+    made = _spare(room, RECORD)
+    # The record before becomes the spare. It has that name, too, when it loses its own.
+    with suppress(TierIOError), failing("link", path):
+        room.keep(path, RECORD, is_needed=True)
+    write_file(files, path, [data], made, is_exact=True)
     sync_directory(files, directory)
 
 
@@ -344,12 +342,10 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
     """
     manifest = read_manifest(source, commit, rank, files)
     made = target / manifest_name(commit, rank)
-    write_temporary(files, made, [serialise(manifest)])
-    atomic_replace(files, made)
+    write_file(files, made, [serialise(manifest)])
     if manifest.tensors is not None:
         made = target / tensors_name(commit, rank)
-        copy_temporary(files, source / made.name, made, manifest.tensors.size)
-        atomic_replace(files, made)
+        copy_file(files, source / made.name, made, manifest.tensors.size)
     sync_directory(files, target)
 
 
@@ -364,7 +360,7 @@ def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
         return None
     try:
         data = read_whole(files, path, MAX_BYTES)
-        manifest = None if data is None else parse(data, str(path))
+        manifest = None if data is None else parse(data.partition(b"\0")[0], str(path))
     except (CorruptionError, PathError, ResumeError):
         return None
     if manifest is None or (manifest.run_id, manifest.step, manifest.rank) != (file.run_id, file.step, file.rank):
@@ -382,6 +378,26 @@ def _check(manifest: Manifest) -> None:
         parse(serialise(manifest), "the manifest to be written")
     except (OffloadError, ValueError) as error:
         raise ConfigError(f"this run cannot be committed: {error}") from error
+
+
+def _spare(room: Room, kind: str) -> Path | None:
+    with failing("write", room.directory):
+        return room.spare(kind)
+
+
+def keep_room(directory: Path, commit: Commit, rank: int, files: Files) -> None:
+    """Sees to it that a rank's next commit has as much room in a directory as the last one took, if the disk has it.
+
+    Raises:
+        TierIOError: a disk or its file system failed, or is full.
+    """
+    room = Room(directory, commit.run_id, rank, files)
+    names = {file.kind: name for name in commit.files[rank].names if (file := file_name(name)) is not None}
+    written = {kind: names[kind] for kind in (MANIFEST, EXTRA) if kind in names}
+    if (rank, directory) == (0, path_of(commit.files[0].directories[0])):
+        written[RECORD] = COMMIT_NAME
+    with failing("write", directory):
+        room.reserve({kind: files.stat(directory / name).st_size for kind, name in written.items()})
 
 
 def _entry(number: int, tensor: Tensor) -> Entry:

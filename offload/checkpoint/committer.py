@@ -38,6 +38,7 @@ from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
     RankFiles,
+    keep_room,
     names_of,
     read_commit,
     read_extra,
@@ -223,7 +224,12 @@ class Commits:
         self._decide(_Attempt(manifest, versions, commit, carried_in(extra).source))
         for path in self._paths:
             with suppress(TierIOError, PathError):  # they are cleared away next time
-                collect(path, commit, (), self._files, rank=self._comm.rank)
+                self._clear_away(path, commit)
+
+    def _clear_away(self, path: Path, commit: Commit) -> None:
+        """Makes what a commit superseded in a directory the room for the next one."""
+        collect(path, commit, (), self._files, rank=self._comm.rank)
+        keep_room(path, commit, self._comm.rank, self._files)
 
     def _decide(self, attempt: _Attempt) -> None:
         """Makes `attempt` the last commit.
@@ -317,6 +323,9 @@ class Commits:
             for path in self._paths:
                 sync_directory(self._files, path.parent)  # the directory itself may be new
         carried = carried_in(extra)._replace(named=self._named)
+        if self._record is not None:
+            for path in self._paths:  # what a commit that failed has left is room for this one
+                collect(path, self._record, (), self._files, rank=self._comm.rank)
         written = [write_files(path, manifest, carried, self._files) for path in self._paths]
         slots.require_here()
         slots.make_permanent()

@@ -47,7 +47,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from offload.checkpoint.atomic_file import atomic_replace, failing, read_whole, sync_directory, write_temporary
+from offload.checkpoint.atomic_file import failing, read_whole, sync_directory, write_file
 from offload.checkpoint.commit import (
     MAX_COMMIT_BYTES,
     Commit,
@@ -60,7 +60,7 @@ from offload.checkpoint.commit import (
 from offload.checkpoint.manifest import MAX_WORLD, Manifest, Natural, Schema, canonical, decode, digest
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
-from offload.io.files import LOCAL, Files
+from offload.io.files import LOCAL, Files, unusable
 from offload.sizes import PAGE_BYTES
 from offload.storage.directories import (
     COMMIT_NAME,
@@ -73,6 +73,7 @@ from offload.storage.directories import (
     swap_name,
     tag_name,
 )
+from offload.storage.room import EXTRA, MANIFEST, Room
 from offload.storage.swap_file import any_is_held
 from offload.storage.swap_format import MAGIC, MAX_PATHS, RunId, Superblock, parse_superblock
 
@@ -136,8 +137,7 @@ def write_tag(directory: Path, tag: Tag, files: Files = LOCAL) -> None:
         TierIOError: a disk or its file system failed.
     """
     path, line = directory / tag_name(tag.run_id, tag.rank), _line(tag)
-    write_temporary(files, path, [line + digest(line).encode() + b"\n"])
-    atomic_replace(files, path)
+    write_file(files, path, [line + digest(line).encode() + b"\n"])
     sync_directory(files, directory)
 
 
@@ -248,14 +248,12 @@ def names_in(directory: Path, files: Files) -> list[str]:
     Raises:
         PathError: the directory cannot be read.
     """
-    try:
+    with (
+        suppress(FileNotFoundError, NotADirectoryError),
+        unusable("cannot be read", directory, but=(errno.ENOENT, errno.ENOTDIR)),
+    ):
         return sorted(files.names(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be read: {error.strerror}", str(directory)) from error
+    return []
 
 
 def directories_of(run_id: str, rank: int, directories: Sequence[Path], files: Files) -> dict[int, Path]:
@@ -353,7 +351,7 @@ def _tagged(directory: Path, files: Files) -> Live:
         if tag is not None and tag.is_home:
             homes.add(run_id)
         # Where there is nothing but a tag, or half of one, nothing was begun.
-        is_dead = bool(those) and all(file.kind == "tag" for file in those)
+        is_dead = bool(those) and all(file.kind in ("tag", "room") for file in those)
         is_dead |= tag is not None and not tag.is_home and tag.names(directory) and _is_dead_in(tag, files)
         seen.append(Seen(directory, run_id, None if tag is None else tag.home, is_dead))
     return Live((), frozenset(homes), tuple(seen))
@@ -465,7 +463,8 @@ def garbage(
             if rank is None and _is_older_garbage(directory / name, file, dead, files):
                 found.append(name)
         elif record is not None and file.run_id == record.run_id:
-            if rank in (None, file.rank) and record.supersedes(name, file.rank, directory):
+            is_own = rank in (None, file.rank) and file.kind != "room"
+            if is_own and record.supersedes(name, file.rank, directory):
                 found.append(name)
         elif rank is None and file.run_id in dead and _is_ours(directory / name, file, files):
             found.append(name)
@@ -521,7 +520,7 @@ def collect(
     rank: int | None = None,
     held: Container[str] = (),
 ) -> set[str]:
-    """Removes, durably, what `garbage` finds.
+    """Removes, durably, what `garbage` finds. What a commit of the run that lives wrote becomes room for the next one.
 
     Args:
         directory: the directory.
@@ -545,10 +544,21 @@ def collect(
     for those in ([name for name in found if name not in tags], tags):
         for name in those:
             with failing("remove", directory / name):
-                files.remove(directory / name)
+                if not _is_kept(directory / name, record, files):
+                    files.remove(directory / name)
         if those and rank is None:
             sync_directory(files, directory)
     return live
+
+
+def _is_kept(path: Path, record: Commit | None, files: Files) -> bool:
+    """Whether a file that does not live became room for the next commit."""
+    file = file_name(path.name)
+    if file is None or record is None or file.run_id != record.run_id or file.suffix:
+        return False
+    with suppress(FileNotFoundError):  # where ranks share a directory another one may have done so
+        return file.kind in (MANIFEST, EXTRA) and Room(path.parent, file.run_id, file.rank, files).keep(path, file.kind)
+    return False
 
 
 def _is_held(directory: Path, run_id: str, names: Sequence[str], files: Files) -> bool:

@@ -74,6 +74,7 @@ from offload.layout import ADAM_FORMS, ADAM_STATES, FORMS, MASTER, Flat, Layout,
 from offload.optim.rule import Progress
 from offload.optim.rule import Scalar as NamedScalar
 from offload.sizes import MASTER_ITEM_BYTES, format_bytes
+from offload.storage.room import ROW_BYTES
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HALF_BYTES,
@@ -108,8 +109,6 @@ MAX_OPTIONS = 1 << 8
 MAX_CHUNKS = 1 << 20
 PARAMS = "params"
 """The key under which a param group of torch has its parameters. No hyper-parameter can be called so."""
-ROW_BYTES = 96
-"""The most bytes that a chunk takes in a manifest: five short numbers, a step and a checksum."""
 
 _CONTROL = "\\x00-\\x1f\\x7f-\\x9f"
 _FORBIDDEN = re.compile(f"[{_CONTROL}\\ud800-\\udfff]")

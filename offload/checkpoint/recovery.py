@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
     manifest_name,
@@ -72,9 +73,8 @@ from offload.checkpoint.manifest import (
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.reshard import copy_ranges
 from offload.choices import Choice, CommitChoice
-from offload.errors import CorruptionError, PathError, ResumeError
-from offload.interrupts import is_of_system
-from offload.io.files import Files
+from offload.errors import CorruptionError, ResumeError
+from offload.io.files import Files, unusable
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.dense import is_dense
@@ -354,6 +354,9 @@ class RecoveryPlan:
         replaced = set() if commit is None or commit.replaces is None else {commit.replaces}
         dead, owned = self.dead | replaced, self.target.owned
         with together(comm):
+            for path in {*owned}.intersection(self.at):
+                # A process that was killed may not have synced the record. What it does not name goes after it.
+                sync_directory(self.files, path)
             for path in owned:
                 withdraw(path, replaced, self.files)
         collect_together(owned, commit, dead, comm, self.files, held=replaced)
@@ -394,13 +397,8 @@ class RecoveryPlan:
         for slot in committed_slots(manifest):
             path = self.paths[slot.path] / swap_name(manifest.run_id, manifest.rank)
             if path not in sizes:
-                try:
-                    with self.files.open(path, os.O_RDONLY) as file:
-                        sizes[path] = self.files.size(file)
-                except OSError as error:
-                    if not is_of_system(error):
-                        raise
-                    raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+                with unusable("cannot be opened", path), self.files.open(path, os.O_RDONLY) as file:
+                    sizes[path] = self.files.size(file)
             if sizes[path] < slot.offset + slot.size:
                 raise CorruptionError(
                     f"the file ends before this slot of {format_bytes(slot.size)} does",

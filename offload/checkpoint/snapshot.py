@@ -36,7 +36,7 @@ from offload.checkpoint.commit import (
     spelled,
     write_commit,
 )
-from offload.checkpoint.live import Tag, leave, read_tag, write_tag
+from offload.checkpoint.live import Tag, leave, names_in, read_tag, swaps, write_tag
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.io.files import Files
@@ -60,7 +60,7 @@ def is_snapshot_name(name: str) -> bool:
 
 def snapshots_in(path: Path, files: Files) -> list[str]:
     """The names in `path` of directories that are called as snapshots are."""
-    return [name for name in _names_in(path, files) if is_snapshot_name(name) and files.is_directory(path / name)]
+    return [name for name in names_in(path, files) if is_snapshot_name(name) and files.is_directory(path / name)]
 
 
 def records_in(path: Path, files: Files) -> dict[str, Commit]:
@@ -76,12 +76,6 @@ def records_in(path: Path, files: Files) -> dict[str, Commit]:
 
 def _is_tag(name: str) -> bool:
     return (file := file_name(name)) is not None and file.kind == "tag"
-
-
-def _names_in(directory: Path, files: Files) -> list[str]:
-    with failing("read", directory), suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(files.names(directory))
-    return []
 
 
 @dataclass(frozen=True)
@@ -169,11 +163,18 @@ class Snapshot:
 
     def _is_undecided(self, home: Path) -> bool:
         names = self._names(home)
-        tags = [
-            tag for tag in (read_tag(home / name, self.files) for name in names if _is_tag(name)) if tag is not None
-        ]
-        is_ours = any(tag.is_home and tag.run_id.startswith(home.name[-RUN_DIGITS:]) for tag in tags)
-        return COMMIT_NAME not in names and (is_ours or all(_is_tag(name) for name in names))
+        return COMMIT_NAME not in names and (any(self._marks(home).values()) or all(map(_is_tag, names)))
+
+    def _marks(self, directory: Path) -> dict[str, bool]:
+        """The files that say whose part of a snapshot a directory is, and whether they say that it is the home.
+
+        They are tags; in one of format 1 the swap files.
+        """
+        tags = ((name, read_tag(directory / name, self.files)) for name in self._names(directory) if _is_tag(name))
+        marks = [(name, tag.run_id, tag.is_home) for name, tag in tags if tag is not None]
+        older = ((one.path.name, one.rank, one.block) for one in swaps(directory, self.files, kinds=["older"]))
+        marks += [(name, block.run_id, (rank, block.stripe[0]) == (0, 0)) for name, rank, block in older if block]
+        return {name: is_home for name, run_id, is_home in marks if run_id.startswith(directory.name[-RUN_DIGITS:])}
 
     def exists(self) -> bool:
         """For rank 0: whether this very snapshot is there.
@@ -227,14 +228,15 @@ class Snapshot:
         for path in self.paths:
             for name in names:
                 self._clear(path / name)
+            sync_directory(self.files, path)  # before the tags in their homes go
 
     def clear_homes(self, names: Iterable[str]) -> None:
         """For rank 0, when all ranks have cleared their parts of these snapshots: removes the tags in their homes."""
         for name in names:
             home = self.paths[0] / name
             with failing("remove", home), suppress(FileNotFoundError):
-                for tag in filter(_is_tag, self._names(home)):
-                    self.files.remove(home / tag)
+                for mark in self._marks(home):
+                    self.files.remove(home / mark)
                 leave(home, self.files)
                 self.files.remove_directory(home)
 
@@ -332,23 +334,21 @@ class Snapshot:
                 self.files.close(file)
 
     def _clear(self, directory: Path) -> None:
-        """Removes a part of a snapshot that is dead. Its tag goes after all else."""
-        names, run = self._names(directory), directory.name[-RUN_DIGITS:]
+        """Removes a part of a snapshot that is dead. What marks it goes after all else, and in its home stays."""
+        names, marks, run = self._names(directory), self._marks(directory), directory.name[-RUN_DIGITS:]
         if COMMIT_NAME in names:
             return
-        known = [name for name in names if (file := file_name(name)) is not None and file.run_id.startswith(run)]
-        known = [name for name in known if file_name(name).kind != "older"]  # type: ignore[union-attr]
-        tags = [name for name in known if _is_tag(name)]
-        homes = [name for name in tags if (tag := read_tag(directory / name, self.files)) is not None and tag.is_home]
-        others = [name for name in names if name == COMMIT_NAME + TEMPORARY or (name in known and name not in tags)]
         # Where ranks share a directory another one may be doing the same.
         with failing("remove", directory), suppress(FileNotFoundError):
-            for those in (others, [name for name in tags if name not in homes]):
-                for name in those:
-                    self.files.remove(directory / name)
+            for those in ({*names} - {*marks}, {name for name, is_home in marks.items() if not is_home}):
+                for name in sorted(those):
+                    file = file_name(name)
+                    is_own = file is not None and file.run_id.startswith(run) and file.kind != "older"
+                    if is_own or name in marks or name == COMMIT_NAME + TEMPORARY:
+                        self.files.remove(directory / name)
                 if those:
                     self.files.sync_directory(directory)
-            if not homes:
+            if not any(marks.values()):
                 leave(directory, self.files)
             self.files.remove_directory(directory)
 
@@ -376,4 +376,4 @@ class Snapshot:
         return True
 
     def _names(self, directory: Path) -> list[str]:
-        return _names_in(directory, self.files)
+        return names_in(directory, self.files)

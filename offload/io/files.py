@@ -14,10 +14,11 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from offload.errors import PathError
+from offload.errors import OffloadError, PathError
 from offload.interrupts import is_of_system
 from offload.io.engine import O_DIRECT, IOFile, open_directory, open_follow, open_nofollow
 from offload.sizes import MIB
@@ -28,6 +29,26 @@ COPIED_BYTES = 64 * MIB
 """Asked of the kernel at once, so that a copy can be interrupted."""
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+@contextlib.contextmanager
+def unusable(why: str, path: Path | str, but: Container[int] = ()) -> Iterator[None]:
+    """A context that turns an OSError of the system into a PathError.
+
+    Args:
+        why: "cannot be opened", or what else is the matter.
+        path: the file or directory.
+        but: the numbers of errors that stay what they are.
+
+    Raises:
+        PathError: the operating system refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OffloadError) or error.errno in but or not is_of_system(error):
+            raise
+        raise PathError(error.errno, f"{why}: {error.strerror}", str(path)) from error
 
 
 class Files:
@@ -60,12 +81,8 @@ class Files:
         """
         path = directory.absolute()
         if path not in self._held:
-            try:
+            with unusable("cannot be opened", path):
                 self._held[path] = open_directory(str(path))
-            except OSError as error:
-                if not is_of_system(error):
-                    raise
-                raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
         return self._held[path].fd
 
     def holds(self, directory: Path) -> bool:
@@ -144,7 +161,7 @@ class Files:
             PathError: if the directory cannot be opened, or no file be made in it.
         """
         within, path, flags = self.hold(directory), str(directory), os.O_RDWR | O_DIRECT
-        try:
+        with unusable("cannot make a file there", path):
             try:
                 return open_nofollow(".", flags | os.O_TMPFILE, dir_fd=within, path=path)
             except (AttributeError, OSError) as error:  # not on this system, or not on this file system
@@ -154,10 +171,6 @@ class Files:
                 file = open_nofollow(name, flags | os.O_CREAT | os.O_EXCL, dir_fd=within, path=path)
                 os.unlink(name, dir_fd=within)
                 return file
-        except OSError as error:
-            if not is_of_system(error):
-                raise
-            raise PathError(error.errno, f"cannot make a file there: {error.strerror}", path) from error
 
     # An open file.
 
@@ -346,6 +359,11 @@ class Files:
         (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
+    def link(self, old: Path, new: Path) -> None:
+        """Gives a file another name, beside the one that it has."""
+        (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
+        os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
+
     def remove(self, path: Path) -> None:
         """Removes a file or a link, not what the link leads to. Does nothing if there is none."""
         name, within = self._at(path)
@@ -459,13 +477,10 @@ def _leads_to(file: IOFile, name: str, dir_fd: int | None, *, follows: bool) -> 
         PathError: if the system does not tell.
     """
     try:
-        return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=follows), os.fstat(file.fd))
+        with unusable("cannot be looked at", file.path, but=(errno.ENOENT,)):
+            return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=follows), os.fstat(file.fd))
     except FileNotFoundError:
         return False
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", file.path) from error
 
 
 LOCAL = Files()

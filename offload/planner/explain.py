@@ -9,8 +9,8 @@ state kind (param, grad, master, and the optimizer's, as exp_avg and exp_avg_sq)
     activation what enters units, or is saved in them, on its way from the forward to the backward
     slots     reserved on the disk, and not written in every step: those of resident chunks; with commits, the second
               slot of each chunk, and both of parameters that live elsewhere
-    rest      headers, padding, bounce buffers of copies to and from a device, and temporaries of a device's kernels
-              and of optimizers that torch runs
+    rest      headers, padding, bounce buffers of copies to and from a device, temporaries of a device's kernels and of
+              optimizers that torch runs, and what commits write beside slots
 
 With `tier="device"` all of this is on the device, and only the buffers of commits are in RAM.
 

@@ -30,6 +30,7 @@ from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
 from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.policy import residents
 from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
+from offload.storage.room import MANIFEST, RECORD, SPARES, manifest_bytes, record_bytes
 from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (
     SlotArrays,
@@ -132,7 +133,7 @@ class Placement:
 
     @cached_property
     def disk_bytes(self) -> int:
-        """Bytes of the swap files."""
+        """Bytes of the swap files, and of what commits write beside them."""
         return total_bytes(self.regions, NVME)
 
     @property
@@ -625,7 +626,7 @@ class Needs:
         return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     def of_files(self, states: Pool) -> list[Region]:
-        """What the slots of this rank take in its swap files, and one superblock.
+        """What the slots of this rank take in its swap files, one superblock, and what commits write beside them.
 
         Each file after the first takes one page more than this says.
         """
@@ -638,7 +639,17 @@ class Needs:
                 stays = chunk in states.resident if kind is ChunkKind.STATES else not self.tiers[kind].is_durable
                 found.append(_slot(kind, one, names, is_moved=not stays))
         second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
-        return found + [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
+        found += [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
+        return found if self.choice.commits.every is None else found + self._of_room()
+
+    def _of_room(self) -> list[Region]:
+        """What manifests and records take; see [Note: room for commits] in room.py."""
+        paths, manifest = self.choice.commits.paths, manifest_bytes(self.layout, self.slots.committed or 0)
+        found = [Region(NVME, MANIFEST, round_up(manifest, PAGE_BYTES), SPARES * len(paths))]
+        if self.layout.rank == 0:
+            record = record_bytes(paths, self.layout.ranks)
+            found.append(Region(NVME, RECORD, round_up(record, PAGE_BYTES), SPARES))
+        return found
 
     @property
     def held_bytes(self) -> dict[str, int]:

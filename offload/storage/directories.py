@@ -34,6 +34,7 @@ _NAMES = [
         rf"(?P<kind>extra)-{_RUN}-{_STEP}-rank{_RANK}\.safetensors{_SUFFIX}",
         rf"(?P<kind>tag)-{_RUN}-{_RANK}{_SUFFIX}",
         rf"(?P<kind>swap)-{_RUN}-{_RANK}",
+        rf"(?P<kind>room)-{_RUN}-{_RANK}-(?:manifest|extra|record)[01]",
         rf"offload-rank{_RANK}\.swap(?P<suffix>{re.escape(OLDER_SUFFIX)})?",
     )
 ]
@@ -43,7 +44,7 @@ class FileName(NamedTuple):
     """What the name of a file says. The file may be somebody else's: only its content tells whose it is.
 
     Attributes:
-        kind: "swap", "tag", "manifest" or "extra"; "older": a swap file as older versions named it.
+        kind: "swap", "tag", "manifest", "extra" or "room"; "older": a swap file as older versions named it.
         rank: the rank that wrote it.
         run_id: 32 hex digits; "" for an older swap file, whose name does not say it.
         step: the step that was committed; 0 for files that have none in their name.
@@ -75,6 +76,11 @@ def swap_name(run_id: str, rank: int) -> str:
 def tag_name(run_id: str, rank: int) -> str:
     """The name of the file that says of a directory which run's it is; see [Note: names never change] in live.py."""
     return f"tag-{run_id}-{rank}"
+
+
+def room_name(run_id: str, rank: int, what: str) -> str:
+    """The name of a spare file; see [Note: room for commits] in room.py."""
+    return f"room-{run_id}-{rank}-{what}"
 
 
 def older_swap_name(rank: int) -> str:

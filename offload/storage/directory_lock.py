@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from offload.errors import PathError, PathInUseError
-from offload.interrupts import is_of_system
+from offload.errors import PathInUseError
 from offload.io.engine import IOFile
-from offload.io.files import BUSY, Files
+from offload.io.files import BUSY, Files, unusable
 from offload.storage.directories import LOCK_NAME, file_name
 from offload.storage.swap_file import IN_USE, any_is_held
 
@@ -47,10 +45,10 @@ def claim(directory: Path, start: bytes, files: Files) -> IOFile:
     path, ends = directory / LOCK_NAME, time.monotonic() + PATIENCE_S
     _require_no_older(directory, files)
     while True:
-        with _locking(path):
+        with unusable("cannot be locked", path, but=BUSY):
             file = files.open_or_create(path)
         try:
-            with _locking(path):
+            with unusable("cannot be locked", path, but=BUSY):
                 is_shared = _share(file, start, files)
             if is_shared and files.leads_to(path, file):
                 if _id_in(file, files) != start:
@@ -101,18 +99,3 @@ def _share(file: IOFile, start: bytes, files: Files) -> bool:
 def _id_in(file: IOFile, files: Files) -> bytes:
     found = bytearray(17)
     return bytes(found[: files.read_at(file, 0, memoryview(found))])
-
-
-@contextmanager
-def _locking(path: Path) -> Iterator[None]:
-    """A context that says of which lock an error is.
-
-    Raises:
-        PathError: the operating system refused.
-    """
-    try:
-        yield
-    except OSError as error:
-        if not is_of_system(error) or error.errno in BUSY:
-            raise
-        raise PathError(error.errno, f"cannot be locked: {error.strerror}", str(path)) from error

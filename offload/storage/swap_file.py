@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -22,11 +23,12 @@ from torch import Tensor
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError, explained
 from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_all
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
-from offload.io.files import BUSY, LOCAL, Files
+from offload.io.files import BUSY, LOCAL, Files, unusable
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.directories import check_directory, file_name, older_swap_name, require_file_size, swap_name
+from offload.storage.room import RECORD, SPARES, Room
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
 from offload.storage.swap_format import (
     HEADER_BYTES,
@@ -113,12 +115,8 @@ def open_locked(path: Path, files: Files) -> IOFile:
         PathInUseError: a live run holds it, or has just removed it.
         PathError: it cannot be opened or locked.
     """
-    try:
+    with unusable("cannot be opened", path):
         file = files.open(path, os.O_RDWR)
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     try:
         lock(file, files)
     except BaseException:
@@ -134,16 +132,14 @@ def first_page(file: IOFile, files: Files) -> memoryview:
         PathError: it cannot be read.
     """
     start = aligned_memory(PAGE_BYTES)
-    try:
+    with unusable("cannot be read", file.path):
         files.read_at(file, 0, start)
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
     return start
 
 
-def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
+def reserve(
+    file: IOFile, files: Files, needed: int, uncommitted: int, beside: int, reserve_beside: Callable[[], None]
+) -> None:
     """Allocates the file's blocks now, so that a full disk shows before training and not in it.
 
     Args:
@@ -151,6 +147,8 @@ def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
         files: the file system.
         needed: the bytes that it will have.
         uncommitted: the bytes that it would have without commits.
+        beside: the bytes that files beside it will take.
+        reserve_beside: allocates these.
 
     Raises:
         BudgetError: the disk has no room for it.
@@ -160,9 +158,10 @@ def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
     files.make_private(file)
     available = files.available(file) + info.st_blocks * 512
     try:
-        if needed > available:
+        if needed + beside > available:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         files.allocate(file, 0, needed)
+        reserve_beside()
     except OSError as error:
         # What was allocated before the disk was full goes back; what was there before stays.
         files.truncate(file, info.st_size)
@@ -170,6 +169,7 @@ def reserve(file: IOFile, files: Files, needed: int, uncommitted: int) -> None:
             raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise PathError(error.errno, f"cannot reserve space: {explained(error)}", file.path) from error
+        needed += beside
         fits = uncommitted <= available < needed
         other = f", or give commit_every=None, which takes {format_bytes(uncommitted)} and commits nothing"
         raise BudgetError(
@@ -195,6 +195,7 @@ class RunFiles:
         rank: the rank that has the files.
         resumed: for each committed slot, the number of the directory whose file holds it. The files are there and are
             used where they lie. None: new files are made.
+        room: the bytes of a manifest, and of the record, in each directory; see [Note: room for commits] in room.py.
         files: the run's file system, which holds the directories from then on.
     """
 
@@ -202,6 +203,12 @@ class RunFiles:
     rank: int = 0
     resumed: Sequence[int] | None = None
     files: Files = field(default_factory=Files)
+    room: Mapping[str, int] = field(default_factory=dict)
+
+    def room_in(self, stripe: int) -> dict[str, int]:
+        """The bytes of what is written anew in a directory: the record only in the home."""
+        is_home = (self.rank, stripe) == (0, 0)
+        return {kind: nbytes for kind, nbytes in self.room.items() if is_home or kind != RECORD}
 
 
 class SlotFile:
@@ -400,8 +407,8 @@ class SwapFile(SlotFile):
             undo.callback(file.close)
             super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
             lock(file, files)
+            undo.push(self._traces)
             if is_new:
-                undo.push(self._traces)
                 self._traces.callback(self._remove, file)
             commits = slots.committed is not None
             superblock = Superblock(self._run_id, slots.versions, stripe, commits, slots.describe(numbers))
@@ -414,7 +421,10 @@ class SwapFile(SlotFile):
                 self._size_before = files.size(file)
             # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
             is_marked = not resumes and self._mark(block)
-            reserve(file, files, table.nbytes, table.nbytes_of_one)
+            room = Room(directory, self._run_id, run.rank, files)
+            spares = run.room_in(stripe[0]), 1 if resumes else SPARES
+            beside = room.missing(*spares), partial(room.reserve, *spares, self._traces)
+            reserve(file, files, table.nbytes, table.nbytes_of_one, *beside)
             if not (resumes or is_marked):
                 result_of(engine.write(file, 0, block))
             self._undo = undo.pop_all()
@@ -599,17 +609,11 @@ def _opened(path: Path, files: Files) -> IOFile:
     Raises:
         PathError: it cannot be opened, or is no regular file.
     """
-    try:
+    with unusable("cannot be opened", path), ExitStack() as undo:
         file = files.open_or_create(path)
-        try:
-            files.require_regular(file)
-        except BaseException:
-            file.close()
-            raise
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+        undo.callback(file.close)
+        files.require_regular(file)
+        undo.pop_all()
     return file
 
 
@@ -622,12 +626,8 @@ def make_directory(directory: Path, files: Files) -> bool:
     Raises:
         PathError: it cannot be made.
     """
-    try:
+    with unusable("cannot be made", directory):
         return files.make_directory(directory)
-    except OSError as error:
-        if not is_of_system(error):
-            raise
-        raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
 
 
 def remove_if_empty(directory: Path, files: Files) -> None:

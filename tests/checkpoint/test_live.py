@@ -87,8 +87,9 @@ def decided(places: Sequence[Path], commit: Commit) -> Commit:
     return record
 
 
-def names(directory: Path) -> set[str]:
-    return {file.name for file in directory.iterdir()}
+def names(place: Path) -> set[str]:
+    """All but what a next commit is written into."""
+    return {file.name for file in place.iterdir() if not file.name.startswith("room-")}
 
 
 def cleared(places: Sequence[Path], record: Commit | None, files: Files = LOCAL) -> None:
@@ -304,6 +305,29 @@ def test_what_was_left_goes_and_what_others_have_stays(places: list[Path], what:
     for _ in range(2):
         collect(places[1], record, {OLD}, LOCAL)
         assert names(places[1]) == rest | ({name} if what in STAYS else set())
+
+
+def test_ranks_that_share_a_directory_may_clear_it_at_once(places: list[Path]) -> None:
+    class Meanwhile(Files):
+        """Another rank does each thing first."""
+
+        def rename(self, old: Path, new: Path) -> None:
+            super().rename(old, new)
+            super().rename(old, new)
+
+        def remove(self, path: Path) -> None:
+            super().remove(path)
+            super().remove(path)
+
+    record = decided(places, AFTER)
+    begun(places, OLD)
+    cleared(places, record)
+    rest = names(places[1])
+    for step in (5, 6, 8):
+        (places[1] / f"manifest-{NEW}-{step}-rank0.json").touch()
+    collect(places[1], record, {OLD}, Meanwhile())
+    assert names(places[1]) == rest
+    assert len([*places[1].glob("room-*")]) == 2
 
 
 def test_a_record_says_nothing_of_directories_that_it_does_not_name(places: list[Path]) -> None:

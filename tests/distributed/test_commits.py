@@ -159,7 +159,7 @@ def test_resumed_ranks_have_the_bits_of_ranks_that_never_stopped(
 
 
 class Failing(Files):
-    """Fails, once it is told, at the first operation of a kind on a file whose name begins so."""
+    """Fails, once it is told, at the first operation of a kind on a file in whose name this is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,13 +169,13 @@ class Failing(Files):
         self._operation, self._name = operation, name
 
     def _fail(self, operation: str, path: Path) -> None:
-        if operation == self._operation and path.name.startswith(self._name):
+        if operation == self._operation and self._name in path.name:
             self._operation = ""
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    def create(self, path: Path) -> IOFile:
-        self._fail("create", path)
-        return super().create(path)
+    def write(self, file: IOFile, data: memoryview) -> None:
+        self._fail("write", Path(file.path))
+        super().write(file, data)
 
     def rename(self, old: Path, new: Path) -> None:
         self._fail("rename", new)
@@ -215,7 +215,7 @@ def _refused(path: str, rank: int, operation: str, name: str) -> tuple[str, str]
     return said, then
 
 
-FAILURES = [(1, "create", "manifest"), (0, "create", "manifest"), (0, "create", "COMMIT")]
+FAILURES = [(1, "write", "manifest"), (0, "write", "manifest"), (0, "write", "record")]
 
 
 @pytest.mark.parametrize(("rank", "operation", "name"), FAILURES)

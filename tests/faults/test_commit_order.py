@@ -18,7 +18,7 @@ from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
-from offload.storage.directories import COMMIT_NAME, OLDER_SUFFIX, TEMPORARY
+from offload.storage.directories import COMMIT_NAME, OLDER_SUFFIX, TEMPORARY, file_name
 from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
@@ -36,18 +36,25 @@ class Logged(Files):
         self.fails = ""
 
     def _note(self, what: str, path: Path) -> None:
-        name = "manifest" if path.name.startswith("manifest") else path.name
+        name = path.name
+        if (file := file_name(name)) is not None:
+            # Of a spare: what it is for.
+            name = file.kind if file.kind != "room" else f"spare {name.rpartition('-')[2][:-1]}"
         self.log.append(f"{what} {name}")
         if self.log[-1] == self.fails:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def sync(self, file: IOFile) -> None:
-        self.log.append(f"sync {Path(file.path).name.removesuffix(TEMPORARY).partition('-')[0]}")
+        self._note("sync", Path(file.path))
         super().sync(file)
 
     def rename(self, old: Path, new: Path) -> None:
         self._note("rename", new)
         super().rename(old, new)
+
+    def link(self, old: Path, new: Path) -> None:
+        super().link(old, new)
+        self._note("link", new)
 
     def remove(self, path: Path) -> None:
         if not path.name.endswith(TEMPORARY):
@@ -94,23 +101,24 @@ def test_nothing_is_decided_before_all_that_it_names_is_durable(
         manifests = [
             what
             for name in ("first", "second")
-            for what in ("sync manifest", "rename manifest", f"sync directory {name}")
+            for what in ("sync spare manifest", "rename manifest", f"sync directory {name}")
         ]
         assert files.log == [
             *["sync swap"] * 2,
             *([f"sync directory {name}" for name in ("x", tmp_path.name)] if not step else []),
             *manifests,
             *["permanent"] * 2,
-            f"sync {COMMIT_NAME}",
+            *(["link spare record"] if step else []),
+            "sync spare record",
             f"rename {COMMIT_NAME}",
             "sync directory first",
-            *(["remove manifest"] * 2 if step else []),
+            *(["rename spare manifest"] * 2 if step else []),
         ]  # fmt: skip
 
 
 def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path: Path, files: Logged) -> None:
     model, optimizer = committed(make)
-    files.fails = "remove manifest"
+    files.fails = "rename spare manifest"
     one_step(model, optimizer, 3)
     optimizer.commit()
     found = read_commit(path)
@@ -121,6 +129,19 @@ def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path:
     one_step(model, optimizer, 4)
     optimizer.commit()
     assert len([*path.glob("manifest-*")]) == 1
+
+
+def test_a_record_is_durable_before_what_it_does_not_name_goes(make: Make, path: Path, files: Logged) -> None:
+    """Who wrote it may have been killed before that."""
+    committed(make)[1].close()
+    found = read_commit(path)
+    assert found is not None
+    (path / f"manifest-{found.run_id}-2-rank0.json").touch()
+    for options in ({}, {"tuning": LARGER, "cpu_memory": "1MiB"}):
+        files.log.clear()
+        make(Tiny(), commit_every=0, resume=True, **options).close()
+        changes = [what for what in files.log if what.startswith(("rename", "remove", "sync"))]
+        assert changes[0] == "sync directory run"
 
 
 def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path) -> None:

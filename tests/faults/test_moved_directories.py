@@ -13,7 +13,6 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
-from offload.io.engine import IOFile
 from offload.io.files import Files
 from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
@@ -135,9 +134,9 @@ def test_what_is_cut_short_while_a_commit_is_written_is_not_committed(make: Make
     """Looking once, before it is written, would not do."""
 
     class Deleting(Files):
-        def create(self, path: Path) -> IOFile:
-            delete(swap_in(path.parent))
-            return super().create(path)
+        def rename(self, old: Path, new: Path) -> None:
+            delete(swap_in(new.parent))
+            super().rename(old, new)
 
     files = SwitchedFiles()
     with on_disk(files):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint import committer
-from offload.checkpoint.commit import read_commit, write_commit
-from offload.checkpoint.manifest import Digest, committed_slots
+from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit
+from offload.checkpoint.manifest import Digest, committed_slots, serialise
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need, Snapshot, require_space
 from offload.errors import (
@@ -32,11 +32,12 @@ from offload.errors import (
     TierIOError,
 )
 from offload.io.files import Files
-from offload.storage.directories import COMMIT_NAME, swap_name, tag_name
+from offload.storage.directories import COMMIT_NAME, older_swap_name, swap_name, tag_name
 from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
 from tests.faults.test_resharding import LARGER, Counted
+from tests.support.committed import manifest_of, superblock
 from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.run_files import contents, kinds_in, swap_in
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -520,7 +521,9 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     optimizer.commit({"x": torch.ones(1000)})
     with Reader([Path(file).parent for file in optimizer.files]) as reader:
         slots = sum(slot.size for manifest in reader.manifests for slot in committed_slots(manifest))
-    manifest = sum(file.stat().st_size for kind in ("manifest", "extra") for file in path.glob(f"{kind}-*"))
+        (written,), (tensors,) = reader.commit.manifests, [one.tensors for one in reader.manifests]
+    assert tensors is not None
+    manifest = written.size + tensors.size
     needed = slots + paths * (4096 + manifest)
     files.free = needed - 1
     before = contents(tmp_path)
@@ -628,6 +631,31 @@ def cut_off_anywhere(make: Make, path: Path, cuts: int | None) -> None:
 @pytest.mark.parametrize("cuts", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["without power", "killed"])
 def test_cut_off_at_any_operation_there_is_no_half_snapshot(make: Make, path: Path, cuts: int | None) -> None:
     cut_off_anywhere(make, path, cuts)
+
+
+@pytest.mark.parametrize("left", ["all", "no manifest", "no home", "its record", "something else"])
+def test_what_an_older_version_left_half_made_goes_too(make: Make, tmp_path: Path, left: str) -> None:
+    """In format 1, where swap files have no run in their names, and there are no tags."""
+    _, optimizer = committed(make, path=[tmp_path / "a", tmp_path / "b"])
+    manifest = manifest_of(run_id="7" * 32, paths=2)
+    parts = [tmp_path / place / "snapshot-5-77777777" for place in "ab"]
+    for number, part in enumerate(parts):
+        part.mkdir()
+        (part / older_swap_name(0)).write_bytes(superblock(manifest, number) + bytes(4096))
+        if left != "no manifest":
+            (part / manifest_name(manifest, 0)).write_bytes(serialise(manifest))
+    if left == "no home":
+        parts[0].rename(tmp_path / "away")
+    elif left == "its record":
+        write_commit(parts[0], Commit(manifest.run_id, 5, (Digest(1, "0" * 32),), is_snapshot=True))
+    elif left == "something else":
+        (parts[1] / "notes").touch()
+    before = contents(tmp_path)
+    optimizer.snapshot()
+    gone = {str(Path(name).parent) for name in before.keys() - contents(tmp_path).keys()}
+    stays = left in ("no home", "its record")
+    assert gone == (set() if stays else {f"{place}/snapshot-5-77777777" for place in "ab"})
+    assert [part.exists() for part in parts] == [stays and left != "no home", stays or left == "something else"]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from offload.planner import decide
 from offload.planner.explain import explain, plan_of
 from offload.planner.placement import Placement
 from offload.storage.slot_map import ChunkKind
+from tests.support.run_files import reserved_in
 from tests.support.streamed import in_little_memory
 from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
@@ -214,10 +215,11 @@ def test_the_first_line_and_the_plan_count_what_streams(tmp_path: Path, capsys: 
     rows = {(row.kind, row.tier.name): row.nbytes for row in explain(placement)}
     gaps = 4 * 64 * len(list(model.parameters()))  # at most, by which parameters are aligned
     assert frozen_bytes <= rows["frozen", "nvme"] <= frozen_bytes + gaps
-    OffloadZero(model, **given).close()
+    with OffloadZero(model, **given):
+        reserved = reserved_in(tmp_path / "run")
     line = capsys.readouterr().err
     assert "of frozen ones streamed from NVMe" in line
-    assert placement.disk_bytes == sum(path.stat().st_size for path in (tmp_path / "run").glob("swap-*"))
+    assert placement.disk_bytes == reserved
 
 
 def test_from_the_second_step_on_as_much_is_read_as_planned(tmp_path: Path) -> None:

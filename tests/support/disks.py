@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from offload.io.engine import IOEngine, IOFile
 from offload.io.files import Files
 from offload.run import DISK
+from offload.sizes import PAGE_BYTES, round_up
 
 T = TypeVar("T")
 
@@ -46,6 +50,50 @@ class FreeFiles(Files):
 
     def available(self, file: IOFile) -> int:
         return self._free
+
+
+class FullFiles(Files):
+    """A disk that another program fills, and on which that takes whatever is freed at once.
+
+    Attributes: is_full: whether it has done so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = False
+
+    def create(self, path: Path) -> IOFile:
+        self._require(-1)
+        return super().create(path)
+
+    def open_or_create(self, path: Path) -> IOFile:
+        if path.name not in self.names(path.parent):
+            self._require(-1)
+        return super().open_or_create(path)
+
+    def write(self, file: IOFile, data: memoryview) -> None:
+        end = os.lseek(file.fd, 0, os.SEEK_CUR) + len(data)
+        self._require(self._blocks(file) - end)
+        super().write(file, data)
+
+    def allocate(self, file: IOFile, offset: int, length: int) -> None:
+        self._require(self._blocks(file) - offset - length)
+        super().allocate(file, offset, length)
+
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        self._require(-length)
+        super().copy(source, target, offset, length)
+
+    def available(self, file: IOFile) -> int:
+        return 0 if self.is_full else super().available(file)
+
+    def _blocks(self, file: IOFile) -> int:
+        return round_up(self.size(file), PAGE_BYTES)
+
+    def _require(self, left: int) -> None:
+        """Args: left: how many bytes of the file's blocks are left afterwards."""
+        if self.is_full and left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class SwitchedFiles(Files):

@@ -18,10 +18,15 @@ def swap_in(directory: Path, rank: int = 0) -> Path:
     return found
 
 
+def reserved_in(directory: Path) -> int:
+    """Bytes of the swap files, and of what is reserved beside them for commits, before the first one."""
+    return sum(file.stat().st_size for kind in ("swap", "room") for file in directory.glob(f"{kind}-*"))
+
+
 def kinds_in(directory: Path) -> set[str]:
-    """What is there: kinds of files of this library, and other names as they are. Locks are left out."""
+    """What is there: kinds of files of this library, and other names as they are. Locks and spares are left out."""
     names = {file.name for file in directory.iterdir()} - {LOCK_NAME, *map(older_swap_name, range(64))}
-    return {found.kind if (found := file_name(name)) else name for name in names}
+    return {found.kind if (found := file_name(name)) else name for name in names} - {"room"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,16 +50,25 @@ class _Inode:
 
 
 class _Opened(IOFile):
-    """A file that is only simulated."""
+    """A file that is only simulated. Attributes: at: where the next write goes."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.fd = str(path), -1
+        self.path, self.fd, self.at = str(path), -1, 0
 
 
 _SWAP = re.compile(r"offload-rank\d+\.swap(\.new)?|swap-[0-9a-f]{32}-\d+|offload\.lock")
 
 Names = dict[str, _Inode]
 Change = Callable[[Names], None]
+
+
+def _remade(names: Names, content: Callable[[_Inode], bytes]) -> Names:
+    """The same names, of files with other contents. What had two names has two names again."""
+    made: dict[int, _Inode] = {}
+    for inode in names.values():
+        if id(inode) not in made:
+            made[id(inode)] = _Inode(found := content(inode), found, is_directory=inode.is_directory)
+    return {name: made[id(inode)] for name, inode in names.items()}
 
 
 class SimulatedFiles(Files):
@@ -89,15 +99,54 @@ class SimulatedFiles(Files):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         inode = _Inode()
         self._change(path.parent, lambda names: names.__setitem__(path.name, inode))
+        return self._opened(path)
+
+    def _opened(self, path: Path) -> IOFile:
         file = _Opened(path)
-        self._open[file] = inode
+        self._open[file] = self._names(path.parent)[path.name]
         return file
 
+    def open(self, path: Path, flags: int) -> IOFile:
+        is_real = _SWAP.fullmatch(path.name) or path.name not in self._names(path.parent)
+        return super().open(path, flags) if is_real else self._opened(path)
+
+    def open_or_create(self, path: Path) -> IOFile:
+        if _SWAP.fullmatch(path.name):
+            return super().open_or_create(path)
+        return self._opened(path) if path.name in self._names(path.parent) else self.create(path)
+
     def write(self, file: IOFile, data: memoryview) -> None:
-        inode = self._open[file]
+        assert isinstance(file, _Opened)
         self._operation("write", Path(file.path))
-        inode.content += bytes(data)
-        inode.versions.append(inode.content)
+        end = file.at + len(data)
+        self._set(file, self._open[file].content[: file.at] + bytes(data) + self._open[file].content[end:])
+        file.at = end
+
+    def truncate(self, file: IOFile, size: int) -> None:
+        if file in self._open:
+            self._operation("truncate", Path(file.path))
+            self._set(file, self._open[file].content[:size].ljust(size, b"\0"))
+        else:
+            super().truncate(file, size)
+
+    def allocate(self, file: IOFile, offset: int, length: int) -> None:
+        if file in self._open:
+            self._operation("allocate", Path(file.path))
+            self._set(file, self._open[file].content.ljust(offset + length, b"\0"))
+        else:
+            super().allocate(file, offset, length)
+
+    def _set(self, file: IOFile, content: bytes) -> None:
+        inode = self._open[file]
+        inode.content = content
+        inode.versions.append(content)
+
+    def stat(self, at: Path | IOFile, *, follows: bool = False) -> os.stat_result:
+        inode = self._open.get(at) if isinstance(at, IOFile) else self._names(at.parent).get(at.name)
+        if inode is None or inode.is_directory:
+            return super().stat(at, follows=follows)
+        links = sum(other is inode for names in self._seen.values() for other in names.values())
+        return os.stat_result((stat.S_IFREG | 0o600, 0, 0, links, 0, 0, len(inode.content), 0, 0, 0))
 
     def sync(self, file: IOFile) -> None:
         inode = self._open[file]
@@ -125,6 +174,13 @@ class SimulatedFiles(Files):
             names[new.name] = inode
 
         self._change(old.parent, change)
+
+    def link(self, old: Path, new: Path) -> None:
+        if old.name not in self._names(old.parent):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(old))
+        self._operation("link", new)
+        inode = self._names(old.parent)[old.name]
+        self._change(new.parent, lambda names: names.__setitem__(new.name, inode))
 
     def remove(self, path: Path) -> None:
         self._operation("remove", path)
@@ -211,8 +267,15 @@ class SimulatedFiles(Files):
         folder.mkdir()
         for directory in sorted(self._seen):
             if directory.is_dir():  # its own name may be lost
+                made: dict[int, Path] = {}
                 for name, inode in self._seen[directory].items():
-                    (directory / name).mkdir() if inode.is_directory else (directory / name).write_bytes(inode.content)
+                    if inode.is_directory:
+                        (directory / name).mkdir()
+                    elif id(inode) in made:
+                        (directory / name).hardlink_to(made[id(inode)])
+                    else:
+                        (directory / name).write_bytes(inode.content)
+                        made[id(inode)] = directory / name
 
     def after_cut(self, seed: int) -> SimulatedFiles:
         """What may be found when the power is back."""
@@ -225,11 +288,7 @@ class SimulatedFiles(Files):
             for change in self._pending[directory]:
                 if chance.random() < keep:
                     change(names)
-            contents = {id(inode): inode.after_cut(chance) for inode in names.values()}
-            found._seen[directory] = {
-                name: _Inode(contents[id(inode)], contents[id(inode)], is_directory=inode.is_directory)
-                for name, inode in names.items()
-            }
+            found._seen[directory] = _remade(names, lambda inode: inode.after_cut(chance))
             found._durable[directory] = dict(found._seen[directory])
             found._pending[directory] = []
         return found
@@ -239,10 +298,7 @@ class SimulatedFiles(Files):
         found = SimulatedFiles()
         found._loaded = set(self._loaded)
         for directory, names in self._seen.items():
-            found._seen[directory] = {
-                name: _Inode(inode.content, inode.content, is_directory=inode.is_directory)
-                for name, inode in names.items()
-            }
+            found._seen[directory] = _remade(names, lambda inode: inode.content)
             found._durable[directory] = dict(found._seen[directory])
             found._pending[directory] = []
         return found
