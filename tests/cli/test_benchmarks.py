@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import adam, chunks, gpu_cases, guards, hiding, peers, prefetch, report, rules, step
+from bench import adam, adam_prefetch, chunks, gpu_cases, guards, hiding, peers, report, rules, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.demo.gpt import GPT, GPTConfig
@@ -73,9 +73,9 @@ def test_chunks_gives_the_time_of_each_chunk_resident_and_streamed(
 def test_prefetch_tries_each_distance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Path
 ) -> None:
-    monkeypatch.setattr(prefetch, "PARAMETERS", 65_536)
-    monkeypatch.setattr(prefetch, "CALL", 8192)
-    prefetch.main(rounds=2, distances="0,96", as_json=True, save=True)
+    monkeypatch.setattr(adam_prefetch, "PARAMETERS", 65_536)
+    monkeypatch.setattr(adam_prefetch, "CALL", 8192)
+    adam_prefetch.main(rounds=2, distances="0,96", as_json=True, save=True)
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row[0].rstrip(" *") for row in rows] == ["0", "96"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])

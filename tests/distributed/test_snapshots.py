@@ -155,7 +155,7 @@ def _refused(base: str, shared: bool, rank: int, operation: str, name: str) -> s
 
 @pytest.mark.parametrize(
     ("shared", "rank", "operation", "name"),
-    [(True, 1, "copy", "swap"), (False, 0, "create", "manifest"), (False, 0, "create", "COMMIT")],
+    [(True, 1, "copy", "swap"), (False, 0, "write", "manifest"), (False, 0, "write", "COMMIT")],
 )
 def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_left(
     worlds: Worlds, tmp_path: Path, shared: bool, rank: int, operation: str, name: str

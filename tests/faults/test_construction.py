@@ -32,6 +32,7 @@ from offload import (
     TierIOError,
     Tuning,
 )
+from offload.native.library import open_library
 from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
 from offload.storage.directories import COMMIT_NAME, older_swap_name
@@ -358,7 +359,7 @@ def test_threads_that_the_system_refuses_leave_nothing(
         pytest.skip(str(error))  # no io_uring here
     shutil.rmtree(tmp_path / "run")
     needed = 1000 - left[0]
-    assert needed >= 5
+    assert needed >= 3
     for number in range(needed):
         left[0] = number
         with pytest.raises(BudgetError, match="can't start new thread") as caught:
@@ -366,12 +367,23 @@ def test_threads_that_the_system_refuses_leave_nothing(
         assert caught.value.option == "threads"
 
 
+def test_threads_of_kernels_that_the_system_refuses_leave_nothing(
+    model: Tiny, unchanged: None, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, _ = open_library()
+    if library is None:
+        pytest.skip("no library")
+    monkeypatch.setattr(library, "offload_pool_open", lambda workers, handle: -errno.EAGAIN)
+    with pytest.raises(BudgetError, match="the system refuses 2 threads for kernels") as caught:
+        make(model, path=tmp_path / "run", tuning=Tuning(chunk="4KiB", threads=3))
+    assert caught.value.option == "threads"
+
+
 OF_ADDRESS_SPACE = """
 import resource, sys, threading
 import torch
 from offload import BudgetError, OffloadZero
 from tests.faults.conftest import Tiny
-from tests.support.run_files import swap_in
 from tests.support.run_files import kinds_in, swap_in
 model = Tiny()
 torch.optim.AdamW(model.parameters())  # imports more modules

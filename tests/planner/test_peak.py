@@ -37,7 +37,8 @@ def status(field):
 M_MMAP_THRESHOLD = -3
 assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536) == 1
 torch.set_num_threads(1)
-path, share, accumulation, split = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4] not in ("whole", "large")
+path, share, accumulation = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+split = sys.argv[4] not in ("whole", "large")
 states = sys.argv[4] if sys.argv[4] in ("bf16", "8bit") else "fp32"
 model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24))).bfloat16()
 x = torch.randn(4, 1024).bfloat16()
