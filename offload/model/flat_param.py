@@ -272,6 +272,8 @@ class FlatParameters:
         Returns:
             The event after which the memory may be written.
         """
+        # What another thread threw in may have cut `free` off before it took them.
+        set_versions((self.held[number] for number in unit.streamed), NO_VERSION)
         # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(one.index) for one in unit.slices)
         ready = self._unit_memory.give(unit, self._memory_of_unit(unit), shares=shares)

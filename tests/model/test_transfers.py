@@ -108,6 +108,7 @@ class Memory:
     def allocate(self, unit: Unit) -> DeviceEvent:
         assert unit not in self.given or unit in self.torn
         self.torn.discard(unit)
+        self.versions.discard(unit)
         self.given.add(unit)
         self._poison(unit)
         return DONE

@@ -25,7 +25,8 @@ struct Program {
   std::string source, log;
 };
 
-enum Kernel : uintptr_t { kAdam = 1, kSumSquares };
+enum Kernel : uintptr_t { kAdam = 1, kAdamDithered, kSumSquares };
+const char* const kNames[] = {"", "offload_device_adam", "offload_device_adam_dithered", "offload_device_sum_squares"};
 
 std::atomic<int> refused_launches{0};
 thread_local std::vector<int> contexts_now; // a device each
@@ -64,6 +65,25 @@ void launch_adam(int stream, long long blocks, void** a) {
   launch(stream, "adam", accesses, [=] {
     for (long long block = 0; block < blocks; ++block)
       offload_device_adam(block, 0, call, scalars);
+  });
+}
+
+void launch_adam_dithered(int stream, long long blocks, void** a) {
+  std::vector<Access> accesses;
+  auto call = argument<device_call>(a, 0);
+  auto scalars = argument<device_dithered_scalars>(a, 1);
+  TORCH_CHECK(call.n <= blocks * DEVICE_ADAM_THREADS, "simulated accelerator: too few blocks");
+  use(call, 6, element_bytes(call.types[6]), call.first, call.n, false, accesses);
+  use(call, 0, 4, call.first, call.n, true, accesses);
+  for (int moment = 2; moment < 4; ++moment)
+    use(call, moment, call.types[moment] == DEVICE_U8 ? 1 : 2, call.first, call.n, true, accesses);
+  long long first = call.first / DEVICE_DITHER_BLOCK, last = (call.first + call.n - 1) / DEVICE_DITHER_BLOCK;
+  for (int scale = 4; scale < 6 && call.types[scale] != DEVICE_NONE; ++scale)
+    use(call, scale, 1, first, last - first + 1, true, accesses);
+  use(call, 7, element_bytes(call.types[7]), call.first, call.n, true, accesses);
+  launch(stream, "adam_dithered", accesses, [=] {
+    for (long long block = 0; block < blocks; ++block)
+      offload_device_adam_dithered(block, 0, call, scalars);
   });
 }
 
@@ -166,7 +186,8 @@ int cuModuleLoadData(uintptr_t* module, const char* code) {
 }
 
 int cuModuleGetFunction(uintptr_t* function, uintptr_t, const char* name) {
-  *function = !std::strcmp(name, "offload_device_adam") ? kAdam : !std::strcmp(name, "offload_device_sum_squares") ? kSumSquares : 0;
+  for (*function = kSumSquares; *function && std::strcmp(name, kNames[*function]); --*function) {
+  }
   return *function ? 0 : kNotFound;
 }
 
@@ -176,14 +197,15 @@ int cuLaunchKernel(
   if (contexts_now.empty())
     return kInvalidContext;
   bool is_flat = blocks_y == 1 && blocks_z == 1 && threads_y == 1 && threads_z == 1;
-  unsigned expected = function == kAdam ? DEVICE_ADAM_THREADS : DEVICE_SUM_THREADS;
+  unsigned expected = function == kSumSquares ? DEVICE_SUM_THREADS : DEVICE_ADAM_THREADS;
   if (blocks == 0 || !is_flat || threads != expected || shared_bytes != 0 || extra != nullptr || stream >= kStreams)
     return kInvalidValue;
   if (refused_launches > 0 && refused_launches-- > 0)
     return kInvalidValue;
   try {
     int index = contexts_now.back() * kStreams + static_cast<int>(stream);
-    function == kAdam ? launch_adam(index, blocks, arguments) : launch_sum_squares(index, blocks, arguments);
+    auto run = function == kAdam ? launch_adam : function == kAdamDithered ? launch_adam_dithered : launch_sum_squares;
+    run(index, blocks, arguments);
   } catch (const c10::Error&) {
     return kAssert;
   }
