@@ -101,7 +101,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Torch
     except ConfigError as error:
         raise ConfigError(
             f"optimizer is {name}, which cannot be offloaded: {error}; the model was not changed. Optimizers run whose "
-            "step treats each element by itself, as torch.optim.AdamW, SGD, RMSprop, Adagrad, NAdam"
+            "step looks at one parameter at a time, as torch.optim.AdamW, SGD, RMSprop, Adagrad, Muon"
         ) from None
     return TorchRule(
         blank,
