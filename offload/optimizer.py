@@ -125,7 +125,7 @@ class OffloadZero(torch.optim.Optimizer):
     Args:
         model: any nn.Module with dense floating-point parameters on one device. If it is a DistributedDataParallel, the
             module inside is trained, and DDP's own reduction of gradients is switched off.
-        optimizer: any fresh torch optimizer whose step treats each element by itself, as AdamW, SGD, RMSprop or a class
+        optimizer: any fresh torch optimizer whose step looks at one parameter at a time, as AdamW, SGD, Muon or a class
             of your own, also as wrapped by Accelerate or Lightning. Any other is a ConfigError with the reason, and
             the model is not changed; docs/optimizers.md lists both. Its param groups are adopted (the same dicts), and
             hooks that were registered on it move along. Its own `step()` raises GradientMovedError from then on.
