@@ -215,7 +215,7 @@ def _again(base: str) -> None:
     [
         ("copy_manifest", 2),
         pytest.param("write_commit", 0, marks=pytest.mark.slow),
-        ("Snapshot.begin", 0),
+        pytest.param("Snapshot.begin", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_leaves_a_whole_one_or_none(worlds: Worlds, tmp_path: Path, moment: str, lost: int) -> None:
