@@ -71,7 +71,7 @@ def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp
     run_killed("killed", seed, kills, tmp_path, paths, states, *(["layouts"] if layouts else []))
 
 
-@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, states: str) -> None:
     kill(tmp_path, 2, 2, seed=2, states=states)
 
