@@ -39,11 +39,14 @@ class Begin(Protocol):
     """Queues the step of a matrix on the device, on a stream of its own."""
 
     def __call__(self, arrays: Sequence[Tensor], grad: Tensor, step: Step, then: Callable[[], object]) -> None:
-        """Args:
-        arrays: the master and the states, fp32, of the matrix's shape, in RAM. They get what `step` makes of copies.
-        grad: the gradient, of the same shape, in RAM.
-        step: gets the copies of `arrays`, and that of `grad`.
-        then: called, later, once `arrays` are written.
+        """Queues it.
+
+        Args:
+            arrays: the master and the states, fp32, of the matrix's shape, in RAM. They get what `step` makes of their
+                copies.
+            grad: the gradient, of the same shape, in RAM.
+            step: gets the copies of `arrays`, and that of `grad`.
+            then: called, later, once `arrays` are written.
         """
 
 
