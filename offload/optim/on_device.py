@@ -119,7 +119,11 @@ class MatrixMemory:
             raise
 
     def _queue(self, place: int, arrays: Sequence[Tensor], grad: Tensor, step: Step) -> DeviceEvent:
-        """Queues what `Begin` describes, in one of the two places. Returns: an event after all of it."""
+        """Queues what `Begin` describes, in one of the two places.
+
+        Returns:
+            An event after all of it.
+        """
         with self._copier.apart(place), torch.no_grad():
             self._is_free.wait_on_device()
             start, there = 0, []
