@@ -42,7 +42,7 @@ STEPS, AT, MORE = 5, 2, 1
 SPLIT = {"split_master": True}
 PLACES: list[Any] = [
     pytest.param(2, 1, "late", {"cpu_memory": "least"}, marks=pytest.mark.slow),
-    (3, 2, "plain", {"tier": "cpu", "accumulation": 2}),
+    pytest.param(3, 2, "plain", {"tier": "cpu", "accumulation": 2}, marks=pytest.mark.slow),
     pytest.param(2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}, marks=pytest.mark.slow),
     pytest.param(3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}, marks=pytest.mark.slow),
     (2, 1, "plain", {"param_tier": "cpu", "cpu_memory": "least", "mesh": (2, 1)}),

@@ -101,7 +101,7 @@ def test_gradients_in_slots_have_the_bits_of_those_in_ram(
     [
         (1, None, "device"),
         pytest.param(3, 2, "device", marks=pytest.mark.slow),
-        (2, 2, "nvme"),
+        pytest.param(2, 2, "nvme", marks=pytest.mark.slow),
         (3, 3, "nvme"),
         pytest.param(2, 3, "cpu", marks=pytest.mark.slow),
     ],

@@ -172,7 +172,7 @@ def _with_any_number(path: str, accumulation: int | str, sets: bool, options: di
 @pytest.mark.parametrize(
     "options",
     [
-        {"tier": "cpu", "stage": 1},
+        _slow({"tier": "cpu", "stage": 1}),
         _slow({"tier": "nvme", "stage": 2, "param_tier": "cpu"}),
         {"tier": "nvme", "grad_tier": "nvme", "stage": 2, "tuning": Tuning(chunk="256KiB", bucket=4096)},
         {"tier": "nvme", "stage": 3, "tuning": Tuning(chunk=4096, bucket=4096)},
@@ -340,7 +340,7 @@ def test_devices_with_memory_of_their_own(
         assert run.stats["peak_device_bytes"] > 2 * run.stats["parameters"]
 
 
-@pytest.mark.parametrize(("stage", "param_tier"), [(1, None), (2, "cpu"), _slow(3, None), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "param_tier"), [(1, None), _slow(2, "cpu"), _slow(3, None), (3, "nvme")])
 def test_split_masters_on_devices_with_memory_of_their_own(
     worlds: Worlds, stage: int, param_tier: str | None, tmp_path: Path
 ) -> None:

@@ -310,18 +310,16 @@ def test_the_line_of_a_resumed_run_says_from_when_it_is(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("tile", [0, None])
-@pytest.mark.parametrize("apart", [12, pytest.param(4, marks=pytest.mark.slow)])
-def test_whatever_the_device_has_it_is_enough_or_refused(tile: int | None, apart: int) -> None:
+def test_whatever_the_device_has_it_is_enough_or_refused(tile: int | None) -> None:
     """Units that are single modules cannot be made smaller, and have gaps between their parameters."""
     refused: list[tuple[int, BudgetError]] = []
-    memories = range(32, 700, apart)
-    for memory in memories:
+    for memory in range(32, 700, 4):
         model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(6)))
         try:
             OffloadZero(model, param_tier="cpu", device_memory=memory, tuning=Tuning(tile=tile)).close()
         except BudgetError as error:
             refused.append((memory, error))
-    assert 0 < len(refused) < len(memories)
+    assert 0 < len(refused) < 167
     assert all(error.available == memory < error.needed for memory, error in refused)
 
 
