@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,42 @@ def test_each_gradient_has_its_own_factor() -> None:
         model.bias.grad.mul_(1e30)  # type: ignore[union-attr]
         with pytest.raises(NonFiniteGradientError, match="the gradient of bias"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+def test_weight_decay_that_adam_adds_to_a_gradient_counts(streams: bool, tmp_path: Path) -> None:
+    """So does a weight that is NaN, though its gradient is finite."""
+    model = nn.Embedding(70, 3)
+    plain = torch.optim.Adam(model.parameters(), weight_decay=0.5)
+    where: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "a"} if streams else {"tier": "cpu"}
+    with OffloadZero(model, plain, **where, param_tier="nvme" if streams else None, states="8bit") as optimizer:
+
+        def backward() -> None:
+            model(torch.zeros(1, dtype=torch.int64)).float().sum().backward()
+
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for value, is_refused in ((1.7e19, False), (1.9e19, True), (-1e30, True), (math.nan, True), (1.0, False)):
+            with torch.no_grad():
+                model.weight[5, 1] = value  # a row that the batch does not have
+            before = bits(model, optimizer)
+            backward()
+            if is_refused:
+                with pytest.raises(NonFiniteGradientError, match=r"the gradient of weight, with its weight decay of"):
+                    optimizer.step()
+                optimizer.zero_grad()
+                after = bits(model, optimizer)
+                assert_same(*({name: one.nan_to_num(7.0) for name, one in both.items()} for both in (before, after)))
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+                assert optimizer.state_of(model.weight)["exp_avg_sq"].isfinite().all()
+        plain.param_groups[0]["weight_decay"] = 0.0
+        with torch.no_grad():
+            model.weight[5, 1] = 1e30
+        backward()
+        optimizer.step()
 
 
 def test_a_gradient_whose_square_has_no_room_is_skipped_where_that_was_asked_for() -> None:
