@@ -289,6 +289,66 @@ def test_moments_that_are_not_finite_are_not_rounded_and_the_commit_stays(tmp_pa
         assert_same(expected, bits(again, optimizer))
 
 
+@pytest.mark.parametrize(("before", "after"), [("fp32", "8bit"), ("8bit", "fp32")])
+def test_a_state_dict_leads_to_a_commit_in_another_form(before: str, after: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "a", "commit_every": 0}
+    model = Named(ORDER)
+    with OffloadZero(model, **options, states=before, tuning=in_chunks("4KiB")) as optimizer:
+        some_step(model, optimizer, 0)
+        optimizer.commit()
+        optimizer.snapshot(keep=None)
+        named, old = optimizer.state_dict(), bits(model, optimizer)
+        some_step(model, optimizer, 1)
+        optimizer.commit()
+    again = Named(ORDER)
+    options |= {"states": after, "tuning": in_chunks("12KiB"), "resume": True}
+    with OffloadZero(again, **options, resume_states="convert") as optimizer:
+        some_step(again, optimizer, 2)
+        optimizer.load_state_dict(named)
+        for name, param in again.named_parameters():
+            state = optimizer.state_of(param)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                x = old[f"{name}.{kind}"]
+                flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).contiguous().view(-1).numpy()
+                wanted = torch.from_numpy(_kept(after, flat, step=1, signed=kind == "exp_avg"))
+                got = state[kind].permute(0, 2, 3, 1) if x.dim() == 4 else state[kind]
+                assert torch.equal(got.contiguous().view(-1), wanted), name
+            assert state["step"] == 1
+        some_step(again, optimizer, 1)
+        optimizer.commit()
+    with OffloadZero(Named(ORDER), **options) as optimizer, pytest.raises(ResumeError, match="cannot be gone back to"):
+        optimizer.load_state_dict(named)  # nobody asked for a conversion
+
+
+def test_a_state_dict_of_moments_that_cannot_be_rounded_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = nn.Linear(70, 3)
+    options: dict[str, Any] = {"path": tmp_path / "a", "commit_every": 0, "tuning": in_chunks("4KiB")}
+
+    def step(model: nn.Module, optimizer: OffloadZero, size: float) -> None:
+        model(torch.full((1, 70), size).bfloat16())[0, 0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with OffloadZero(model, **options) as optimizer:
+        optimizer.commit()
+        start = optimizer.state_dict()
+        optimizer.snapshot(keep=None)
+        step(model, optimizer, 3e38)
+        optimizer.commit()
+        optimizer.snapshot(keep=None)
+        spoilt = optimizer.state_dict()
+        optimizer.load_state_dict(start)
+    again = nn.Linear(70, 3)
+    with OffloadZero(again, **options, states="8bit", resume=True, resume_states="convert") as optimizer:
+        step(again, optimizer, 1.0)
+        step(again, optimizer, 1.0)
+        before = bits(again, optimizer)
+        with pytest.raises(ResumeError, match="exp_avg_sq of weight has NaN or Inf"):
+            optimizer.load_state_dict(spoilt)
+        assert_same(before, bits(again, optimizer))
+        step(again, optimizer, 1.0)
+
+
 # ---- gradients without room
 
 
