@@ -76,7 +76,8 @@ BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 1e-8, 0.1, 1.0
 WORDS = 50_000
 VALIDATIONS = 20
 """In a run of at least ten times as many steps, beside the one before its first step."""
-HELD_OUT_WINDOWS = 128
+HELD_OUT_WINDOWS, VALIDATED_TOGETHER = 128, 4096
+"""Of the held-out text, and tokens of them at a time."""
 RECORDED = (0.01, 0.05, 0.25, 0.5, 1.0)
 """Parts of a run at whose end an update is recorded."""
 EDGES = [10 ** (exponent / 8) for exponent in range(-6 * 8, 6 * 8 + 1)]
@@ -97,11 +98,7 @@ MODELS = {
     "small": Setup(GPTConfig(layers=6, width=256, heads=4, context=256), 256, 1e-3),
     "vocabulary": Setup(GPTConfig(layers=2, width=128, heads=4, context=256), WORDS, 1e-3),
     "46m": Setup(GPTConfig(layers=6, width=800, heads=10, context=256), 256, 6e-4),
-}
-ABOUT = {
-    "small": "a GPT over bytes, {parameters} parameters",
-    "vocabulary": f"a GPT of two blocks over {WORDS:,} words, most of them rare, {{parameters}} parameters",
-    "46m": "a GPT over bytes, {parameters} parameters",
+    "tiny": Setup(GPTConfig(layers=1, width=64, heads=2, context=32), 256, 1e-3),
 }
 OURS = ("fp32", "bf16", "8bit")
 PEERS = ("bitsandbytes", "torchao")
@@ -279,7 +276,7 @@ def train(spec: Spec, tokens: npt.NDArray[np.int32], on_validation: Callable[[in
     generator = torch.Generator().manual_seed(spec.seed)
     starts = torch.randint(len(to_train) - spec.seq, (spec.steps, spec.batch), generator=generator).to(device)
     spread = torch.tensor(even_starts(split_tokens(tokens)[1], HELD_OUT_WINDOWS, spec.seq), device=device)
-    validation = held_out[spread[:, None] + ahead].long().split(spec.batch)
+    validation = held_out[spread[:, None] + ahead].long().split(max(1, VALIDATED_TOGETHER // spec.seq))
     run = trainer(spec.states, build(setup, spec.seed).to(device), setup.lr)
     recorded = {max(1, round(part * spec.steps)) for part in RECORDED}
     validations = max(1, min(VALIDATIONS, spec.steps // 10))
@@ -426,9 +423,13 @@ class Worker:
         answer: dict[str, Any] = json.loads(line) if line else {"failed": "its process ended"}
         return answer
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+
+    def close(self) -> None:
+        """Called when no thread waits for it."""
+        with self._process:
+            self._process.kill()
 
 
 class Results:
@@ -499,6 +500,10 @@ def train_all(specs: Sequence[Spec], files: Mapping[str, Path], results: Results
     finally:
         stopped.set()
         for worker in list(workers.values()):
+            worker.kill()
+        for thread in threads:
+            thread.join()
+        for worker in workers.values():
             worker.close()
     return len(results.missing(specs))
 
@@ -731,8 +736,8 @@ def report(options: argparse.Namespace) -> None:
     for group in groups(data):
         spec = group.spec
         name = group.model
-        about = ABOUT[name].format(parameters=f"{parameters(name):,}")
-        lines += [f"## {about[0].upper()}{about[1:]}", ""]
+        words = "bytes" if MODELS[name].words == 256 else f"{MODELS[name].words:,} words, most of them rare"
+        lines += [f"## {name}: a GPT over {words}, {parameters(name):,} parameters", ""]
         lines += [f"{spec['steps']} steps of {spec['batch']} x {spec['seq']} tokens.", ""]
         lines += [*table(group), ""]
         if can_draw():

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typer.testing import CliRunner, Result
 
-from offload import BudgetError, OffloadZero, Tuning
+from offload import BudgetError, OffloadZero, Tuning, tiers
 from offload.cli import plan_models
 from offload.cli.main import app
 from offload.cli.plan import SHARES
@@ -227,6 +227,9 @@ def test_rows_of_states_on_the_device_add_up(direct: bool, commit_every: int | N
     assert [row.kind for row in rows if row.tier.name == "cpu"] == ([] if path is None else ["buffers"])
     # The kernels of a device that is not the CPU have their temporaries there.
     assert (by_kind["rest"] > MIB) is not direct
+    small = planned_of(direct, tier="device", commit_every=commit_every, path=path, states="8bit").place()
+    # Those of moments in codes are the allocator's: up to 28 bytes an element, of 65,536 at once.
+    assert [one.temporary_bytes(tiers.DEVICE) for one in (placed, small)] == [0, 0 if direct else 2 * MIB]
     assert planned.largest_share(placed.device_bytes) == 1.0
 
 
