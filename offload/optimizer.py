@@ -161,7 +161,7 @@ class OffloadZero(torch.optim.Optimizer):
             is removed when that is committed. See `resumed`.
         resume_states: "committed": the run goes on with the states of its optimizer, which has to be of the same class
             and keep the same arrays in the same form. "convert": they become what `states` says, and are rounded where
-            that is smaller. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
+            that is smaller; so do those of commits that `load_state_dict` goes to. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
             anew, and the masters and the number of the step are those of the commit. Each resume with it begins them
             again.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
@@ -1591,7 +1591,9 @@ class OffloadZero(torch.optim.Optimizer):
             state_dict: what `state_dict()` returned, in this process or in an earlier one.
 
         Raises:
-            ResumeError: that commit is gone, the groups do not match, or, over several ranks, it is of another step.
+            ResumeError: that commit is gone, the groups do not match, its states are in another form and are not to
+                become, or cannot become, those of this run (`resume_states`), or, over several ranks, it is of another
+                step.
             ConfigError: `state_dict` is no mapping, or a hyper-parameter is out of range.
             PathError: a directory or a file cannot be used.
             BudgetError: the disk has no space for a snapshot of the last commit, which a state dict names.
