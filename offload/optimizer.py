@@ -161,9 +161,9 @@ class OffloadZero(torch.optim.Optimizer):
             is removed when that is committed. See `resumed`.
         resume_states: "committed": the run goes on with the states of its optimizer, which has to be of the same class
             and keep the same arrays in the same form. "convert": they become what `states` says, and are rounded where
-            that is smaller; so do those of commits that `load_state_dict` goes to. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
-            anew, and the masters and the number of the step are those of the commit. Each resume with it begins them
-            again.
+            that is smaller; so do those of commits that `load_state_dict` goes to. "anew": it goes on with any
+            optimizer, whose states and hyper-parameters begin anew, and the masters and the number of the step are
+            those of the commit. Each resume with it begins them again.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
             may be larger than the device. None: where it is; for the meta device, the CPU.
         init: where the values of a model come from that was built on the meta device: a function that is called with
