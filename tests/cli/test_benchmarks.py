@@ -169,8 +169,25 @@ def test_losses_trains_each_form_once_and_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "find_spec", lambda name: None)
+    text = np.frombuffer(Path(losses.__file__).read_bytes(), dtype=np.uint8).astype(np.int32)
+    monkeypatch.setattr(losses, "byte_tokens", lambda: text)
     folder = tmp_path / "out"
-    size = ["--model", "tiny", "--seeds", "1", "--steps", "20", "--batch", "4", "--seq", "32", "--device", "cpu"]
+    size = [
+        "--model",
+        "tiny",
+        "--seeds",
+        "1",
+        "--steps",
+        "20",
+        "--batch",
+        "4",
+        "--seq",
+        "32",
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+    ]
     command = ["run", "--out", str(folder), *size, "--states", "fp32,8bit,torch,bitsandbytes"]
     losses.main(command)
     shown = capsys.readouterr().out
