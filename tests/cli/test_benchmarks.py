@@ -199,7 +199,7 @@ def test_losses_trains_each_form_once_and_reports_it(
     plain, small, peer = (runs[states] for states in ("fp32", "8bit", "torch"))
     assert [update["step"] for update in plain["updates"]] == [1, 5, 10, 20]
     # From the same start on the same batches; a step of fp32 states is torch's but for its last bits.
-    assert plain["losses"] == pytest.approx(peer["losses"], abs=0.01)
+    assert plain["losses"] == pytest.approx(peer["losses"], abs=1e-3)
     assert plain["losses"][:2] == pytest.approx(small["losses"][:2], abs=1e-4)
     assert plain["losses"] != small["losses"]
     assert plain["held_out"][-1][1] < plain["held_out"][0][1] - 0.5
