@@ -274,8 +274,9 @@ def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path, states: str
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path) -> None:
-    kill(tmp_path, 100, 3, seed=6, layouts=True)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path, states: str) -> None:
+    kill(tmp_path, 100, 3, seed=6, states=states, layouts=True)
 
 
 # Nothing of the old commit is touched before.
