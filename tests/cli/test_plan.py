@@ -38,6 +38,7 @@ NAMED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "rmsprop-centered": partial(torch.optim.RMSprop, centered=True),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "adafactor": torch.optim.Adafactor,
 }
 
 
