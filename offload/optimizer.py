@@ -66,6 +66,7 @@ from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
+from offload.native import codes
 from offload.optim.adopt import (
     defaults_of,
     groups_of,
@@ -81,7 +82,7 @@ from offload.optim.adopt import (
 )
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.optim.method import MethodCall
-from offload.optim.rule import Progress
+from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
 from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
@@ -333,6 +334,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
+            self._likes = [like_of(rules, spec) for spec in self._layout.specs]
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
@@ -523,14 +525,14 @@ class OffloadZero(torch.optim.Optimizer):
             numbers: the parameters that have changed.
             changes: what becomes of each group and progress of theirs.
         """
-        held, groups = self._parts.parameters.held, self._layout.groups
+        held = self._parts.parameters.held
         for number in numbers:
-            held[number].progress = changes[groups[number], held[number].progress][0]
-        for (group, _), (_, changed) in changes.items():
-            self.param_groups[group].update(changed)
+            held[number].progress = changes[self._step_kind(number)][0]
+        for kind, (_, changed) in changes.items():
+            self.param_groups[kind.group].update(changed)
 
     def _advanced(self, active: Iterable[int]) -> _Changes:
-        """What a step makes of each progress in each param group, and which options it changes. Nothing is changed.
+        """What a step makes of the progress of parameters, and which options it changes. Nothing is changed.
 
         Args:
             active: the numbers of the parameters that have a gradient.
@@ -538,10 +540,13 @@ class OffloadZero(torch.optim.Optimizer):
         Raises:
             ConfigError: an optimizer refuses its options.
         """
-        held, groups = self._parts.parameters.held, self._layout.groups
-        found = dict.fromkeys((groups[number], held[number].progress) for number in active)  # alike on all ranks
-        rules = self._plan.rules
-        return {(group, one): rules[group].advance(self.param_groups[group], one) for group, one in found}
+        found = dict.fromkeys(map(self._step_kind, active))  # alike on all ranks
+        rules, groups = self._plan.rules, self.param_groups
+        return {one: rules[one.group].advance(groups[one.group], one.before, one.like) for one in found}
+
+    def _step_kind(self, number: int) -> StepKind:
+        """What decides how a parameter goes on."""
+        return StepKind(self._layout.groups[number], self._parts.parameters.held[number].progress, self._likes[number])
 
     @training_entry
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -1004,8 +1009,9 @@ class OffloadZero(torch.optim.Optimizer):
             param: a trained parameter of the model.
 
         Returns:
-            By name: "master", "exp_avg" and "exp_avg_sq", fp32 CPU tensors of the parameter's shape, and "step", how
-            often it was stepped.
+            By name: "master", and what the optimizer keeps, for Adam "exp_avg" and "exp_avg_sq": fp32 CPU tensors of
+            the parameter's shape, unless the optimizer keeps one of another shape; and "step", how often it was
+            stepped.
 
         Raises:
             ConfigError: the tensor is no trained parameter.
@@ -1021,7 +1027,13 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.take_outside_writes([number])
         views = self._parts.masters.states(number, self._step)
         all_gather_shards(self._comm, self._layout, number, [*views.values()])
-        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in views.items()}
+        forms, small = {state.name: state.form for state in self._layout.specs[number].states}, self._small_of(number)
+        shaped: dict[str, Any] = {
+            kind: codes.small(forms[kind], view, small[kind]).contiguous()
+            if kind in small
+            else self._whole(number, view)
+            for kind, view in views.items()
+        }
         progress = self._parts.parameters.held[number].progress
         return shaped | {one.name: one.value for one in progress.scalars} | {"step": progress.step}
 
@@ -1145,7 +1157,15 @@ class OffloadZero(torch.optim.Optimizer):
         if number is None or number >= self._parts.parameters.trained:
             return {}
         progress = self._parts.parameters.held[number].progress
-        return self._plan.rules[self._layout.groups[number]].shown(progress) if progress.step else {}
+        if not progress.step:
+            return {}
+        shown = self._plan.rules[self._layout.groups[number]].shown(progress)
+        return shown | {name: torch.Size(shape) for name, shape in self._small_of(number).items() if name in shown}
+
+    def _small_of(self, number: int) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of those states of a parameter that have another one, by name."""
+        whole = self._layout.specs[number].whole
+        return {} if whole is None else dict(whole.small)
 
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):
@@ -1765,9 +1785,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._health.check()
 
 
-_Changes = Mapping[tuple[int, Progress], tuple[Progress, Mapping[str, Any]]]
-"""By the number of a param group and the progress of its parameters: their next progress, and the options that change
-with it."""
+_Changes = Mapping[StepKind, tuple[Progress, Mapping[str, Any]]]
+"""By what decides it: the next progress of parameters, and the options of their group that change with it."""
 
 
 class _Update(NamedTuple):

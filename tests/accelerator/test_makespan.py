@@ -27,7 +27,7 @@ from offload.devices.copies import copier_for
 from offload.grads import staging
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
-from offload.layout import ParamSpec, StateKind, build
+from offload.layout import ParamSpec, StateKind, Whole, build
 from offload.optim import on_device
 from offload.optim.step import Step
 from offload.ranks.torch_distributed import _GroupWork
@@ -389,7 +389,10 @@ def test_matrices_that_the_device_steps_travel_while_others_are_multiplied(numbe
     made = [[torch.ones(shape).pin_memory() for _ in range(2)] for _ in range(number)]
     grad = torch.ones(shape, dtype=torch.bfloat16).pin_memory()
     (region,) = on_device.regions(
-        build([ParamSpec("matrix", 64 * 64, "unit", torch.bfloat16, 0, states=(StateKind("m"),), whole=shape)], 4096)
+        build(
+            [ParamSpec("matrix", 64 * 64, "unit", torch.bfloat16, 0, states=(StateKind("m"),), whole=Whole(shape))],
+            4096,
+        )
     )
     memory = torch.empty(region.nbytes, dtype=torch.uint8, device=device)
     matrices = on_device.MatrixMemory(memory, copier_for(device))
