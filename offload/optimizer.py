@@ -86,7 +86,7 @@ from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
 from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
-from offload.planner.placement import place
+from offload.planner.placement import Placement, place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import all_gather_shards, require_alike, together
@@ -346,10 +346,8 @@ class OffloadZero(torch.optim.Optimizer):
         require_alike(self._comm, self._plan.held, self._choice)
         start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
+        self._placement = self._place(0 if found is None else found.buffer_bytes)
         with together(self._everyone):
-            direct, room = self._plan.copier.direct, self._plan.room
-            reading_bytes = 0 if found is None else found.buffer_bytes
-            self._placement = place(self._plan.held, self._choice, direct=direct, room=room, reserved=reading_bytes)
             self._parts = parts = build(
                 undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine, self._health
             )
@@ -404,6 +402,25 @@ class OffloadZero(torch.optim.Optimizer):
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
         return original
+
+    def _place(self, reserved: int) -> Placement:
+        """Decides what is where. On each rank as many units stay on the device as where the fewest do.
+
+        Args:
+            reserved: bytes of RAM to leave free.
+
+        Raises:
+            BudgetError: if there is no room.
+            RankError: another rank failed.
+        """
+        plan = self._plan
+        placed = partial(place, plan.held, self._choice, direct=plan.copier.direct, room=plan.room, reserved=reserved)
+        with together(self._everyone):
+            placement = placed()
+        if self._comm.size > 1 and self._choice.params.streams:
+            counts = self._comm.all_gather(torch.tensor([len(placement.staying)]))
+            placement = placed(most_staying=int(counts.min()))
+        return placement
 
     # Step.
 
