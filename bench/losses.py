@@ -641,10 +641,10 @@ def draw_losses(group: Group, file: Path) -> None:
     a band goes from the least to the largest."""
     figure = new_figure(15, 4.6)
     batches, held_out, differences = figure.subplots(1, 3)
+    width = max(1, group.spec["steps"] // 40)
     for states in (name for name in COLORS if name in group.runs):
         runs = group.runs[states]
         steps = range(1, group.spec["steps"] + 1)
-        width = max(1, group.spec["steps"] // 40)
         _band(batches, steps, [smoothed(run["losses"], width) for run in runs.values()], states)
         points = [done for done, _ in next(iter(runs.values()))["held_out"]]
         curves = {seed: smoothed([loss for _, loss in run["held_out"]], 1) for seed, run in runs.items()}
@@ -666,8 +666,9 @@ def draw_losses(group: Group, file: Path) -> None:
             _band(differences, points, pairs, states)
     last = [loss for states in group.runs for loss in group.final(states).values() if math.isfinite(loss)]
     if last:
-        for axes in (batches, held_out):
-            axes.set_ylim(min(last) * 0.9, min(last) * 2.2)
+        held_out.set_ylim(min(last) * 0.9, min(last) * 2.2)
+        ends = [smoothed(run["losses"], width)[-1] for runs in group.runs.values() for run in runs.values()]
+        batches.set_ylim(min(filter(math.isfinite, ends), default=min(last)) * 0.9, min(last) * 2.2)
     differences.axhline(0, color="black", linewidth=0.8)
     plain_spread = group.spread or 0.01
     differences.set_ylim(-3 * plain_spread, 3 * plain_spread)
