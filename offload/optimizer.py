@@ -331,7 +331,7 @@ class OffloadZero(torch.optim.Optimizer):
             source.check(model)
             self._plan = plan_run(model, groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
-            params = self._plan.params[: len(self._layout.specs)]
+            params = [one.param for one in self._plan.inners[: len(self._layout.specs)]]
             self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
@@ -1119,7 +1119,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):
             raise ConfigError(f"{param!r} is no tensor: give the parameter itself, as model.get_parameter(name) does")
-        number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
+        number = self._parts.parameters.index.get(param)
         if number is None or number >= len(self._layout.specs):
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
