@@ -31,7 +31,7 @@ from offload.io.select import weights
 from offload.layout import Layout
 from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
-from offload.model.inner import Inner
+from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
 from offload.model.units import bytes_on, device_for, require_movable, require_on_mesh, require_streamable
@@ -177,6 +177,8 @@ def plan_run(
     stays = [(spec.dtype, on) for spec in shape.specs]
     moved = {i.used: s.name for n, (s, i) in pairs if n < every or (i.tensor.dtype, i.tensor.device) != stays[n]}
     require_movable(moved)
+    names = {param: name for name, param in model.named_parameters()}
+    require_movable_wrappers(inner_tensors(names), names, on)
     aliases_of(model, moved)
     tuning, inners = options.tuned, shape.inners[:every]
     return Plan(placed.choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine)

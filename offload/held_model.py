@@ -19,7 +19,7 @@ from offload.model.flat_param import CPU
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
-from offload.model.inner import Inner, inner_tensors
+from offload.model.inner import Inner, bring_along, inner_tensors
 from offload.model.meta_init import Source, materialise
 from offload.model.original import Original
 from offload.model.partition import Partitions
@@ -354,13 +354,15 @@ class HeldModel:
         """
         left, device = self._others(), self._parts.parameters.device
         for one, dtype in left:
-            if one.tensor.device != device:
+            if one.tensor.device != device and not one.is_table:
                 self._move_other(one, dtype)
+        bring_along(inner_tensors(self._model.parameters()), device)
         casts = [(one, dtype) for one, dtype in left if one.tensor.dtype is not dtype]
         self._cast_others(sorted(casts, key=lambda pair: -pair[0].tensor.numel()))
         aliased = {alias.tensor for alias in self._original.aliases}
         buffers = [(buffer, None) for buffer in self._model.buffers() if buffer not in aliased]
-        self._broadcast(chain(((one.tensor, shard_dim_of(one.param)) for one, _ in left), buffers))
+        others = ((one.tensor, shard_dim_of(one.param)) for one, _ in self._others())
+        self._broadcast(chain(others, buffers))
 
     @uninterrupted
     def _cast_others(self, casts: Iterable[tuple[Inner, torch.dtype]]) -> None:

@@ -33,7 +33,7 @@ from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.model.dense import is_dense, move_values
 from offload.model.held_param import DATA, NO_VERSION, HeldBeside, HeldParam, HeldWrapper, set_versions
-from offload.model.inner import Inner, leaves_of
+from offload.model.inner import Inner, kind_of, leaves_of
 from offload.model.unit import Unit, Units
 from offload.model.unit_memory import UnitMemory, strip
 from offload.optim.rule import Progress
@@ -392,8 +392,13 @@ class FlatParameters:
         """Moves all parameters to the CPU, or home. Streamed ones have to be released. If it raises, nothing has moved.
 
         Raises:
-            ConfigError: if some are DTensors.
+            ConfigError: if some are DTensors, or are made of several tensors.
         """
+        for one in (held for held in self.held if len(self._numbers[held.param]) > 1):
+            raise ConfigError(
+                f"{one.spec.name} is a part of a {kind_of(one.param).__name__}, which stays on {self.home}: leave out "
+                f"the call that moves the model to {device}, or move a copy of it"
+            )
         for one in (held for held in self.held if held.is_sharded):
             raise ConfigError(
                 f"{one.spec.name} is a DTensor, whose mesh is on {self.home}: a model with tensor "

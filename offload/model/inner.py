@@ -25,9 +25,11 @@ A format that is no wrapper subclass needs a row in FORMATS, and nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from offload import torch_private
@@ -174,6 +176,52 @@ def rebuilt(tensor: Any, use: Callable[[Tensor], Tensor]) -> Any:
     with torch_private.PastSubclasses():
         size, stride = tensor.size(), tensor.stride()
     return kind.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
+
+
+def require_movable_wrappers(inners: Iterable[Inner], names: Mapping[nn.Parameter, str], device: torch.device) -> None:
+    """Requires that wrappers can be on a device, to which what they are made of is going to move.
+
+    A wrapper's own device was fixed when it was made. One of each class is made there, of tensors without values.
+
+    Raises:
+        ConfigError: naming one that would still say that it is where it was.
+    """
+    seen: set[type] = set()
+    for one in inners:
+        kind = kind_of(one.param)
+        if not one.key or not is_wrapper(kind) or one.param.device == device or kind in seen:
+            continue
+        seen.add(kind)
+        made = rebuilt(one.param, partial(_without_values, device))
+        if made.device != device:
+            raise ConfigError(
+                f"{names[one.param]} is a {kind.__name__}, which keeps the device that it was made on, "
+                f"{one.param.device}, whatever its inner tensors are on: quantise the model on {device}, or into "
+                "another format"
+            )
+
+
+def _without_values(device: torch.device, leaf: Tensor) -> Tensor:
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device)
+
+
+def bring_along(inners: Iterable[Inner], device: torch.device) -> None:
+    """Brings tables to a device, and makes wrappers say that they are there. All other inner tensors are there.
+
+    A table may be somebody else's, too, so it stays where it is, and is replaced.
+    """
+    moved: dict[Tensor, Tensor] = {}
+    for one in inners:
+        if one.is_table and one.tensor.device != device:
+            if one.tensor not in moved:
+                moved[one.tensor] = one.tensor.to(device)
+            path, _, name = one.key.rpartition(".")
+            setattr(_at(one.param, path), name, moved[one.tensor])
+    for param in dict.fromkeys(one.param for one in inners if one.key and is_wrapper(kind_of(one.param))):
+        if param.device != device:
+            made = rebuilt(param, lambda leaf: leaf)
+            torch_private.swap_implementations(param, made)
+            vars(param).update(vars(made))
 
 
 def table_bytes(inners: Iterable[Inner]) -> int:

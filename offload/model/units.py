@@ -427,6 +427,11 @@ def _refuse_untrainable(
         if nn.parameter.is_lazy(buffer):
             raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
     for name, module in model.named_modules():
+        if type(module).__name__ == "Mxfp4GptOssExperts":  # its weights are in tensors of Triton, and no parameters
+            raise ConfigError(
+                f"{name} has weights in MXFP4, through which transformers does not train: load the model with "
+                "quantization_config=Mxfp4Config(dequantize=True)"
+            )
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
 

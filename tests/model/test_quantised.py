@@ -226,6 +226,16 @@ def test_a_trained_parameter_of_several_tensors_is_refused_by_name(tmp_path: Pat
         OffloadZero(model, **options("cpu", "cpu", tmp_path))
 
 
+def test_experts_in_mxfp4_are_refused_with_what_to_load(tmp_path: Path) -> None:
+    class Mxfp4GptOssExperts(nn.Linear):
+        """As transformers calls it. Its weights are no parameters."""
+
+    model = quantised()
+    model.head = Mxfp4GptOssExperts(WIDTH, 3)
+    with pytest.raises(ConfigError, match=r"head has weights in MXFP4.*Mxfp4Config\(dequantize=True\)"):
+        OffloadZero(model, **options("cpu", "device", tmp_path))
+
+
 class Packed(nn.Parameter):
     """A format that is no wrapper subclass: a scale is an attribute of an attribute."""
 
