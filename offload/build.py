@@ -34,7 +34,15 @@ from offload.model.flat_param import FlatParameters
 from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import bytes_on, device_for, require_movable, require_on_mesh, require_streamable
+from offload.model.units import (
+    bytes_on,
+    compute_dtypes,
+    device_for,
+    require_movable,
+    require_on_mesh,
+    require_streamable,
+    unquantised,
+)
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.optim.new_params import NewParameters, new_parameters
@@ -87,6 +95,7 @@ class Plan:
         room: what there is room for.
         threads: see `Tuning`.
         io_engine: see `Tuning`.
+        unquantised: what a quantised base has in 16 or 32 bits; see `units.unquantised`.
     """
 
     choice: Choice
@@ -99,6 +108,7 @@ class Plan:
     room: Room
     threads: int | None
     io_engine: str
+    unquantised: tuple[int, Sequence[str]]
 
     @property
     def layout(self) -> Layout:
@@ -181,7 +191,8 @@ def plan_run(
     require_movable_wrappers(inner_tensors(names), names, on)
     aliases_of(model, moved)
     tuning, inners = options.tuned, shape.inners[:every]
-    return Plan(placed.choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine)
+    left = unquantised(model, compute_dtypes(model, options.fp32_modules, options.compute_dtype))
+    return Plan(placed.choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left)
 
 
 def _free_on_device(copier: Copier, ranks_on_node: int) -> int:

@@ -289,7 +289,8 @@ class OffloadZero(torch.optim.Optimizer):
                 undo.enter_context(retired(one))
             del one
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-                print(self._placement.describe(self._plan.held, self._parts.run.paths, self._given), file=sys.stderr)
+                paths, left = self._parts.run.paths, self._plan.unquantised
+                print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
                 if found is not None:
                     states = "; the optimizer's states begin anew" if found.begins_states else ""
                     at = f"step {self._step}, committed {found.committed_at}"

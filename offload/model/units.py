@@ -496,6 +496,27 @@ def untrained_bytes(model: nn.Module, counted: Iterable[Inner], dtypes: Mapping[
     return of_params + table_bytes(inners) + of_buffers
 
 
+def unquantised(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> tuple[int, list[str]]:
+    """What was left out where a frozen base was quantised: its matrices, and larger tensors, in 16 or 32 bits.
+
+    Args:
+        model: the model.
+        dtypes: what it computes with; see `compute_dtypes`.
+
+    Returns:
+        The bytes that they take, and their names, the largest first; nothing if no matrix is quantised.
+    """
+    names = {param: name for name, param in model.named_parameters() if not param.requires_grad}
+    inners = inner_tensors(names)
+    if not any(one.is_part or (_is_quantised(one.tensor) and one.tensor.dim() > 1) for one in inners):
+        return 0, []
+    left = [one for one in inners if not one.is_part and one.tensor.dim() > 1 and not _is_quantised(one.tensor)]
+    beside = set(_of_quantised(model))  # scales
+    left = sorted((one for one in left if one.param not in beside), key=lambda one: -one.tensor.numel())
+    nbytes = sum(one.tensor.numel() * dtypes[one.param].itemsize for one in left)
+    return nbytes, [names[one.param] for one in left]
+
+
 def bytes_on(model: nn.Module, device: torch.device) -> int:
     """How many bytes of a model's parameters and buffers are on a device now."""
     inners = inner_tensors(model.parameters())

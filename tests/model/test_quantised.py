@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from offload.model.inner import Format, inner_tensors
 from tests.model.test_frozen import options, trained
 from tests.support.quantised import TABLE, Codes, quantised, real_bytes, weights_of
 from tests.support.streamed import in_little_memory
-from tests.support.toy import WIDTH, batch, squares, take_step
+from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
 WHERE = [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"), ("device", "cpu")]
 
@@ -192,6 +193,18 @@ def test_all_that_a_base_takes_on_the_device_is_planned(tmp_path: Path) -> None:
         planned = optimizer.stats()["peak_device_bytes"]
     gaps = 64 * 4 * len(trained(model))
     assert real <= planned < real + gaps
+
+
+def test_the_first_line_names_what_was_not_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = quantised()
+    left = 4 * (4 * WIDTH * WIDTH + 5 * WIDTH + 3 * WIDTH)  # of 4 blocks, the embedding and the head, in fp32
+    held(model, **options("cpu", "cpu", tmp_path)).close()
+    names = r"blocks\.0\.after, blocks\.1\.after and 4 others"
+    assert re.search(rf"{left / 1024:.4g} KiB of frozen ones not quantised \({names}\)", capsys.readouterr().err)
+    model = Net().requires_grad_(False)
+    model.head.requires_grad_(True)
+    held(model, **options("cpu", "cpu", tmp_path)).close()
+    assert "not quantised" not in capsys.readouterr().err
 
 
 def test_a_base_that_fails_to_be_taken_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, ResumeError, Tuning
+from offload.model.inner import inner_tensors
 from tests.support.quantised import Adapted
 from tests.support.streamed import in_little_memory
 from tests.support.toy import Block, squares, take_step
@@ -410,3 +411,23 @@ def test_a_trained_quantised_parameter_is_refused_by_name(name: str, tmp_path: P
     model.blocks[1].up.base.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"blocks\.1\.up\.base\.weight is a .*, which is made of .*Freeze it"):
         OffloadZero(model, **options("cpu", "cpu", tmp_path))
+
+
+PLANNED = {
+    "nf4": lambda: bnb_4bit(quant_type="nf4"),
+    "int8": bnb_8bit,
+    "fp8": lambda: torchao("Float8WeightOnlyConfig"),
+}
+
+
+@pytest.mark.parametrize("form", PLANNED)
+def test_a_plan_counts_what_the_libraries_make(form: str) -> None:
+    """But for tables, a few hundred bytes."""
+    from offload.cli.plan_models import _Quantised
+
+    layer = nn.Linear(512, 1024, bias=False)
+    counted = sum(param.nbytes for param in _Quantised(layer.to("meta"), form).parameters())
+    weight = PLANNED[form]()(nn.Linear(512, 1024)).weight
+    tables = [one.tensor.nbytes for one in inner_tensors([weight]) if one.is_table]
+    assert counted == sum(one.tensor.nbytes for one in inner_tensors([weight])) - sum(tables)
+    assert sum(tables) < 2048
