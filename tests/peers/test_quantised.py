@@ -431,3 +431,54 @@ def test_a_plan_counts_what_the_libraries_make(form: str) -> None:
     tables = [one.tensor.nbytes for one in inner_tensors([weight]) if one.is_table]
     assert counted == sum(one.tensor.nbytes for one in inner_tensors([weight])) - sum(tables)
     assert sum(tables) < 2048
+
+
+PRETRAINED = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("form", PRETRAINED)
+def test_qlora_by_transformers_and_peft_has_the_bits_of_the_resident_base(kind: str, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **ids, num_attention_heads=2, num_key_value_heads=1)
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / "base")
+
+    def made() -> Any:
+        given = transformers.BitsAndBytesConfig(**PRETRAINED[form], bnb_4bit_compute_dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=given, device_map="cpu", dtype=torch.float32
+        )
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, lora).train()
+
+    model, plain = made(), made()
+    with held(model, **options("cpu", "nvme", tmp_path)) as optimizer:
+        for step in range(4):
+            with torch.no_grad():
+                for name, param in adapters(plain).items():
+                    param.copy_(adapters(model)[name])
+                    param.grad = None
+            rows = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+            found, expected = (one(input_ids=rows, labels=rows).loss for one in (model, plain))
+            assert found.item() == expected.item()
+            found.backward()
+            expected.backward()
+            for name, param in adapters(model).items():
+                assert torch.equal(optimizer.grad(param), adapters(plain)[name].grad), name  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = torch.arange(4)[None]
+        made_by = [
+            one.generate(input_ids=rows, max_new_tokens=6, do_sample=False) for one in (model, plain_with(plain, model))
+        ]
+        assert torch.equal(*made_by)
+        merged = copy.deepcopy(model).merge_and_unload()
+        assert torch.equal(merged(input_ids=rows).logits, plain.merge_and_unload()(input_ids=rows).logits)
