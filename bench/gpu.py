@@ -140,6 +140,10 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "refused-pin": ("refused-pin", PLACEMENTS["cpu"]),
     "out-of-memory": ("out-of-memory", PLACEMENTS["streamed-cpu"]),
     "compiled": ("compiled", PLACEMENTS["streamed-cpu"]),
+    **{f"8bit-{name}": ("8bit", PLACEMENTS[name]) for name in ("device", "streamed-nvme")},
+    "8bit-split": ("8bit", {**PLACEMENTS["streamed-cpu"], "split_master": True}),
+    "bf16-device": ("bf16", PLACEMENTS["device"]),
+    **{f"muon-{name}": ("muon", PLACEMENTS[name]) for name in ("device", "streamed-nvme")},
 }
 """By name: what is special in the training, and the options of OffloadZero."""
 
@@ -191,6 +195,7 @@ def cases(tiny: bool) -> list[Case]:
             found.append(Case(f"profile-{placement}", "profile", {"placement": placement}, expects_s=40, limit_s=150))
     if tiny:
         found += [Case(f"profile-{name}", "profile", {"placement": name}) for name in sizes.profiled]
+    found.append(Case("muon", "muon", expects_s=60, limit_s=180))
     found.append(Case("launch-blocking", "launch_blocking", expects_s=40, limit_s=120))
     found.append(Case("memcheck", "memcheck", expects_s=90, limit_s=270))
     for layers in sizes.layers:
@@ -215,7 +220,8 @@ def suites(tiny: bool) -> list[str]:
     if tiny:
         return ["tests/gpu/test_training.py::test_a_step_moves_two_bytes_a_parameter_each_way"]
     folders = (ROOT / "tests" / name for name in ("gpu", "parity"))
-    return [str(file.relative_to(ROOT)) for folder in folders for file in sorted(folder.glob("test_*.py"))]
+    found = [str(file.relative_to(ROOT)) for folder in folders for file in sorted(folder.glob("test_*.py"))]
+    return [*found, "tests/optim/test_on_device.py", "tests/oracle/test_idioms.py"]
 
 
 # Results.

@@ -90,7 +90,7 @@ class Reentrant(GPT):
         return logits, F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
 
 
-TRAININGS = ("accumulation", "fp16", "reentrant", "torch-clip", "compiled")
+TRAININGS = ("accumulation", "fp16", "reentrant", "torch-clip", "compiled", "8bit", "bf16", "muon")
 """What is another training: its bits are compared with those of the same one with tier="cpu". What else is special
 changes no bit."""
 
@@ -175,9 +175,12 @@ class Toy:
         options |= {"tuning": tuning, "accumulation": self.accumulation}
         if self.special == "fp16":
             options["compute_dtype"] = torch.float16
+        if self.special in ("8bit", "bf16"):
+            options["states"] = self.special
         if self.special == "resumed":
             options["commit_every"] = 0
-        plain = torch.optim.AdamW(model.parameters(), lr=TOY_LR)
+        make = muon_and_adamw if self.special == "muon" else adamw
+        plain = make(dict(model.named_parameters()), TOY_LR)
         return OffloadZero(model, plain, **on_the_disk(options, model, plain, self._folder), **more)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
@@ -235,6 +238,21 @@ class Toy:
             raise AssertionError("the driver page-locked the same memory twice")
         finally:
             copier.unpin(memory)
+
+
+Make = Callable[[Mapping[str, Tensor], float], list[torch.optim.Optimizer]]
+"""Optimizers of parameters, or of their masters, by name, and of a learning rate."""
+
+
+def adamw(params: Mapping[str, Tensor], lr: float) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(params.values(), lr=lr)]
+
+
+def muon_and_adamw(params: Mapping[str, Tensor], lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, AdamW for all else."""
+    matrices = [name for name, param in params.items() if name.startswith("blocks.") and param.ndim == 2]
+    chosen = torch.optim.Muon([params[name] for name in matrices], lr=lr, adjust_lr_fn="match_rms_adamw")
+    return [chosen, *adamw({name: param for name, param in params.items() if name not in matrices}, lr)]
 
 
 def on_the_disk(options: Mapping[str, Any], model: Any, plain: Any, folder: Path) -> dict[str, Any]:
@@ -494,12 +512,35 @@ def adam_device(context: Context) -> dict[str, Any]:
         figures[f"{kernels.variant}: adam, GB/s"] = 28 * n / GB / adam_s
         figures[f"{kernels.variant}: sum of squares, GB/s"] = 2 * n / GB / sum_s
         context.say({"figures": figures})
+    figures |= small_states_on_device(scratch, master, grad, out)
+    context.say({"figures": figures})
     del scratch, kernels, out, sums, exp_avg, exp_avg_sq
     parameter = nn.Parameter(master)
     parameter.grad = grad.float()
     torch_adam = torch.optim.AdamW([parameter], fused=device.type == "cuda")
     figures["torch's adam with fp32 gradients, GB/s"] = 28 * n / GB / seconds_of(torch_adam.step)
     return {"figures": figures, "says": f"{len(figures)} figures"}
+
+
+def small_states_on_device(scratch: Tensor, master: Tensor, grad: Tensor, out: Tensor) -> dict[str, float]:
+    """GB/s of Adam with states of one byte and of two, compiled and by torch's operations."""
+    from bench.adam import DITHERED
+    from offload import native
+    from offload.devices.copies import stream_handle
+
+    n, device = len(grad), grad.device
+    figures = {}
+    for form, dtype, nbytes in (("bf16", torch.bfloat16, 20), ("8bit", torch.uint8, 16 + 4 / 64)):
+        moments = [torch.zeros(n, dtype=dtype, device=device) for _ in range(2)]
+        scales: list[Tensor | None] = [None, None]
+        if form == "8bit":
+            scales = [torch.zeros(-(-n // 64), dtype=torch.uint8, device=device) for _ in range(2)]
+        for stream in (partial(stream_handle, device), None):
+            kernels = native.load_on(scratch, stream)
+            tensors = (master, None, *moments, *scales, grad, out)
+            call = partial(kernels.call, native.ADAM_DITHERED, *tensors, scalars=DITHERED)
+            figures[f"{kernels.variant}: adam, {form} states, GB/s"] = nbytes * n / GB / seconds_of(call)
+    return figures
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -530,12 +571,13 @@ class Contestant(ABC):
 
 
 class Torch(Contestant):
-    """Plain AdamW on resident fp32 masters; the model computes in bf16."""
+    """Plain torch on resident fp32 masters; the model computes in bf16."""
 
-    def __init__(self, model: nn.Module, lr: float = 1e-4, clip: float | None = None) -> None:
-        self.masters = [param.detach().float().clone().requires_grad_() for param in model.parameters()]
+    def __init__(self, model: nn.Module, lr: float = 1e-4, clip: float | None = None, make: Make = adamw) -> None:
+        masters = {name: param.detach().float().clone().requires_grad_() for name, param in model.named_parameters()}
+        self.masters = list(masters.values())
         self.model = model.to(torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.masters, lr=lr)
+        self.optimizers = make(masters, lr)
         self._clip = clip
 
     def step(self) -> None:
@@ -544,7 +586,8 @@ class Torch(Contestant):
             master.grad = param.grad.float()
         if self._clip is not None:
             torch.nn.utils.clip_grad_norm_(self.masters, self._clip)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with torch.no_grad():
             for master, param in zip(self.masters, self.model.parameters(), strict=True):
                 param.copy_(master)
@@ -554,11 +597,11 @@ class Torch(Contestant):
 class Offload(Contestant):
     """Of this library. Args: options: of OffloadZero; where NVMe is among them, RAM is the least."""
 
-    def __init__(self, model: nn.Module, folder: Path, **options: Any) -> None:
+    def __init__(self, model: nn.Module, folder: Path, make: Make = adamw, **options: Any) -> None:
         from offload import OffloadZero
 
         self.model, self.options = model, options
-        plain = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        plain = make(dict(model.named_parameters()), 1e-4)
         chosen = on_the_disk({**options, "commit_every": None}, model, plain, folder)
         self.optimizer = OffloadZero(model, plain, **chosen)
 
@@ -645,6 +688,32 @@ def train(context: Context, placement: str, tokens: int) -> dict[str, Any]:
         context.say(result)
     spread = ", ".join(f"{name} {min(values):.3f}-{max(values):.3f} s" for name, values in times.items())
     return {**result, "seconds of steps": times, "says": f"{figures['x torch']:.2f} x torch; {spread}"}
+
+
+def muon(context: Context) -> dict[str, Any]:
+    """A step of Muon and AdamW with all states in RAM, between steps of plain torch before and after."""
+    sizes, device = context.sizes, context.device
+    torch.use_deterministic_algorithms(False)
+    times: dict[str, list[float]] = {"torch": [], "offload": []}
+    figures: dict[str, float] = {}
+    for name in ("torch", "offload", "torch"):
+        torch.accelerator.empty_cache()
+        model = new_gpt(sizes, device)
+        contestant: Contestant = (
+            Torch(model, make=muon_and_adamw)
+            if name == "torch"
+            else Offload(model, context.scratch / "run", muon_and_adamw, tier="cpu")
+        )
+        torch.accelerator.reset_peak_memory_stats()
+        with contextlib.closing(contestant):
+            data = batch(sizes.timed[0][1], sizes.model[3], device)
+            times[name] += timed_steps(contestant, data, 8)[1]
+            figures[f"{name}, GB of the device"] = torch.accelerator.max_memory_allocated() / GB
+        del model, contestant
+        figures |= {f"{name}, s a step": statistics.median(taken) for name, taken in times.items() if taken}
+        context.say({"figures": figures})
+    figures["x torch"] = figures["torch, s a step"] / figures["offload, s a step"]
+    return {"figures": figures, "seconds of steps": times, "says": f"{figures['x torch']:.2f} x torch"}
 
 
 def profile(context: Context, placement: str) -> dict[str, Any]:

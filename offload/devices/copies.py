@@ -169,8 +169,11 @@ class Copier(ABC):
         """
         return nullcontext()
 
-    def apart(self) -> AbstractContextManager[None]:
-        """A context for work that waits for nothing but what was queued in such contexts before.
+    def apart(self, place: int) -> AbstractContextManager[None]:
+        """A context for work that waits for nothing but what was queued in such contexts of the same place before.
+
+        Args:
+            place: 0 or 1.
 
         What it allocates has to be freed inside. The host waits for an event from `mark` inside.
         """
@@ -310,7 +313,7 @@ class DeviceCopier(Copier):
     """Copies to and from a device with memory of its own.
 
     There is one stream for each direction, so that both directions of the link work at once beside the compute stream,
-    and two for work that waits for neither.
+    and three for work that waits for neither.
     """
 
     direct = False
@@ -332,7 +335,7 @@ class DeviceCopier(Copier):
         self._down = stream(device, **first)
         self._up = stream(device)
         self._beside = stream(device, **first)
-        self._apart = stream(device)
+        self._apart = stream(device), stream(device)
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
         cudart = getattr(torch.get_device_module(device), "cudart", None)
         self._runtime: Any = None if cudart is None else cudart()
@@ -381,8 +384,8 @@ class DeviceCopier(Copier):
             yield
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        with self._on(self._apart):
+    def apart(self, place: int) -> Iterator[None]:
+        with self._on(self._apart[place]):
             yield
 
     @contextmanager

@@ -2,8 +2,9 @@
 
 An update of a whole matrix, such as Muon's, multiplies matrices: five rounds of Newton-Schulz take some 300 to 750 ns
 an element on a CPU thread, and about 1 ns on a GPU. So with a device that has memory of its own a matrix's master,
-states and gradient are copied there, the optimizer's class steps them, and master and states are copied back: one
-matrix after the other, in memory that is reserved for the largest. What is no matrix is stepped on the CPU.
+states and gradient are copied there, the optimizer's class steps them, and master and states are copied back. Two
+matrices of a chunk are under way at once, in memory that is reserved for two of the largest. What is no matrix is
+stepped on the CPU.
 
 Which side computes depends on the rule, the shape and the kind of device alone. So a run has the same bits wherever its
 states wait, on any number of ranks, and those are the device's.
@@ -11,20 +12,42 @@ states wait, on any number of ranks, and those are the device's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offload.devices.copies import Copier
+from offload.devices.copies import Copier, DeviceEvent
 from offload.layout import ALIGN_BYTES, ALIGN_NUMEL, Layout
 from offload.regions import Region
 from offload.run import Memory
 from offload.sizes import MASTER_ITEM_BYTES, round_up
 from offload.tiers import DEVICE
 
-MATRIX = "a matrix that is stepped there"
+MATRIX = "matrices that are stepped there"
+AT_ONCE = 2
+"""Matrices under way: with two, the link and the device's arithmetic are both busy."""
+
+Step = Callable[[list[Tensor], Tensor], None]
+"""Steps a master and its states, with the gradient."""
+
+
+class Begin(Protocol):
+    """Queues the step of a matrix on the device, on a stream of its own."""
+
+    def __call__(self, arrays: Sequence[Tensor], grad: Tensor, step: Step, then: Callable[[], object]) -> None:
+        """Queues it.
+
+        Args:
+            arrays: the master and the states, fp32, of the matrix's shape, in RAM. They get what `step` makes of their
+                copies.
+            grad: the gradient, of the same shape, in RAM.
+            step: gets the copies of `arrays`, and that of `grad`.
+            then: called, later, once `arrays` are written.
+        """
 
 
 def is_stepped_there(shape: Sequence[int]) -> bool:
@@ -33,18 +56,18 @@ def is_stepped_there(shape: Sequence[int]) -> bool:
 
 
 def regions(layout: Layout) -> list[Region]:
-    """What a `MatrixMemory` reserves: master, states and gradient of the largest matrix."""
+    """What a `MatrixMemory` reserves: master, states and gradient of the largest matrix, twice."""
     arrays = (
         (2 + len(spec.states)) * round_up(spec.numel, ALIGN_NUMEL)
         for spec in layout.specs
         if spec.whole is not None and not spec.is_frozen and is_stepped_there(spec.whole)
     )
-    nbytes = MASTER_ITEM_BYTES * max(arrays, default=0)
+    nbytes = AT_ONCE * MASTER_ITEM_BYTES * max(arrays, default=0)
     return [Region(DEVICE, MATRIX, nbytes)] if nbytes else []
 
 
 class MatrixMemory:
-    """Memory of the device for one matrix with its states.
+    """Memory of the device for two matrices with their states.
 
     Args:
         memory: of the region `MATRIX`, uint8.
@@ -52,7 +75,7 @@ class MatrixMemory:
     """
 
     def __init__(self, memory: Tensor, copier: Copier) -> None:
-        self._memory = memory
+        self._memory = memory.chunk(AT_ONCE)
         self._copier = copier
         self._is_free = copier.mark()  # of who had this memory before
 
@@ -62,28 +85,55 @@ class MatrixMemory:
         return next((MatrixMemory(piece, memory.copier) for piece in memory.take(MATRIX)), None)
 
     @contextmanager
-    def copies(self, arrays: Sequence[Tensor], grad: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Copies of a matrix on the device, the current stream of which is its own inside.
-
-        Args:
-            arrays: the master and the states, fp32, of the matrix's shape. They are what the copies are at the end.
-            grad: the gradient, of the same shape.
+    def steps(self) -> Iterator[Begin]:
+        """Steps matrices, two of which are under way: one is copied while the other one computes.
 
         Yields:
-            The copies of `arrays`, and that of `grad`.
+            What queues a matrix. At the end of the block all have ended. If the block raises, the device is waited for,
+            so nothing is written any more.
         """
-        with self._copier.apart():
+        under_way: deque[tuple[DeviceEvent, Callable[[], object]]] = deque()
+        number = 0
+
+        def end() -> None:
+            done, then = under_way.popleft()
+            done.wait()
+            then()
+
+        def begin(arrays: Sequence[Tensor], grad: Tensor, step: Step, then: Callable[[], object]) -> None:
+            nonlocal number
+            if len(under_way) == AT_ONCE:
+                end()
+            place = number % AT_ONCE
+            number += 1
+            under_way.append((self._queue(place, arrays, grad, step), then))
+
+        try:
+            yield begin
+            while under_way:
+                end()
+        except BaseException:
+            for place in range(AT_ONCE):
+                with self._copier.apart(place):
+                    self._copier.mark().wait()
+            raise
+
+    def _queue(self, place: int, arrays: Sequence[Tensor], grad: Tensor, step: Step) -> DeviceEvent:
+        """Queues what `Begin` describes, in one of the two places.
+
+        Returns:
+            An event after all of it.
+        """
+        with self._copier.apart(place), torch.no_grad():
             self._is_free.wait_on_device()
             start, there = 0, []
             for source in (*arrays, grad):
-                piece = self._memory[start : start + source.numel() * source.element_size()]
+                piece = self._memory[place][start : start + source.numel() * source.element_size()]
                 there.append(piece.view(source.dtype).view(source.shape))
                 there[-1].copy_(source, non_blocking=True)
                 start = round_up(start + len(piece), ALIGN_BYTES)
             *copies, gradient = there
-            yield copies, gradient
-            with torch.no_grad():
-                for array, copy in zip(arrays, copies, strict=True):
-                    array.copy_(copy, non_blocking=True)
-            done = self._copier.mark()
-        done.wait()
+            step(copies, gradient)
+            for array, copy in zip(arrays, copies, strict=True):
+                array.copy_(copy, non_blocking=True)
+            return self._copier.mark()

@@ -578,8 +578,8 @@ class Needs:
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
-            where = DEVICE if matrices else memory
-            found.append(Region(where, TEMPORARIES, choice.states.temporary_bytes, is_lent=False))
+            where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
+            found.append(Region(where, TEMPORARIES, at_once * choice.states.temporary_bytes, is_lent=False))
         return found + matrices
 
     @property

@@ -7,6 +7,7 @@ which its threads work.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,9 +23,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadZero, Tuning
+from offload.devices.copies import copier_for
 from offload.grads import staging
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
+from offload.layout import ParamSpec, StateKind, build
+from offload.optim import on_device
 from offload.optim.step import Step
 from offload.ranks.torch_distributed import _GroupWork
 from tests import simulated_device
@@ -375,6 +379,33 @@ def test_a_units_parameters_travel_while_the_one_before_it_computes() -> None:
     products = [one for one in spans if one.name in ("aten::mm", "aten::addmm")]
     under = [any(p.start_s < u.end_s and u.start_s < p.end_s for p in products) for u in uploads]
     assert sum(under) > 0.8 * len(under)
+
+
+@pytest.mark.parametrize(("number", "product_s"), [(1, 1.0), (7, 0.3), (8, 3.0)])
+def test_matrices_that_the_device_steps_travel_while_others_are_multiplied(number: int, product_s: float) -> None:
+    """Streams share neither link nor arithmetic here: each of two takes every second matrix, and waits for nothing."""
+    device, shape = torch.device("simulated:0"), (64, 64)
+    made = [[torch.ones(shape).pin_memory() for _ in range(2)] for _ in range(number)]
+    grad = torch.ones(shape, dtype=torch.bfloat16).pin_memory()
+    (region,) = on_device.regions(
+        build([ParamSpec("matrix", 64 * 64, "unit", torch.bfloat16, 0, states=(StateKind("m"),), whole=shape)], 4096)
+    )
+    memory = torch.empty(region.nbytes, dtype=torch.uint8, device=device)
+    matrices = on_device.MatrixMemory(memory, copier_for(device))
+    simulated_device.set_delays(0, 0)
+    up_bytes, down_bytes = 64 * 64 * (4 + 4 + 2), 64 * 64 * (4 + 4)
+
+    def step(copies: list[Tensor], grad: Tensor) -> None:
+        torch.mm(copies[0], copies[1])
+
+    with simulated_device.virtual_time(up_bytes, product_s):  # a second for what a matrix needs
+        began = simulated_device.host_s()
+        with matrices.steps() as begin:
+            for arrays in made:
+                begin(arrays, grad, step, lambda: None)
+        took = simulated_device.host_s() - began
+    wanted = math.ceil(number / 2) * (1 + product_s + down_bytes / up_bytes)
+    assert took == pytest.approx(wanted, rel=0.01)
 
 
 def draw(file: Path, runs: dict[str, list[simulated_device.Span]]) -> None:

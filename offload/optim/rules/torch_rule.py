@@ -281,17 +281,19 @@ class TorchRule(Rule):
         return task
 
     def _whole_task(self, memory: SegmentMemory, scalars: Any) -> Task:
+        def step_there(copies: list[Tensor], grad: Tensor) -> None:
+            self._step(copies, grad, copies[0], *scalars)
+
         def work(low: int, high: int) -> None:
-            for span in memory.spans:
-                at = slice(span.start, span.start + span.numel)
-                arrays = [array[at].view(span.shape) for array in memory.arrays]
-                grad, out = memory.grad[at].view(span.shape), memory.out[at].view(span.shape)
-                if memory.matrices is None or not is_stepped_there(span.shape):
-                    self._step(arrays, grad, out, *scalars)
-                    continue
-                with memory.matrices.copies(arrays, grad) as (copies, gradient):
-                    self._step(copies, gradient, copies[0], *scalars)
-                _write_rounded(arrays[0], out)
+            with memory.matrices.steps() if memory.matrices else nullcontext() as begin:
+                for span in memory.spans:
+                    at = slice(span.start, span.start + span.numel)
+                    arrays = [array[at].view(span.shape) for array in memory.arrays]
+                    grad, out = memory.grad[at].view(span.shape), memory.out[at].view(span.shape)
+                    if begin is None or not is_stepped_there(span.shape):
+                        self._step(arrays, grad, out, *scalars)
+                    else:
+                        begin(arrays, grad, step_there, partial(_write_rounded, arrays[0], out))
 
         # The caller alone calls torch, whose threads share.
         return Task(work, 0, 1, written=(*memory.arrays, memory.out))
