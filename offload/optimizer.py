@@ -60,6 +60,7 @@ from offload.model import written_frozen
 from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
+from offload.model.inner import is_wrapper, kind_of
 from offload.model.meta_init import Init, Source, source_of
 from offload.model.original import Original
 from offload.model.states import States
@@ -1391,7 +1392,7 @@ class OffloadZero(torch.optim.Optimizer):
         Raises:
             PathError: it is no directory, or has an export already.
             BudgetError: the disk lacks space, or RAM lacks room for the whole tensors.
-            ConfigError: safetensors cannot hold a name or a dtype.
+            ConfigError: safetensors cannot hold a name, a dtype, or a wrapper around other tensors.
             StaleParameterError: a parameter was written to, through a view from before the last step, while its new
                 value was pending.
             TierIOError: the disk failed.
@@ -1408,6 +1409,7 @@ class OffloadZero(torch.optim.Optimizer):
         writes = ranks.rank == 0 or not is_shared
         agreed = partial(together, ranks) if is_shared else nullcontext
         with agreed():
+            _require_plain(tensors)
             self._require_room_for_whole(tensors.values())
         for name, tensor in tensors.items():
             if is_dtensor(tensor):
@@ -1770,3 +1772,17 @@ def _committed(found: RecoveryPlan | None) -> Committed:
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     yield memory_of(tensor.cpu())
+
+
+def _require_plain(tensors: Mapping[str, Tensor]) -> None:
+    """Requires that an export's tensors have elements of their own.
+
+    Raises:
+        ConfigError: naming the first one that is a quantised wrapper.
+    """
+    for name, tensor in tensors.items():
+        if is_wrapper(kind_of(tensor)) and not is_dtensor(tensor):
+            raise ConfigError(
+                f"{name} is a {kind_of(tensor).__name__}, which safetensors cannot hold: save what is trained "
+                "({name: p for name, p in model.named_parameters() if p.requires_grad}), or save as its library does"
+            )

@@ -148,6 +148,16 @@ def test_a_streamed_base_is_saved_copied_moved_and_loaded(tmp_path: Path) -> Non
         assert torch.equal(pickle.loads(pickled).dequantise(), weights_of(plain)[0].dequantise())
 
 
+def test_an_export_of_wrappers_is_refused_by_name(tmp_path: Path) -> None:
+    model = quantised()
+    with (
+        held(model, **options("cpu", "cpu", tmp_path)) as optimizer,
+        pytest.raises(ConfigError, match=r"blocks\.0\.up\.base\.weight is a Codes, which safetensors cannot hold"),
+    ):
+        optimizer.export(tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 def test_what_is_written_to_a_scale_counts_and_is_committed(tmp_path: Path) -> None:
     given = options("nvme", "nvme", tmp_path, commit_every=1)
     model, plain = quantised(), quantised()
