@@ -313,7 +313,7 @@ def test_a_streamed_base_is_saved_copied_and_read_as_a_plain_one(name: str, tmp_
 
 def as_plain(value: Any) -> Tensor:
     """The values of what a state_dict has, whatever it is."""
-    dequantise = getattr(value, "dequantize", None) or getattr(value, "get_original_weight", None)
+    dequantise = getattr(value, "get_original_weight", None) or getattr(value, "dequantize", None)
     return dequantise() if type(value) is not Tensor and dequantise is not None and value.is_floating_point() else value
 
 
