@@ -33,11 +33,10 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from bench.limits import BETAS, EPS, LR, SCALARS, STEP, WEIGHT_DECAY, States, allocate
+from bench.limits import BETAS, DITHERED, EPS, LR, SCALARS, STEP, WEIGHT_DECAY, States, allocate, small_moments
 from bench.report import Json, Out, Report, Rounds, Save, Table, note, ratio, run, spread
 from offload import native
 from offload.cli.plots import new_figure
-from offload.native import DitheredScalars
 
 JOBS = {"fp32": 28, "mixed": 28, "split": 26, "bf16": 18, "8bit": 14 + 4 / 64}
 """Bytes a parameter that each moves."""
@@ -93,7 +92,7 @@ class Result:
 def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
     """The implementations that run on this machine, each called once to warm up."""
     torch.set_num_threads(threads)
-    if job in ("split", *SMALL):
+    if job in ("split", "bf16", "8bit"):
         return split_contestants(states, job, threads)
     grad, out = (states.grad.float(), None) if job == "fp32" else (states.grad, states.out)
     state = (states.master, states.exp_avg, states.exp_avg_sq)
@@ -110,10 +109,6 @@ def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
     return calls
 
 
-SMALL = ("bf16", "8bit")
-DITHERED = DitheredScalars.at(step=STEP, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
-
-
 def split_contestants(states: States, job: str, threads: int) -> dict[str, Step]:
     """The same for split masters. The moments are those of a first step, so that they are ordinary numbers."""
     n, low, param = states.n, allocate(states.n, torch.int16), states.out
@@ -126,10 +121,7 @@ def split_contestants(states: States, job: str, threads: int) -> dict[str, Step]
             tensors = (param, low, states.exp_avg, states.exp_avg_sq, states.grad, param)
             calls[f"offload {variant}"] = partial(kernels.call, native.ADAM_SPLIT, *tensors, scalars=SCALARS)
             continue
-        dtype = torch.bfloat16 if job == "bf16" else torch.uint8
-        m, v = (allocate(n, dtype) for _ in range(2))
-        scales = [allocate(-(-n // 64), torch.uint8) for _ in range(2)] if job == "8bit" else [None, None]
-        small = (low, param, m, v, *scales, states.grad, param)
+        small = (low, param, *small_moments(n, job), states.grad, param)
         calls[f"offload {variant}"] = partial(kernels.call, native.ADAM_DITHERED, *small, scalars=DITHERED)
     for call in calls.values():
         call()

@@ -524,7 +524,7 @@ def adam_device(context: Context) -> dict[str, Any]:
 
 def small_states_on_device(scratch: Tensor, master: Tensor, grad: Tensor, out: Tensor) -> dict[str, float]:
     """GB/s of Adam with states of one byte and of two, compiled and by torch's operations."""
-    from bench.adam import DITHERED
+    from bench.limits import DITHERED
     from offload import native
     from offload.devices.copies import stream_handle
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from offload.devices.copies import HostCopier
 from offload.io.engine import IOFuture
 from offload.io.select import open_engine
-from offload.native import ADAM, AdamScalars, load
-from offload.sizes import PAGE_BYTES, round_up
+from offload.native import ADAM, ADAM_DITHERED, AdamScalars, DitheredScalars, load
+from offload.sizes import DITHER_BLOCK, PAGE_BYTES, round_up
 from offload.storage.arena import Arena
 
 EACH_WAY = (2, 4, 8)
@@ -27,6 +27,7 @@ CPU's cache makes the same drive look faster."""
 LR, BETAS, EPS, WEIGHT_DECAY, STEP = 1e-4, (0.9, 0.999), 1e-8, 0.01, 100
 T = TypeVar("T")
 SCALARS = AdamScalars.at(step=STEP, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
+DITHERED = DitheredScalars.at(step=STEP, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
 
 
 class Disk:
@@ -130,22 +131,43 @@ def allocate(n: int, dtype: torch.dtype) -> Tensor:
     return Arena(n * dtype.itemsize, HostCopier()).carve(n * dtype.itemsize).view(dtype)
 
 
-class Adam:
-    """The Adam kernel alone, on states in RAM, with `chunk` elements in each call."""
+def small_moments(n: int, form: str) -> list[Tensor | None]:
+    """Adam's moments of n parameters, all 0, and their scales, as ADAM_DITHERED takes them. Args: form: "bf16" or
+    "8bit"."""
+    dtype, scales = (torch.bfloat16, 0) if form == "bf16" else (torch.uint8, 2)
+    moments = [allocate(n, dtype).zero_() for _ in range(2)]
+    return [*moments, *([allocate(-(-n // DITHER_BLOCK), dtype).zero_() for _ in range(scales)] or (None, None))]
 
-    def __init__(self, n: int, chunk: int) -> None:
+
+class Adam:
+    """The Adam kernel alone, on states in RAM, with `chunk` elements in each call.
+
+    Args: chunk: a multiple of 64; form: of the moments, as OffloadZero's option `states` says it.
+    """
+
+    def __init__(self, n: int, chunk: int, form: str = "fp32") -> None:
         self._states, self._chunk, self._kernels = States(n), chunk, load()
+        self._small = None if form == "fp32" else small_moments(n, form)
         self.setup = f"{self._kernels.threads} threads, kernel {self._kernels.variant}"
+        if self._small is not None:
+            self.run()  # so that moments are ordinary numbers
 
     def run(self) -> float:
         """Updates all states once. Returns: the seconds that it took."""
         states, start = self._states, time.perf_counter()
         for at in range(0, states.n, self._chunk):
             part = slice(at, at + self._chunk)
-            moments = (states.exp_avg[part], states.exp_avg_sq[part])
-            self._kernels.call(
-                ADAM, states.master[part], *moments, states.grad[part], states.out[part], scalars=SCALARS
-            )
+            master, grad, out = states.master[part], states.grad[part], states.out[part]
+            if self._small is None:
+                moments = (states.exp_avg[part], states.exp_avg_sq[part])
+                self._kernels.call(ADAM, master, *moments, grad, out, scalars=SCALARS)
+                continue
+            m, v, *scales = self._small
+            blocks = slice(at // DITHER_BLOCK, -(-(at + self._chunk) // DITHER_BLOCK))
+            assert m is not None
+            assert v is not None
+            of_part = (m[part], v[part], *(None if scale is None else scale[blocks] for scale in scales))
+            self._kernels.call(ADAM_DITHERED, master, None, *of_part, grad, out, first=at, scalars=DITHERED)
         return time.perf_counter() - start
 
     def close(self) -> None:

@@ -4,7 +4,7 @@
 the larger of
 
     disk    the bytes that the step moved, through the same engine, reading and writing at once, nothing computed
-    kernel  Adam on as many states in RAM; with --states bf16 or 8bit this is the kernel of fp32 states, which is faster
+    kernel  Adam on as many states in RAM, in the form of --states, with whole masters
 
 With --commit-every N, two optimizers take turns instead: one with a commit every N steps, one without any. The limit is
 the step without commits plus the time in which the disk alone writes what the commits wrote. With --resume, a committed
@@ -215,7 +215,7 @@ def beside_limits(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[lis
     most = max(cases, key=lambda case: case.streamed)
     results = []
     with (
-        closing(Adam(most.n, most.width**2)) as adam,
+        closing(Adam(most.n, most.width**2, most.states)) as adam,
         closing(Disk(folder, max(most.streamed, 1), most.length)) as disk,
     ):
         disk.search()

@@ -52,6 +52,8 @@ from offload.demo.text import Batches
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
 Spec = dict[str, Any]
+CHUNKS_IN_SLOT = {"fp32": 3.0, "bf16": 2.0, "8bit": 1.5 + 2 / 4 / 64}
+"""Bytes of states by those of their fp32 masters, which are the bytes of a chunk."""
 SLOT_MARGIN = 64 << 10
 """More than a slot of the swap file has beyond its states: header, padding."""
 
@@ -125,8 +127,8 @@ class Torch(Trainer):
 
 
 class Offload(Trainer):
-    """This library. Its options: tier, and param_tier and grad_tier if given; chunk, in bytes; buffers: how many chunks
-    fit in RAM beyond the least that works."""
+    """This library. Its options: tier, and param_tier, grad_tier and states if given; chunk, in bytes; buffers: how
+    many chunks fit in RAM beyond the least that works."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         from offload import OffloadZero, Tuning
@@ -136,10 +138,11 @@ class Offload(Trainer):
         adamw = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
         tuning = Tuning(chunk=options["chunk"])
         tiers: dict[str, Any] = {name: options.get(name) for name in ("param_tier", "grad_tier")}
+        tiers["states"] = states = options.get("states", "fp32")
         places: dict[str, Any] = {"tier": options["tier"], "tuning": tuning} | tiers
         if options["tier"] == "nvme":
             least = least_cpu_memory(model, adamw, tuning=tuning, **tiers)
-            room = options["buffers"] * (3 * options["chunk"] + SLOT_MARGIN)
+            room = options["buffers"] * (int(CHUNKS_IN_SLOT[states] * options["chunk"]) + SLOT_MARGIN)
             places |= {"path": spec["path"], "cpu_memory": least + room, "commit_every": None}
         self._optimizer = OffloadZero(model, adamw, **places)
         self.model = model

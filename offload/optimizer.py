@@ -162,9 +162,9 @@ class OffloadZero(torch.optim.Optimizer):
             is removed when that is committed. See `resumed`.
         resume_states: "committed": the run goes on with the states of its optimizer, which has to be of the same class
             and keep the same arrays in the same form. "convert": they become what `states` says, and are rounded where
-            that is smaller. "anew": it goes on with any optimizer, whose states and hyper-parameters begin
-            anew, and the masters and the number of the step are those of the commit. Each resume with it begins them
-            again.
+            that is smaller; so do those of commits that `load_state_dict` goes to. "anew": it goes on with any
+            optimizer, whose states and hyper-parameters begin anew, and the masters and the number of the step are
+            those of the commit. Each resume with it begins them again.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
             may be larger than the device. None: where it is; for the meta device, the CPU.
         init: where the values of a model come from that was built on the meta device: a function that is called with
@@ -740,6 +740,8 @@ class OffloadZero(torch.optim.Optimizer):
     def _fits_states(self, active: Sequence[int], factor: float) -> bool:
         """Whether no gradient is too large for moments in codes, or the step is skipped.
 
+        A gradient counts with the weight decay that the step adds to it.
+
         Args:
             active: the numbers of the parameters that have a gradient.
             factor: the factor of all gradients.
@@ -751,20 +753,49 @@ class OffloadZero(torch.optim.Optimizer):
             return True
         scale, gradients = self._parts.scale, self._parts.gradients
         those = [number for number in active if number in self._dithered]
+        decays = self._decays(those)
         largest = max((abs(scale.relative(number)) for number in those), default=0.0) * abs(factor)
-        if gradients.norm(active) * largest < MOST_OF_CODES:
+        if gradients.norm(active) * largest + sum(decays.values()) < MOST_OF_CODES:
             return True
         norms = zip(those, gradients.norms(those), strict=True)
-        bad = [number for number, norm in norms if norm * abs(factor * scale.relative(number)) >= MOST_OF_CODES]
+        sizes = {number: norm * abs(factor * scale.relative(number)) for number, norm in norms}
+        # A NaN, which only a weight can be here, is no smaller either.
+        bad = [number for number in those if not sizes[number] + decays.get(number, 0.0) < MOST_OF_CODES]
         if bad and not self._skips_nonfinite:
             name = self._layout.specs[bad[0]].name
+            has_decay, way_out = "", "clip gradients, or call"
+            if bad[0] in decays and sizes[bad[0]] < MOST_OF_CODES:
+                has_decay = f", with its weight decay of up to {decays[bad[0]]:.3g},"
+                way_out = "look at these weights; to go on without this batch, call"
             raise NonFiniteGradientError(
-                f"the gradient of {name} has a norm of {MOST_OF_CODES:.3g} or more, and its square has no room in "
-                f'states="{self._choice.states.form}"; the optimizer\'s state is untouched: clip gradients, or call '
+                f"the gradient of {name}{has_decay} has a norm of {MOST_OF_CODES:.3g} or more, and its square has no "
+                f'room in states="{self._choice.states.form}"; the optimizer\'s state is untouched: {way_out} '
                 'zero_grad() and go on with the next batch, or choose nonfinite="skip"',
                 parameter=name,
             )
         return not bad
+
+    def _decays(self, numbers: Sequence[int]) -> dict[int, float]:
+        """The most that a step adds to an element of a gradient as weight decay, of each parameter where it does.
+
+        It takes a pass over these parameters, which fetches those that stream. All ranks call it alike.
+        """
+        groups, rules = self._layout.groups, self._plan.rules
+        factors = {n: rules[groups[n]].decay_in_gradient(self.param_groups[groups[n]]) for n in numbers}
+        decayed = [number for number, factor in factors.items() if factor and self._layout.specs[number].numel]
+        largest = []
+        for number in decayed:
+            held = self._parts.parameters.held[number]
+            with (
+                self._held.access.gathered(held.tensor, writable=False),
+                torch_private.PastSubclasses(),
+                torch.no_grad(),
+            ):
+                largest.append(torch.linalg.vector_norm(held.local, math.inf).double().cpu())
+        if decayed and self._everyone.size > 1:
+            largest = list(self._everyone.all_gather(torch.stack(largest)).amax(0))
+        # A master is the parameter before it was rounded, by 2^-8 of it at most.
+        return {n: factors[n] * float(one) * (1 + 2**-7) for n, one in zip(decayed, largest, strict=True)}
 
     def _agreed_update(self, active: Sequence[int]) -> _Update | None:
         """What the step does, the same on all ranks. Nothing is changed.
@@ -1563,7 +1594,9 @@ class OffloadZero(torch.optim.Optimizer):
             state_dict: what `state_dict()` returned, in this process or in an earlier one.
 
         Raises:
-            ResumeError: that commit is gone, the groups do not match, or, over several ranks, it is of another step.
+            ResumeError: that commit is gone, the groups do not match, its states are in another form and are not to
+                become, or cannot become, those of this run (`resume_states`), or, over several ranks, it is of another
+                step.
             ConfigError: `state_dict` is no mapping, or a hyper-parameter is out of range.
             PathError: a directory or a file cannot be used.
             BudgetError: the disk has no space for a snapshot of the last commit, which a state dict names.

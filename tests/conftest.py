@@ -48,12 +48,14 @@ SHARING = ("tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
 """Where the tests of a file compare with the same few trainings, each of which a process keeps."""
 PRODUCTS = (
     "tests/accelerator/",
+    "tests/checkpoint/",
     "tests/cli/",
     "tests/distributed/",
     "tests/faults/",
     "tests/gpu/",
     "tests/model/",
     "tests/native/",
+    "tests/optim/",
     "tests/oracle/",
     "tests/parity/",
     "tests/planner/",

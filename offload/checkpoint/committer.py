@@ -487,16 +487,21 @@ class Commits:
             name: what a state dict calls the commit.
 
         Raises:
-            ResumeError: there is none, or it is of another model.
+            ResumeError: there is none, it is of another model, or has states in another form that cannot become those
+                of this run, or are not to.
             CorruptionError: what was read is damaged.
             PathError: a file or directory cannot be used.
             TierIOError: a disk or its file system failed.
         """
         home, files = self._home, self._files
         if (directory := self._snapshot_called(step, name)) is not None:
-            reader = Reader([path / directory for path in self._paths], files)
-            if found := differences(reader.manifests[0], self._wanted):
-                raise ResumeError(f"{home / directory} is of another model:\n" + "\n".join(found))
+            with ExitStack() as undo:
+                reader = undo.enter_context(Reader([path / directory for path in self._paths], files))
+                found = differences(reader.manifests[0], self._wanted, converts=self._choice.converts_states)
+                if found:
+                    raise ResumeError(f"{home / directory} cannot be gone back to:\n" + "\n".join(found))
+                self._require_convertible(reader)
+                undo.pop_all()
             return reader
         steps = sorted(record.step for record in records_in(home, files).values())
         last = "nothing" if self.last is None else f"step {self.last.step}"
@@ -525,6 +530,23 @@ class Commits:
         carried = carried_in(reader.extra())
         source = _id_of(reader.commit, carried.source)
         self.commit(_nothing, reader.commit.step, progress, groups, carried._replace(source=source))
+
+    def _require_convertible(self, reader: Reader) -> None:
+        """Reads the states that are in another form in a commit, if there are any, before anything is changed.
+
+        Raises:
+            ResumeError: they are to be rounded, and are not finite.
+            CorruptionError: what was read is damaged.
+            TierIOError: a disk or its file system failed.
+        """
+        converts = {name for name, _ in in_other_forms(reader.manifests[0], self._wanted)}
+        if not converts:
+            return
+        what = copy_ranges(reader.manifests, self._layout, self._wanted.slice)
+        order = sorted(what, key=lambda at: what[at][0].target)
+        for at, states in zip(order, reader.slots(order), strict=True):
+            for copied in what[at]:
+                self._masters.require_convertible(copied, states, converts)
 
     def _take_values(self, reader: Reader, *, begins_states: bool = False) -> None:
         """Copies states and parameters from the commit of `reader`. Every slot is read once.

@@ -179,6 +179,31 @@ class MasterWeights:
         self._parameters.bump_versions(range(len(self._layout.specs)))
         self._forget_writes(self._held)
 
+    def require_convertible(
+        self, copied: CopyRange, states: Mapping[str, Tensor], converted: Container[str] = ()
+    ) -> None:
+        """Looks at one range of committed states.
+
+        Args:
+            copied: the range.
+            states: whole fp32 states of its slot.
+            converted: the names of parameters whose states were committed in another form.
+
+        Raises:
+            ResumeError: states are to be rounded that are not finite.
+        """
+        name = self._layout.specs[self._layout.chunks[copied.target].piece_at(copied.target_start).param].name
+        if name not in converted:
+            return
+        elements = _elements(copied, states)
+        for state in self._states_of(copied.target):
+            is_rounded = state.name in elements and not state.form.is_exact
+            if is_rounded and not bool(elements[state.name].isfinite().all()):
+                raise ResumeError(
+                    f"{state.name} of {name} has NaN or Inf, and would make those around it useless in the form "
+                    f'{state.form.name}: resume with the states as they were committed, or with states="fp32"'
+                )
+
     def _copy_range(
         self,
         lease: Lease,
@@ -188,21 +213,12 @@ class MasterWeights:
         converted: Container[str],
     ) -> None:
         """Copies one range of committed states, and makes the parameters from it."""
+        self.require_convertible(copied, states, converted)
         into = slice(copied.target_start, copied.target_start + copied.numel)
-        elements = {
-            kind: state[copied.source_start : copied.source_start + copied.numel] for kind, state in states.items()
-        }
+        elements = _elements(copied, states)
         chunk = self._layout.chunks[lease.chunk]
         kinds = self._states_of(lease.chunk)
         piece = chunk.piece_at(copied.target_start)
-        name = self._layout.specs[piece.param].name
-        for state in kinds:
-            is_rounded = name in converted and state.name in elements and not state.form.is_exact
-            if is_rounded and not bool(elements[state.name].isfinite().all()):
-                raise ResumeError(
-                    f"{state.name} of {name} has NaN or Inf, and would make those around it useless in the form "
-                    f'{state.form.name}: resume with the states as they were committed, or with states="fp32"'
-                )
         offset = piece.param_offset + copied.target_start - piece.chunk_offset
         for block in _blocks([Piece(piece.param, offset, copied.target_start, copied.numel)]):
             at = slice(block.chunk_offset - copied.target_start, block.chunk_offset - copied.target_start + block.numel)
@@ -384,6 +400,12 @@ class MasterWeights:
         """A view of the elements of a piece in the model, 1-D."""
         param = flattened(self._parameters.locals[piece.param])
         return param[piece.param_offset : piece.param_offset + piece.numel]
+
+
+def _elements(copied: CopyRange, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a range takes of the whole states of its slot."""
+    at = slice(copied.source_start, copied.source_start + copied.numel)
+    return {kind: state[at] for kind, state in states.items()}
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:

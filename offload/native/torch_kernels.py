@@ -35,7 +35,9 @@ _TORCH_BLOCK = 32768  # elements: temporaries stay in the second-level cache, an
 
 
 _DITHERED_BLOCK = SUM_BLOCK
-"""Elements, of steps with moments of one or two bytes: each takes some 64 bytes of the allocator's."""
+"""Elements at a time, of steps with moments of one or two bytes, whose temporaries are the allocator's."""
+_DITHERED_BYTES = 32
+"""More than the allocator gives for each of these elements at once: 28 for moments of a byte, 24 for those of two."""
 
 
 class _Scratch(threading.local):
@@ -325,6 +327,15 @@ def scratch_bytes(largest: int) -> int:
         largest: the number of elements of the largest tensor that they are given.
     """
     return 8 * _block(largest)
+
+
+def dithered_bytes(largest: int) -> int:
+    """How many bytes steps with moments of one or two bytes take of the device's allocator at once.
+
+    Args:
+        largest: the number of elements of the largest tensor that they are given.
+    """
+    return _DITHERED_BYTES * min(_DITHERED_BLOCK, largest)
 
 
 def _block(largest: int) -> int:

@@ -203,6 +203,10 @@ class Rule(ABC):
             scale: the factor of the gradients.
         """
 
+    def decay_in_gradient(self, group: Mapping[str, Any]) -> float:
+        """By what a step multiplies a parameter before it adds that to its gradient."""
+        return 0.0
+
     def shown(self, progress: Progress) -> dict[str, Any]:
         """The state of a parameter as the class names it: numbers, tensors of shape (), and None for each array."""
         return scalars_of(progress) | dict.fromkeys(progress.arrays)

@@ -22,7 +22,7 @@ from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
-from offload.native.torch_kernels import scratch_bytes
+from offload.native.torch_kernels import dithered_bytes, scratch_bytes
 from offload.optim import new_params, on_device
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
@@ -59,7 +59,7 @@ STAGED = "commits"
 """What the regions of `Placement.staged` are called. Those of other pools are called as `ChunkKind` says."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
-TEMPORARIES = "temporaries of optimizers that torch runs"
+TEMPORARIES = "temporaries of steps that torch runs"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
@@ -576,6 +576,9 @@ class Needs:
         if choice.states.tier == DEVICE and not self.direct:
             largest = max((spec.numel for spec in self.layout.specs), default=0)
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
+            dithered = max((spec.numel for spec in self.layout.specs if is_dithered(spec.states)), default=0)
+            if dithered:  # also where they are compiled: the driver may refuse that
+                found.append(Region(DEVICE, TEMPORARIES, dithered_bytes(dithered), is_lent=False))
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)

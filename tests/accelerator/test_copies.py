@@ -17,6 +17,7 @@ from offload.devices.copies import DeviceCopier
 from offload.model.transfer import UnitTransfers
 from tests import simulated_device
 from tests.support import models
+from tests.support.cases import often
 from tests.support.scripts import run_code
 
 pytestmark = [
@@ -81,7 +82,9 @@ print(sorted(simulated_device.contexts()))
 """
 
 
-@pytest.mark.parametrize("tiers", ["cpu device", "cpu cpu", "nvme nvme", "device device"])
+@pytest.mark.parametrize(
+    "tiers", often(["cpu device", "cpu cpu", "nvme nvme", "device device"], "nvme nvme", "device device")
+)
 def test_a_model_on_the_second_device_leaves_the_first_alone(tiers: str, tmp_path: Path) -> None:
     done = run_code(SECOND, tiers, *([str(tmp_path / "run")] if "nvme" in tiers else []))
     errors = [line for line in done.stderr.splitlines() if not line.startswith("offload: ")]

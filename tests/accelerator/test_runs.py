@@ -22,6 +22,7 @@ from offload.native.torch_kernels import scratch_bytes
 from offload.storage.device_store import DeviceArena
 from tests import simulated_device
 from tests.support import models
+from tests.support.cases import products
 from tests.support.device import refuse_launches
 from tests.support.interrupted import interrupted_at
 from tests.support.scripts import run_code
@@ -580,8 +581,10 @@ def test_activations_beyond_the_devices_memory_go_on_to_slower_tiers(
     assert (found["activation_read_bytes"] > 0) is has_path
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "all saved"])
-@pytest.mark.parametrize("place", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("place", "recompute"),
+    products(["device", "cpu", "nvme"], [True, False], often=[("device", False), ("nvme", True)]),
+)
 def test_activations_of_changing_lengths_leave_no_holes_on_the_device(
     place: str, recompute: bool, tmp_path: Path
 ) -> None:

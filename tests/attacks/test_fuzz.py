@@ -18,7 +18,7 @@ from offload.storage.swap_format import HEADER_BYTES, parse_header, parse_superb
 from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_RULES, VALID_SUPERBLOCK
 from tests.support.committed import RUN, superblock_of
 
-EXAMPLES = 500
+EXAMPLES = 250
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 JSON = st.recursive(

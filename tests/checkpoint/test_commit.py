@@ -40,7 +40,8 @@ from tests.support.damage import flipped
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 HERE = Path("/run")
-CUTS = 2000
+cuts = pytest.mark.parametrize("cuts", [400, pytest.param(4000, marks=pytest.mark.slow)])
+"""How many times the power is cut, each time at another moment."""
 
 
 def at(step: int, rank: int = 0, world: int = 1) -> Manifest:
@@ -112,10 +113,11 @@ def operations_of_a_commit() -> int:
     return files.operations - first
 
 
-def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_commit_whole() -> None:
+@cuts
+def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_commit_whole(cuts: int) -> None:
     last = operations_of_a_commit()
     seen = set()
-    for seed in range(CUTS):
+    for seed in range(cuts):
         chance = random.Random(seed)
         files = SimulatedFiles()
         commit(files, 7)
@@ -135,10 +137,11 @@ def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_commit_whole() -> N
     assert seen == {(False, 7), (False, 8), (True, 8)}
 
 
+@cuts
 @pytest.mark.parametrize("world", [1, 3])
-def test_power_cuts_in_a_row_never_go_back_and_leftovers_do_not_stop_a_commit(world: int) -> None:
+def test_power_cuts_in_a_row_never_go_back_and_leftovers_do_not_stop_a_commit(world: int, cuts: int) -> None:
     """The record of three ranks is larger than a sector."""
-    for seed in range(CUTS // 20):
+    for seed in range(cuts // 20):
         chance = random.Random(seed)
         files = SimulatedFiles()
         commit(files, 1, world)
@@ -158,8 +161,9 @@ def test_power_cuts_in_a_row_never_go_back_and_leftovers_do_not_stop_a_commit(wo
             sure = found
 
 
-def test_of_several_ranks_all_are_found_or_the_ones_before() -> None:
-    for seed in range(CUTS // 10):
+@cuts
+def test_of_several_ranks_all_are_found_or_the_ones_before(cuts: int) -> None:
+    for seed in range(cuts // 10):
         files = SimulatedFiles()
         commit(files, 7, world=3)
         files.cut_at = files.operations + random.Random(seed).randrange(3 * operations_of_a_commit())

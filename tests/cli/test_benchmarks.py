@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import threading
@@ -11,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from bench import adam, adam_prefetch, chunks, gpu_cases, guards, hiding, peers, report, rules, step
+from bench import adam, adam_prefetch, chunks, gpu_cases, guards, hiding, limits, losses, peers, report, rules, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.demo.gpt import GPT, GPTConfig
+from offload.optim import reference
 from offload.sizes import GIB, KIB
 from tests.support.processes import ROOT
 
@@ -125,6 +129,129 @@ def test_step_moves_the_bytes_of_its_budget_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == [results]
 
 
+def test_step_with_small_states_is_compared_with_their_kernel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms: list[str] = []
+    monkeypatch.setattr(step, "Adam", lambda n, chunk, form: forms.append(form) or limits.Adam(n, chunk, form))
+    options: dict[str, Any] = {"split_master": False, "as_json": True, "out": tmp_path / "out"}
+    step.main(n="1.5e6", rounds=1, path=tmp_path, budgets="0", states="8bit", **options)
+    (streamed,) = json.loads(capsys.readouterr().out)["runs"]
+    # Chunks of 256 KiB have a good part of headers and padding.
+    assert 12.06 < streamed["bytes_per_param"] < 13
+    assert forms == ["8bit"]
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_the_kernel_alone_is_that_of_the_form(form: str) -> None:
+    adam = limits.Adam(300, 128, form)
+    with closing(adam):
+        states, (m, v, *scales) = adam._states, adam._small or []
+        assert m is not None
+        assert v is not None
+        hyper = {"lr": limits.LR, "betas": limits.BETAS, "eps": limits.EPS, "weight_decay": limits.WEIGHT_DECAY}
+        start = np.full(300, 0.5, dtype=np.float32), *(np.zeros(300, dtype=np.float32) for _ in range(2))
+        grad = states.grad.float().numpy()
+        wanted = reference.adam(*start, grad, step=limits.STEP, decoupled=True, **hyper)
+        assert np.array_equal(states.master.numpy(), reference.settle(wanted[0]))
+        random = reference.dither(300, limits.STEP)
+        for array, scale, moment, signed in ((m, scales[0], wanted[1], True), (v, scales[1], wanted[2], False)):
+            if form == "bf16":
+                assert np.array_equal(array.view(torch.uint16).numpy(), reference.to_dithered_bf16(moment, random))
+                continue
+            assert scale is not None
+            codes, of_blocks = reference.to_codes(moment, random, signed=signed)
+            assert np.array_equal(array.numpy(), codes)
+            assert np.array_equal(scale.numpy(), of_blocks)
+
+
+def test_losses_trains_each_form_once_and_reports_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "find_spec", lambda name: None)
+    text = np.frombuffer(Path(losses.__file__).read_bytes(), dtype=np.uint8).astype(np.int32)
+    monkeypatch.setattr(losses, "byte_tokens", lambda: text)
+    folder = tmp_path / "out"
+    size = [
+        "--model",
+        "tiny",
+        "--seeds",
+        "1",
+        "--steps",
+        "20",
+        "--batch",
+        "4",
+        "--seq",
+        "32",
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+    ]
+    command = ["run", "--out", str(folder), *size, "--states", "fp32,8bit,torch,bitsandbytes"]
+    losses.main(command)
+    shown = capsys.readouterr().out
+    assert "bitsandbytes is not installed, and is left out" in shown
+    assert shown.endswith("all runs have ended\n")
+    losses.main(command)
+    assert "3 of 3 runs have ended before" in capsys.readouterr().out
+    runs = {run["spec"]["states"]: run for run in losses.Results(folder / losses.RESULTS).data["runs"]}
+    plain, small, peer = (runs[states] for states in ("fp32", "8bit", "torch"))
+    assert [update["step"] for update in plain["updates"]] == [1, 5, 10, 20]
+    # From the same start on the same batches; a step of fp32 states is torch's but for its last bits.
+    assert plain["losses"] == pytest.approx(peer["losses"], abs=1e-3)
+    assert plain["losses"][:2] == pytest.approx(small["losses"][:2], abs=1e-4)
+    assert plain["losses"] != small["losses"]
+    assert plain["held_out"][-1][1] < plain["held_out"][0][1] - 0.5
+    for one in (plain, small, peer):
+        first = one["updates"][0]
+        assert sum(first["counts"]) + first["zeros"] == losses.parameters("tiny")
+        assert 0.99 < first["max"] < 1.01
+    losses.main(["report", str(folder)])
+    assert '| "8bit" |' in capsys.readouterr().out
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "report.md",
+        "results.json",
+        "tiny-updates.png",
+        "tiny.png",
+    ]
+    assert is_picture(folder / "tiny.png")
+
+
+def test_losses_recorded_updates_are_those_of_the_masters() -> None:
+    before = [torch.tensor([1.0, -2.0, 0.0, 4.0]), torch.tensor([0.5])]
+    lr, decay = 0.01, losses.WEIGHT_DECAY
+    steps = [torch.tensor([1.0, -3.0, 0.0, math.nan]), torch.tensor([0.002])]
+    after = [old * (1 - lr * decay) - lr * step for old, step in zip(before, steps, strict=True)]
+    found = losses.distribution(before, after, lr)
+    assert (found["zeros"], found["not_finite"], sum(found["counts"])) == (1, 1, 3)
+    assert found["max"] == pytest.approx(3.0, rel=1e-4)
+    assert found["rms"] == pytest.approx(math.sqrt((1 + 9 + 0.002**2) / 4), rel=1e-4)
+    bins = [losses.EDGES[place] for place, count in enumerate(found["counts"]) if count]
+    assert [low <= size < 1.34 * low for low, size in zip(bins, (0.002, 1.0, 3.0), strict=True)] == [True] * 3
+
+
+def test_losses_are_judged_by_the_spread_of_fp32() -> None:
+    def run(states: str, seed: int, loss: float | None) -> dict[str, Any]:
+        spec = {"model": "tiny", "states": states, "seed": seed, "steps": 1}
+        return {"spec": spec, "held_out": [[0, 5.0], [1, loss]]}
+
+    finals: dict[str, list[float | None]] = {
+        "fp32": [2.0, 2.1, 2.04],
+        "8bit": [2.05, 2.05, 2.04],
+        "bf16": [2.3, 2.4, 2.35],
+        "torchao": [2.0, None, 2.0],
+    }
+    runs = [run(states, seed, loss) for states, of_seeds in finals.items() for seed, loss in enumerate(of_seeds)]
+    (group,) = losses.groups({"runs": runs})
+    assert group.spread == pytest.approx(0.1)
+    assert group.differences("8bit") == pytest.approx([0.05, -0.05, 0.0])
+    verdicts = [group.verdict(states) for states in finals]
+    assert verdicts == ["", "within", "3.0 times as much", "diverged"]
+    (alone,) = losses.groups({"runs": [run("fp32", 0, 2.0), run("8bit", 0, 2.1)]})
+    assert alone.verdict("8bit") == "no spread with one seed"
+
+
 def test_step_with_commits_is_compared_with_the_same_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +315,8 @@ def test_heats_fit_the_memory_and_all_have_ours() -> None:
 @pytest.mark.parametrize("name", list(peers.JOBS))
 def test_peers_buffers_hold_every_parameter(name: str) -> None:
     job = peers.JOBS[name]
-    ours, *theirs = peers.entries_with_params(job, "python")
+    ours, *others = peers.entries_with_params(job, "python")
+    theirs = [entry for entry in others if entry.kind == "deepspeed"]
     assert (ours.options["param_tier"], ours.options["grad_tier"]) == ("nvme", "nvme")
     for entry in theirs:
         place = entry.options["zero"]["offload_param"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typer.testing import CliRunner, Result
 
-from offload import BudgetError, OffloadZero, Tuning
+from offload import BudgetError, OffloadZero, Tuning, tiers
 from offload.cli import plan_models
 from offload.cli.main import app
 from offload.cli.plan import SHARES
@@ -27,6 +28,7 @@ from offload.planner.explain import Planned, bytes_per_param, explain, plan_of
 from offload.planner.placement import IN_FLIGHT
 from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes
 from tests.support.command import printed
+from tests.support.processes import ROOT
 from tests.support.run_files import reserved_in
 
 DEVICE = accelerator() or torch.device("cpu")
@@ -212,6 +214,34 @@ def test_rows_of_small_states_are_as_small(states: str, moment: float, split_mas
     assert whole < bytes_per_param(placed, planned.layout) < whole + 2 * 6 * 4096 / 65_536
 
 
+def test_the_page_on_small_states_says_what_the_plan_counts() -> None:
+    page = (ROOT / "docs" / "small-states.md").read_text()
+    command = re.search(r"^offload plan (.*?)```", page, re.DOTALL | re.MULTILINE)
+    assert command is not None
+    words = command[1].replace("\\\n", " ").split()
+    for form, is_split in (("fp32", False), ("bf16", True), ("8bit", True)):
+        words[words.index("--states") + 1] = form
+        plan = run_json(*[word for word in words if word != "--json" and (is_split or word != "--split-master")])
+        row = re.search(rf'^\| `"{form}"` \| (.*GB) \|$', page, re.MULTILINE)
+        assert row is not None
+        cells = row[1].split(" | ")  # bytes a parameter, RAM, the file; of each whole masters and split ones
+        counted = [f"{plan[what] / 1e9:.1f} GB" for what in ("peak_cpu_bytes", "disk_bytes")]
+        assert cells[3 if is_split else 2 :: 2] == counted
+        if form != "bf16":
+            assert f'{plan["least_cpu_bytes"] / 1e9:.1f} GB for `"{form}"`' in page
+
+
+@pytest.mark.parametrize(("chunk", "moved"), [("64MiB", 8.0625), ("256KiB", 8.375)])
+def test_what_8bit_states_move_by_chunk(chunk: str, moved: float) -> None:
+    """2 bytes of a master, 1 of each moment and 2/64 of scales, each way. A slot has a header of a page, and its arrays
+    begin on pages."""
+    tuning = Tuning(chunk=chunk, split_master=True)
+    model = GPT(PRESETS["125m"], device="meta")
+    planned = plan_of(model, direct=True, tier="nvme", path=".", commit_every=None, states="8bit", tuning=tuning)
+    placed = planned.with_memory(planned.cpu_memory_for(0.0)).place()
+    assert bytes_per_param(placed, planned.layout) == pytest.approx(moved, abs=0.006)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("commit_every", [None, 0])
 def test_rows_of_states_on_the_device_add_up(direct: bool, commit_every: int | None) -> None:
@@ -227,6 +257,9 @@ def test_rows_of_states_on_the_device_add_up(direct: bool, commit_every: int | N
     assert [row.kind for row in rows if row.tier.name == "cpu"] == ([] if path is None else ["buffers"])
     # The kernels of a device that is not the CPU have their temporaries there.
     assert (by_kind["rest"] > MIB) is not direct
+    small = planned_of(direct, tier="device", commit_every=commit_every, path=path, states="8bit").place()
+    # Those of moments in codes are the allocator's: up to 28 bytes an element, of 65,536 at once.
+    assert [one.temporary_bytes(tiers.DEVICE) for one in (placed, small)] == [0, 0 if direct else 2 * MIB]
     assert planned.largest_share(placed.device_bytes) == 1.0
 
 

@@ -304,7 +304,9 @@ def wait_for_line(process: subprocess.Popen[str], start: str) -> None:
             return
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_run_leaves_no_file(folder: Path, number: signal.Signals, code: int) -> None:
     command = "from offload.cli.main import run; run()"
     source = str(Path(offload.__file__).parents[1])

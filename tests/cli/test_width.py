@@ -74,9 +74,9 @@ def runs(tmp_path: Path) -> Path:
     "words",
     [
         ["plan"],
-        ["plan", "--layers", "32", "--width", "4096", "--gpu-memory", "24GiB", "--activation-tier", "cpu"],
+        ["plan", "--layers", "8", "--width", "4096", "--gpu-memory", "24GiB", "--activation-tier", "cpu"],
         ["plan", "--layers", "8", "--width", "8192", "--ranks", "8", "--ram", "128GiB", "--tensor-parallel", "2"],
-        ["plan", "--layers", "32", "--width", "4096", "--cpu-memory", "1MiB"],
+        ["plan", "--layers", "8", "--width", "4096", "--cpu-memory", "1MiB"],
         ["doctor"],
         ["bench", "io", ".", "--quick", "--size", "16MiB", "--rounds", "1"],
         TRAIN,

@@ -37,12 +37,12 @@ from tests.support.sharded import batches_of, communicators, devices_apart
 from tests.support.training import LR, schedule
 
 TIMEOUT_S = 2.0
-STEPS, AT, MORE = 7, 3, 2
+STEPS, AT, MORE = 5, 2, 1
 """Steps of a training; the one that is committed, and how many follow before it ends without another commit."""
 SPLIT = {"split_master": True}
 PLACES: list[Any] = [
     pytest.param(2, 1, "late", {"cpu_memory": "least"}, marks=pytest.mark.slow),
-    (3, 2, "plain", {"tier": "cpu", "accumulation": 2}),
+    pytest.param(3, 2, "plain", {"tier": "cpu", "accumulation": 2}, marks=pytest.mark.slow),
     pytest.param(2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}, marks=pytest.mark.slow),
     pytest.param(3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}, marks=pytest.mark.slow),
     (2, 1, "plain", {"param_tier": "cpu", "cpu_memory": "least", "mesh": (2, 1)}),
@@ -50,7 +50,7 @@ PLACES: list[Any] = [
     (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
     pytest.param(4, 3, "late", {"tuning": SPLIT}, marks=pytest.mark.slow),
     pytest.param(4, 3, "late", {"mesh": (2, 2)}, marks=pytest.mark.slow),
-    (2, 3, "plain", {"tier": "device"}),
+    pytest.param(2, 3, "plain", {"tier": "device"}, marks=pytest.mark.slow),
     (2, 2, "late", {"tier": "device", "apart": True, "accumulation": 2}),
     pytest.param(2, 2, "late", {"apart": True, "tuning": SPLIT}, marks=pytest.mark.slow),
 ]

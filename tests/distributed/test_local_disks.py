@@ -232,9 +232,9 @@ def test_what_lies_on_other_machines_is_refused_before_anything_is_changed(world
     expected = worlds(3).run(_commit, base, THREE, {"stage": 2})
     before = content(tmp_path)
     (alone,) = worlds(1).run(_refused, base, (0,))
-    assert "ResumeError: nothing of rank 2 of the 3 that committed step 3 lies in" in alone
+    assert f"ResumeError: nothing of rank 2 of the 3 that committed step {AT} lies in" in alone
     fewer = worlds(2).run(_refused, base, TWO)
-    assert "ResumeError: rank 1 needs slots of ranks 0, 1 of the 3 that committed step 3" in fewer[1]
+    assert f"ResumeError: rank 1 needs slots of ranks 0, 1 of the 3 that committed step {AT}" in fewer[1]
     assert fewer[0] == f"OtherRankError: rank 1: {fewer[1]}"
     elsewhere = worlds(3).run(_refused, base, (1, 0, 0))
     assert "rank 0 needs slots of rank 0 of the 3" in elsewhere[0]
@@ -312,7 +312,7 @@ def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) 
     first, second = (tmp_path / f"machine{number}" / "run" for number in range(2))
     for command in ("inspect", "verify"):
         for place, says in (
-            (first, "nothing of rank 1 of the 2 that committed step 3 lies in"),
+            (first, f"nothing of rank 1 of the 2 that committed step {AT} lies in"),
             (second, "belongs to a run whose COMMIT record is not in"),
         ):
             result = call(command, place)

@@ -14,6 +14,7 @@ from offload import ConfigError, OffloadZero, Tuning
 from offload.layout import build
 from offload.model.units import specs_of
 from tests.support import models, sharded
+from tests.support.cases import products
 from tests.support.ranks import Worlds
 from tests.support.training import LossScale, Run
 
@@ -70,19 +71,22 @@ def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, stage: int, acc
     trained(worlds, "mlp", stage=stage, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("tier", ["device", "cpu"])
-def test_devices_with_memory_of_their_own(worlds: Worlds, tier: str) -> None:
-    for stage in (1, 2, 3):
-        trained(worlds, "mlp", stage=stage, accumulation=2, tier=tier, apart=True, wire="late")
+@pytest.mark.parametrize(
+    ("tier", "stage"), products(["device", "cpu"], [1, 2, 3], often=[("device", 3), ("cpu", 1), ("cpu", 2)])
+)
+def test_devices_with_memory_of_their_own(worlds: Worlds, tier: str, stage: int) -> None:
+    trained(worlds, "mlp", stage=stage, accumulation=2, tier=tier, apart=True, wire="late")
 
 
-@pytest.mark.parametrize("wire", ["plain", "late"])
+@pytest.mark.parametrize("wire", [pytest.param("plain", marks=pytest.mark.slow), "late"])
 def test_streamed_from_disk(worlds: Worlds, tmp_path: Path, wire: str) -> None:
     options: dict[str, Any] = {"tier": "nvme", "param_tier": "nvme", "path": str(tmp_path), "cpu_memory": "least"}
     trained(worlds, "gpt", stage=3, accumulation=2, wire=wire, **options)
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (2, 2))), (3, 2)]
+)
 def test_gradients_on_disk(worlds: Worlds, tmp_path: Path, stage: int, accumulation: int) -> None:
     tuning = Tuning(chunk="256KiB", threads=1, bucket=4096)
     options: dict[str, Any] = {"grad_tier": "nvme", "path": str(tmp_path), "tuning": tuning}

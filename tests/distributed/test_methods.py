@@ -108,7 +108,7 @@ def test_ranks_have_the_bits_of_plain_torch(worlds: Worlds, stage: int, tier: st
     assert_as_plain((2,) * STEPS, runs)
 
 
-@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_is_committed_after_a_method_is_resumed(worlds: Worlds, after: int, tmp_path: Path) -> None:
     options = {"tier": "nvme", "path": tmp_path / "run", "commit_every": 0, "stage": 2}
     worlds(2).run(train, 0, HALF, options)

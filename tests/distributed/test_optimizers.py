@@ -144,7 +144,7 @@ def test_a_commit_is_resumed_at_another_number_of_ranks(
     assert_as_plain(name, (before,) * 3 + (after,) * (STEPS - 3), runs)
 
 
-@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_another_optimizer_begins_on_committed_masters(worlds: Worlds, after: int, tmp_path: Path) -> None:
     options = {"tier": "nvme", "path": tmp_path / "run", "commit_every": 0, "stage": 2}
     worlds(2).run(train, "sgd_dampening", 0, 3, True, options)

@@ -15,6 +15,7 @@ from offload.io.engine import IOFuture
 from offload.storage.directories import file_name
 from offload.storage.swap_file import SlotFile
 from tests.distributed.test_commits import Training, same
+from tests.support.cases import products
 from tests.support.ranks import Worlds
 from tests.support.toy import take_step
 
@@ -59,26 +60,33 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
     return losses, sum(read)
 
 
-@pytest.mark.parametrize(
-    "worlds_of",
-    [
-        [(4, {"stage": 2}), (2, {"stage": 3}), (1, {})],
-        [(1, {"tuning": {"split_master": True}}), (3, {"stage": 1}), (2, {"stage": 3, "param_tier": "nvme"})],
-        [
-            (2, {"stage": 2, "param_tier": "nvme", "tuning": {"split_master": True}}),
-            (2, {"stage": 3, "param_tier": "nvme", "tuning": {"split_master": True}}),
-            (3, {"stage": 1, "param_tier": "cpu"}),
-            (2, {"stage": 2, "param_tier": "nvme"}),
-        ],
+WORLDS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "4, 2, 1": [(4, {"stage": 2}), (2, {"stage": 3}), (1, {})],
+    "1, 3, 2": [(1, {"tuning": {"split_master": True}}), (3, {"stage": 1}), (2, {"stage": 3, "param_tier": "nvme"})],
+    "2 whole, 2 partitioned, 2 whole": [
+        (2, {"stage": 2, "param_tier": "nvme", "tuning": {"split_master": True}}),
+        (2, {"stage": 3, "param_tier": "nvme", "tuning": {"split_master": True}}),
+        (2, {"stage": 2, "param_tier": "nvme"}),
     ],
-    ids=["4, 2, 1", "1, 3, 2", "2 whole, 2 partitioned, 3 whole, 2 whole"],
+    "2 partitioned, 3 whole, 2 whole": [
+        (2, {"stage": 3, "param_tier": "nvme", "tuning": {"split_master": True}}),
+        (3, {"stage": 1, "param_tier": "cpu"}),
+        (2, {"stage": 2, "param_tier": "nvme"}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("worlds_of", "form"),
+    products(
+        WORLDS,
+        ["fp32", "8bit"],
+        often=[("4, 2, 1", "fp32"), ("1, 3, 2", "8bit"), ("2 whole, 2 partitioned, 2 whole", "fp32")],
+    ),
 )
-@pytest.mark.parametrize("form", ["fp32", "8bit"])
-def test_a_run_goes_on_over_another_number_of_ranks(
-    worlds: Worlds, tmp_path: Path, worlds_of: list[tuple[int, dict[str, Any]]], form: str
-) -> None:
+def test_a_run_goes_on_over_another_number_of_ranks(worlds: Worlds, tmp_path: Path, worlds_of: str, form: str) -> None:
     every: list[float] = []
-    for number, (ranks, options) in enumerate(worlds_of):
+    for number, (ranks, options) in enumerate(WORLDS[worlds_of]):
         before = 0
         if number:
             with Reader([tmp_path / "a", tmp_path / "b"]) as reader:

@@ -68,7 +68,7 @@ def _retire(base: str, shared: bool) -> None:
     training.optimizer.close()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared", "own"])
 def test_what_ranks_kept_goes_on_at_any_number_of_them(worlds: Worlds, tmp_path: Path, shared: bool) -> None:
     base = str(tmp_path)
     kept = worlds(3).run(_keep, base, shared)
@@ -83,7 +83,7 @@ def test_what_ranks_kept_goes_on_at_any_number_of_them(worlds: Worlds, tmp_path:
     assert all(not Path(name).exists() for name in directories)
 
 
-@pytest.mark.parametrize(("ranks", "to"), [(3, "the run"), (2, "new")])
+@pytest.mark.parametrize(("ranks", "to"), [(3, "the run"), pytest.param(2, "new", marks=pytest.mark.slow)])
 def test_ranks_go_back_to_what_they_kept(worlds: Worlds, tmp_path: Path, ranks: int, to: str) -> None:
     base = str(tmp_path)
     kept = worlds(3).run(_keep, base, False)
@@ -215,7 +215,7 @@ def _again(base: str) -> None:
     [
         ("copy_manifest", 2),
         pytest.param("write_commit", 0, marks=pytest.mark.slow),
-        ("Snapshot.begin", 0),
+        pytest.param("Snapshot.begin", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_leaves_a_whole_one_or_none(worlds: Worlds, tmp_path: Path, moment: str, lost: int) -> None:

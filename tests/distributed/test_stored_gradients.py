@@ -97,7 +97,14 @@ def test_gradients_in_slots_have_the_bits_of_those_in_ram(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "tier"), [(1, None, "device"), (3, 2, "device"), (2, 2, "nvme"), (3, 3, "nvme"), (2, 3, "cpu")]
+    ("ranks", "stage", "tier"),
+    [
+        (1, None, "device"),
+        pytest.param(3, 2, "device", marks=pytest.mark.slow),
+        pytest.param(2, 2, "nvme", marks=pytest.mark.slow),
+        (3, 3, "nvme"),
+        pytest.param(2, 3, "cpu", marks=pytest.mark.slow),
+    ],
 )
 def test_on_every_number_of_ranks_and_at_every_stage(
     worlds: Worlds, tmp_path: Path, ranks: int, stage: int | None, tier: str

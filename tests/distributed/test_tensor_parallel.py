@@ -24,7 +24,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, StaleActivationError
 from tests.support import sharded
 from tests.support import tensor_parallel as tp
-from tests.support.cases import often
+from tests.support.cases import products
 from tests.support.ranks import RanksFailedError, Worlds
 
 STEPS = 3
@@ -62,8 +62,7 @@ def same(ones: list[tp.Trained], others: list[tp.Trained]) -> bool:
     )
 
 
-@pytest.mark.parametrize("plan", tp.PLANS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "plan"), products([2, 4], tp.PLANS, often=[(2, "plain"), (4, "sequence")]))
 def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -> None:
     wanted = worlds(ranks).run(tp.train_by_torch, STEPS, plan)
     found = plain(worlds, ranks, plan)
@@ -81,12 +80,13 @@ def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -
     assert (stats["tensor_parallel_rank"], stats["tensor_parallel_ranks"], stats["ranks"]) == (1, 2, ranks // 2)
 
 
-@pytest.mark.parametrize("place", often(PLACES, "device", "all on nvme, stage 3"))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tiers_and_stages_change_no_bit(worlds: Worlds, tmp_path: Path, ranks: int, place: str) -> None:
-    for plan in tp.PLANS:
-        found = worlds(ranks).run(tp.train_with, STEPS, plan, options_of(place, tmp_path / plan))
-        assert same(found, plain(worlds, ranks, plan)), plan
+@pytest.mark.parametrize(
+    ("place", "ranks", "plan"),
+    products(PLACES, [2, 4], tp.PLANS, often=[("device", 2, "plain"), ("all on nvme, stage 3", 4, "sequence")]),
+)
+def test_tiers_and_stages_change_no_bit(worlds: Worlds, tmp_path: Path, place: str, ranks: int, plan: str) -> None:
+    found = worlds(ranks).run(tp.train_with, STEPS, plan, options_of(place, tmp_path / "run"))
+    assert same(found, plain(worlds, ranks, plan))
 
 
 def _read(param_tier: str, outside: bool) -> list[str]:
@@ -263,10 +263,9 @@ COMMITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", COMMITS)
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow), (4, 2), (2, 4)],
+    ("before", "after", "kind"),
+    products([4, 2], [4, 2], COMMITS, often=[(4, 2, "split masters"), (2, 4, "stage 3, nvme")]),
 )
 def test_a_commit_resumes_on_any_number_of_data_parallel_ranks(
     worlds: Worlds, tmp_path: Path, before: int, after: int, kind: str
@@ -368,8 +367,7 @@ LARGE = 64
 """Sequences of a batch with which parts are many pages."""
 
 
-@pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "kind"), products([2, 4], KEPT, often=[(2, "device"), (2, "nvme")]))
 def test_partitioned_checkpoints_change_no_bit_and_take_a_part(
     worlds: Worlds, tmp_path: Path, ranks: int, kind: str
 ) -> None:
@@ -388,7 +386,7 @@ def test_partitioned_checkpoints_change_no_bit_and_take_a_part(
         assert part.stats["activation_written_bytes"] == whole.stats["activation_written_bytes"] // 2
 
 
-@pytest.mark.parametrize("kind", ["device", "nvme"])
+@pytest.mark.parametrize("kind", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
 def test_what_is_cut_along_the_sequence_stays_as_it_is(worlds: Worlds, tmp_path: Path, kind: str) -> None:
     options = KEPT[kind] | {"batch": LARGE}
     if kind == "nvme":
@@ -507,7 +505,7 @@ def _idioms(param_tier: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+@pytest.mark.parametrize("param_tier", [pytest.param("device", marks=pytest.mark.slow), "cpu"])
 def test_idioms_of_other_peoples_code(worlds: Worlds, param_tier: str) -> None:
     assert worlds(2).run(_idioms, param_tier) == [[], []]
 
@@ -517,13 +515,12 @@ def _apart(plan: str, wire: str, options: dict[str, Any]) -> tp.Trained:
         return tp.train(STEPS, plan, **options)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "plan"), products([1, 3], tp.PLANS, often=[(1, "sequence"), (3, "plain")]))
+def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int, plan: str) -> None:
     """Every copy at the last moment that is allowed, and every collective of the data-parallel ranks."""
-    for plan in tp.PLANS:
-        options = {"stage": stage, "activation_tier": "cpu", "activation_memory": "1MiB"}
-        found = worlds(4).run(_apart, plan, "late", options | {"partition_activations": True})
-        assert same(found, plain(worlds, 4, plan)), plan
+    options = {"stage": stage, "activation_tier": "cpu", "activation_memory": "1MiB"}
+    found = worlds(4).run(_apart, plan, "late", options | {"partition_activations": True})
+    assert same(found, plain(worlds, 4, plan))
 
 
 def _adapted(param_tier: str, path: str | None) -> tuple[list[float], list[Tensor]]:
@@ -551,7 +548,7 @@ def _adapted(param_tier: str, path: str | None) -> tuple[list[float], list[Tenso
     return found.losses, values
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_frozen_parts_stream_and_what_is_written_to_them_is_committed(
     worlds: Worlds, tmp_path: Path, ranks: int
 ) -> None:
@@ -597,6 +594,6 @@ def _over_replicas(stage: int) -> tp.Trained:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_replicas_of_shards_beside_tensor_parallel_ranks(worlds: Worlds, stage: int) -> None:
     assert same(worlds(4).run(_over_replicas, stage), plain(worlds, 4, "plain"))

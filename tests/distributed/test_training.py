@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from offload.layout import Layout, build
 from offload.model.units import specs_of
 from offload.storage.chunk_cache import Use
 from tests.support import models, sharded
+from tests.support.cases import products
 from tests.support.quantised import quantised
 from tests.support.ranks import Worlds
 from tests.support.run_files import swaps_in
@@ -21,6 +22,7 @@ from tests.support.toy import Net, batch, squares, take_step
 from tests.support.training import Run
 
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
+_slow = partial(pytest.param, marks=pytest.mark.slow)
 KINDS = ("gpt", "mlp", "conv", "sums")
 
 
@@ -73,12 +75,13 @@ def test_small_states_have_the_bits_of_one_process(worlds: Worlds, kind: str, st
     trained(worlds, kind, 3, 4, stage=stage, states=form)
 
 
-@pytest.mark.parametrize("form", ["bf16", "8bit"])
-def test_small_states_of_split_masters_on_disks_have_them_too(worlds: Worlds, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "stage"), products(["bf16", "8bit"], [2, 3], often=[("bf16", 2), ("8bit", 3)]))
+def test_small_states_of_split_masters_on_disks_have_them_too(
+    worlds: Worlds, form: str, stage: int, tmp_path: Path
+) -> None:
     tuning = Tuning(chunk=4096, threads=1, bucket=4096, split_master=True)
     options: dict[str, Any] = {"states": form, "path": str(tmp_path / "swap"), "cpu_memory": "least", "tuning": tuning}
-    for stage in (2, 3):
-        trained(worlds, "gpt", 2, 4, stage=stage, **options | {"path": str(tmp_path / str(stage))})
+    trained(worlds, "gpt", 2, 4, stage=stage, **options)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -88,19 +91,23 @@ def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
     trained(worlds, kind, 2, 4, stage=stage)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model_whose_ranks_stream_all_parameters(worlds: Worlds, kind: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage", "accumulation"),
+    products(KINDS, [1, 2], [1, 2], often=[("gpt", 2, 1), ("mlp", 1, 2), ("conv", 1, 1), ("sums", 2, 2)]),
+)
+def test_every_kind_of_model_whose_ranks_stream_all_parameters(
+    worlds: Worlds, kind: str, stage: int, accumulation: int
+) -> None:
     """Of 4 ranks some have nothing of a small unit, and of a large one several chunks."""
-    for stage in (1, 2):
-        trained(worlds, kind, 4, 3, stage=stage, param_tier="cpu", accumulation=accumulation, wire="late")
+    trained(worlds, kind, 4, 3, stage=stage, param_tier="cpu", accumulation=accumulation, wire="late")
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_sums_over_ranks_are_in_their_order(worlds: Worlds, ranks: int, accumulation: int) -> None:
-    for stage in (1, 2, 3):
-        trained(worlds, "sums", ranks, 2, accumulation=accumulation, stage=stage)
+@pytest.mark.parametrize(
+    ("ranks", "stage", "accumulation"),
+    products([3, 4], [1, 2, 3], [1, 2], often=[(3, 1, 2), (4, 2, 2), (3, 3, 1)]),
+)
+def test_sums_over_ranks_are_in_their_order(worlds: Worlds, ranks: int, stage: int, accumulation: int) -> None:
+    trained(worlds, "sums", ranks, 2, accumulation=accumulation, stage=stage)
 
 
 def _gaps(stage: int) -> int:
@@ -166,8 +173,8 @@ def _with_any_number(path: str, accumulation: int | str, sets: bool, options: di
 @pytest.mark.parametrize(
     "options",
     [
-        {"tier": "cpu", "stage": 1},
-        {"tier": "nvme", "stage": 2, "param_tier": "cpu"},
+        _slow({"tier": "cpu", "stage": 1}),
+        _slow({"tier": "nvme", "stage": 2, "param_tier": "cpu"}),
         {"tier": "nvme", "grad_tier": "nvme", "stage": 2, "tuning": Tuning(chunk="256KiB", bucket=4096)},
         {"tier": "nvme", "stage": 3, "tuning": Tuning(chunk=4096, bucket=4096)},
     ],
@@ -224,12 +231,21 @@ def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage
     trained(worlds, "gpt", 2, 3, stage=stage, accumulation=accumulation, wire="late")
 
 
-@pytest.mark.parametrize("bucket", [4096, "32MiB"])
-@pytest.mark.parametrize("split_master", [False, True])
-def test_bucket_size_and_split_masters_change_no_bit(worlds: Worlds, bucket: int | str, split_master: bool) -> None:
-    for stage, param_tier in ((2, None), (2, "cpu"), (3, None)):
-        tuning = Tuning(chunk=8192, threads=1, bucket=bucket, split_master=split_master)
-        trained(worlds, "mlp", 3, 4, stage=stage, param_tier=param_tier, tuning=tuning)
+@pytest.mark.parametrize(
+    ("bucket", "split_master", "place"),
+    products(
+        [4096, "32MiB"],
+        [False, True],
+        [(2, None), (2, "cpu"), (3, None)],
+        often=[(4096, False, (2, None)), ("32MiB", True, (2, "cpu")), (4096, True, (3, None))],
+    ),
+)
+def test_bucket_size_and_split_masters_change_no_bit(
+    worlds: Worlds, bucket: int | str, split_master: bool, place: tuple[int, str | None]
+) -> None:
+    stage, param_tier = place
+    tuning = Tuning(chunk=8192, threads=1, bucket=bucket, split_master=split_master)
+    trained(worlds, "mlp", 3, 4, stage=stage, param_tier=param_tier, tuning=tuning)
 
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -274,7 +290,7 @@ def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> No
 @pytest.mark.parametrize(
     ("stage", "tier"),
     [
-        (1, "cpu, resident"),
+        _slow(1, "cpu, resident"),
         (2, "cpu, resident"),
         (2, "nvme, streaming"),
         *((3, tier) for tier in TIERS if "stream" in tier),
@@ -288,20 +304,23 @@ def test_replicas_of_shards_have_the_bits_of_as_many_ranks(
     trained(worlds, "sums", 4, 3, mesh=(2, 2), wire=wire, **_on(tier, path, stage, 4))
 
 
-@pytest.mark.parametrize("mesh", [(4, 1), (1, 4), (2, 2)])
-@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    products(["gpt", "mlp"], [(4, 1), (1, 4), (2, 2)], often=[("gpt", (2, 2)), ("mlp", (4, 1)), ("mlp", (1, 4))]),
+)
 def test_meshes_of_every_shape(worlds: Worlds, kind: str, mesh: tuple[int, int]) -> None:
     """Tied weights; a parameter that gets a gradient in turn, frozen ones, partitions that are empty."""
     trained(worlds, kind, 4, 3, mesh=mesh, stage=3, accumulation=2)
 
 
-@pytest.mark.parametrize(("along", "rows"), [("shard", [[0, 1], [2, 3]]), ("replicate", [[0, 2], [1, 3]])])
-def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, rows: list[list[int]]) -> None:
-    for stage in (2, 3):
-        options: dict[str, Any] = {"mesh": (2, 2), "along": along, "stage": stage, "tuning": TUNING}
-        runs: list[Run] = worlds(4).run(_train, "mlp", 3, False, options, timeout_s=100)
-        for row in rows:
-            wanted("mlp", 2, 3, 1, 2, False).assert_same_bits([runs[rank] for rank in row])
+@pytest.mark.parametrize(
+    ("along", "stage"), products(["shard", "replicate"], [2, 3], often=[("shard", 3), ("replicate", 2)])
+)
+def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, stage: int) -> None:
+    options: dict[str, Any] = {"mesh": (2, 2), "along": along, "stage": stage, "tuning": TUNING}
+    runs: list[Run] = worlds(4).run(_train, "mlp", 3, False, options, timeout_s=100)
+    for row in ([0, 1], [2, 3]) if along == "shard" else ([0, 2], [1, 3]):
+        wanted("mlp", 2, 3, 1, 2, False).assert_same_bits([runs[rank] for rank in row])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -322,20 +341,28 @@ def test_devices_with_memory_of_their_own(
         assert run.stats["peak_device_bytes"] > 2 * run.stats["parameters"]
 
 
-def test_split_masters_and_idle_ranks_on_devices_with_memory_of_their_own(worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "param_tier"), [(1, None), _slow(2, "cpu"), _slow(3, None), (3, "nvme")])
+def test_split_masters_on_devices_with_memory_of_their_own(
+    worlds: Worlds, stage: int, param_tier: str | None, tmp_path: Path
+) -> None:
     split = Tuning(chunk=8192, threads=1, bucket=4096, split_master=True)
-    for number, (stage, param_tier) in enumerate(((1, None), (2, "cpu"), (3, None), (3, "nvme"))):
-        options: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "apart": True, "wire": "late"}
-        options |= {"path": str(tmp_path / str(number)), "commit_every": 2, "tuning": split}
-        trained(worlds, "mlp", 3, 4, **options)
-        trained(worlds, "turns", 2, 4, idle=True, stage=stage, apart=True, wire="late")
+    options: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "apart": True, "wire": "late"}
+    options |= {"path": str(tmp_path / "run"), "commit_every": 2, "tuning": split}
+    trained(worlds, "mlp", 3, 4, **options)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "conv", "sums"])
-def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds, kind: str) -> None:
-    for stage, param_tier, mesh in ((2, "cpu", None), (3, None, (2, 2))):
-        options = {"param_tier": param_tier, "mesh": mesh, "apart": True, "accumulation": 2}
-        trained(worlds, kind, 4, 3, stage=stage, **options)
+@pytest.mark.parametrize("stage", [_slow(1), 2, 3])
+def test_idle_ranks_on_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
+    trained(worlds, "turns", 2, 4, idle=True, stage=stage, apart=True, wire="late")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    products(["gpt", "conv", "sums"], [2, 3], often=[("gpt", 2), ("conv", 3), ("sums", 2)]),
+)
+def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds, kind: str, stage: int) -> None:
+    place: dict[str, Any] = {"param_tier": "cpu"} if stage == 2 else {"mesh": (2, 2)}
+    trained(worlds, kind, 4, 3, stage=stage, apart=True, accumulation=2, **place)
 
 
 @pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
@@ -431,7 +458,7 @@ def _wander(stage: int, param_tier: str, wanders: bool) -> tuple[list[torch.Tens
             return [param.detach().clone() for param in model.parameters()], norms
 
 
-WHOLE = [(1, "device"), (2, "device"), (2, "cpu")]
+WHOLE = [_slow(1, "device"), (2, "device"), (2, "cpu")]
 """Stages and tiers of parameters of which every rank has all."""
 
 

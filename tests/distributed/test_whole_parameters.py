@@ -105,7 +105,7 @@ def _moved(path: str, stage: int, accumulation: int, mesh: tuple[int, int]) -> A
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("stage", "mesh"), [(2, (1, 4)), (3, (2, 2)), (3, (1, 4))])
+@pytest.mark.parametrize(("stage", "mesh"), [(2, (1, 4)), (3, (2, 2)), pytest.param(3, (1, 4), marks=pytest.mark.slow)])
 def test_new_values_are_not_read_again(
     worlds: Worlds, tmp_path: Path, stage: int, accumulation: int, mesh: tuple[int, int]
 ) -> None:

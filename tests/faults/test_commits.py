@@ -71,16 +71,16 @@ def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp
     run_killed("killed", seed, kills, tmp_path, paths, states, *(["layouts"] if layouts else []))
 
 
-@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, states: str) -> None:
     kill(tmp_path, 2, 2, seed=2, states=states)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("paths", [1, 2])
-def test_a_hundred_kills_on_each_number_of_paths(tmp_path: Path, paths: int) -> None:
-    kill(tmp_path, 100, paths, seed=100 + paths)
+@pytest.mark.parametrize(("paths", "states"), [(1, "fp32"), (2, "fp32"), (1, "8bit"), (2, "8bit")])
+def test_a_hundred_kills_on_each_number_of_paths(tmp_path: Path, paths: int, states: str) -> None:
+    kill(tmp_path, 100, paths, seed=100 + paths, states=states)
 
 
 def kill_loop(tmp_path: Path, kills: int, loader: str) -> None:

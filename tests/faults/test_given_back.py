@@ -364,7 +364,7 @@ def interrupted_at_places(placement: str, path: Path, apart: int) -> None:
         instruction += apart
 
 
-@pytest.mark.parametrize("placement", often(PLACEMENTS, "split", "streamed from nvme"))
+@pytest.mark.parametrize("placement", often(PLACEMENTS, "streamed from nvme"))
 def test_ctrl_c_anywhere_in_a_construction_gives_the_model_back(placement: str, tmp_path: Path) -> None:
     interrupted_at_places(placement, tmp_path, FAR_APART)
 

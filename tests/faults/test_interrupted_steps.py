@@ -17,6 +17,7 @@ from offload import OffloadError, OffloadZero, Tuning
 from offload import optimizer as optimizer_file
 from tests.optim.test_methods import Averaged
 from tests.support import interrupted
+from tests.support.cases import often
 from tests.support.interrupted import interrupted_at
 from tests.support.late_copier import CopiedBy, LateCopier
 
@@ -177,7 +178,7 @@ def interrupted_method(path: Path, options: dict[str, Any], instruction: int, ou
     return False
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", often(PLACEMENTS, "cpu", "streamed"))
 def test_a_method_is_applied_or_not_or_says_so(placement: str, tmp_path: Path) -> None:
     instruction, number, outcomes = 1, 0, Counter[str]()
     while not interrupted_method(tmp_path / str(number), PLACEMENTS[placement], instruction, outcomes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.support.run_files import contents, swap_in
 from tests.support.simulated_files import PowerCut
 
 LARGER = Tuning(chunk="12KiB", threads=1)
+_slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def names(folder: Path) -> set[str]:
@@ -112,7 +114,7 @@ def resume_in(folder: Path, path: list[str], tuning: Tuning, **more: Any) -> tup
     return model, OffloadZero(model, path=[folder / name for name in path], tuning=tuning, **given)
 
 
-@pytest.mark.parametrize(("before", "after"), [("a", "a"), ("a", "ab"), ("ab", "b"), ("ab", "ba")])
+@pytest.mark.parametrize(("before", "after"), [_slow("a", "a"), ("a", "ab"), ("ab", "b"), _slow("ab", "ba")])
 def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(before: str, after: str, tmp_path: Path) -> None:
     first, folder = tmp_path / "first", tmp_path / "run"
     folder.mkdir()
@@ -143,7 +145,7 @@ def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(before: str, a
     assert seen == {(True, True), (False, True), (False, False)}
 
 
-@pytest.mark.parametrize(("before", "after"), [("a", "a"), ("ab", "b"), ("ab", "ba")])
+@pytest.mark.parametrize(("before", "after"), [("a", "a"), ("ab", "b"), _slow("ab", "ba")])
 def test_clearing_up_may_be_lost_in_any_part(before: str, after: str, tmp_path: Path) -> None:
     """What follows the decision, without the removal of the record that no longer counts, is in no order."""
     first, folder = tmp_path / "first", tmp_path / "run"
@@ -272,8 +274,9 @@ def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path, states: str
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path) -> None:
-    kill(tmp_path, 100, 3, seed=6, layouts=True)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path, states: str) -> None:
+    kill(tmp_path, 100, 3, seed=6, states=states, layouts=True)
 
 
 # Nothing of the old commit is touched before.

@@ -218,10 +218,10 @@ def test_signals_of_job_schedulers_at_every_eleventh_place(
     sweep(tmp_path, placement, what, when, 1, 11, number)
 
 
-THROWN = [("cpu", "step"), ("nvme", "step"), ("streamed", "step"), ("nvme", "commit"), ("streamed", "commit")]
+THROWN = [(placement, "step") for placement in PLACEMENTS] + [("nvme", "commit"), ("streamed", "commit")]
 
 
-@pytest.mark.parametrize(("placement", "what"), THROWN)
+@pytest.mark.parametrize(("placement", "what"), each_value_often(THROWN))
 def test_what_another_thread_throws_in_is_no_error_of_the_disk_and_rollback_goes_on(
     placement: str, what: str, tmp_path: Path
 ) -> None:

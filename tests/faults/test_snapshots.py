@@ -664,7 +664,7 @@ def test_power_cut_a_dozen_times_at_any_operation(make: Make, path: Path) -> Non
     cut_off_anywhere(make, path, 12)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_a_failing_disk_is_said_and_leaves_no_half_snapshot(make: Make, path: Path, code: int) -> None:
     run = Undone(make, path)
     failed = 0

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from offload import OffloadZero, Tuning, torch_private
 from tests.oracle.models import TinyLm, token_batches, token_loss
+from tests.support.cases import often
 from tests.support.toy import Mixed, Net, batch, squares, take_step
 
 PLACEMENTS = {
@@ -131,7 +132,12 @@ def in_folder(placement: str, folder: Path) -> dict[str, Any]:
     return options | ({"path": folder / "run"} if options["tier"] == "nvme" else {})
 
 
-@pytest.mark.parametrize("placement", ONE_GRAPH)
+@pytest.mark.parametrize(
+    "placement",
+    often(
+        ONE_GRAPH, "resident", "streamed, pending", "saved in a tier", "recomputed on the device", "tiles, recomputed"
+    ),
+)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
 def test_blocks_of_one_graph_each_train_as_plain_ones(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from offload import native
 from offload.layout import BF16, CODED, Form
 from offload.native import codes
+from offload.native.torch_kernels import DeviceKernels, dithered_bytes, scratch_bytes
 from offload.optim import reference
 
 from .bits import SPECIAL, assert_same_bits, at_offset, kernels, narrowed, numbers, widened
@@ -373,3 +375,21 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         call(exp_avg_scale=None)
     with pytest.raises(ValueError, match="exp_avg_scale has to be a contiguous 1-D CPU tensor of 2 elements"):
         call(exp_avg_scale=torch.zeros(1, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("n", [70, 65_536, 200_000])
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_by_torch_on_a_device_take_no_more_memory_than_is_planned(form: str, n: int) -> None:
+    device = DeviceKernels(torch.empty(scratch_bytes(n), dtype=torch.uint8))
+    master, grad, out = torch.zeros(n), torch.randn(n), torch.zeros(n, dtype=torch.bfloat16)
+    (m, *m_scale), (v, *v_scale) = zeros(form, n)
+    arrays = (m, v, *((*m_scale, *v_scale) or (None, None)))
+    bound = device.bind(native.ADAM_DITHERED, (master, None, *arrays, grad, out), 0)
+    work = bound(native.DitheredScalars.at(step=3, **USUAL, decoupled=True))
+    work(0, n)  # what a first call makes stays
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work(0, n)
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    assert 24 * min(n, 65_536) < most <= dithered_bytes(n)

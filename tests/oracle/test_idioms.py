@@ -40,18 +40,17 @@ ROUNDED_BY_TORCH = frozenset(
 """Idioms in which torch rounds to bf16 what this library keeps in fp32: norms, factors, sums over micro-batches."""
 
 
-def _cases(*groups: Sequence[str], every: int = 1) -> list[Any]:
-    """Each idiom in each placement of some groups. One placement of an idiom runs with all other tests: the idioms take
-    the groups in turn, and the placements of a group.
+GROUPS = (RESIDENT, STREAMED, tuple(TIERED))
+"""One placement of an idiom runs with all other tests: the idioms take the groups in turn, and the placements of a
+group."""
 
-    Args:
-        groups: of placements.
-        every: only every so many idioms run with all other tests.
-    """
+
+def _cases(*groups: Sequence[str]) -> list[Any]:
+    """Each idiom in each placement of some groups."""
     cases = []
     for number, name in enumerate(IDIOMS):
-        group = groups[number % len(groups)]
-        often = group[number // len(groups) % len(group)] if number % every == 0 else None
+        group = GROUPS[number % len(GROUPS)]
+        often = group[number // len(GROUPS) % len(group)]
         for placement in chain(*groups):
             marks = () if placement == often else (pytest.mark.oracle,)
             cases.append(pytest.param(name, placement, marks=marks, id=f"{name}-{placement}"))
@@ -63,7 +62,7 @@ def test_idiom_is_as_in_plain_torch(name: str, placement: str, tmp_path: Path) -
     check(IDIOMS[name], placement, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "placement"), _cases([*TIERED], every=3))
+@pytest.mark.parametrize(("name", "placement"), _cases(tuple(TIERED)))
 def test_idiom_with_activation_tiers_tiles_and_own_units_is_as_in_plain_torch(
     name: str, placement: str, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ SCHEDULES = given(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @SCHEDULES
 @pytest.mark.timeout(300)
 def test_any_schedule_gives_the_bits_of_a_blocking_step(**schedule: Any) -> None:

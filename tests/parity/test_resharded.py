@@ -76,6 +76,10 @@ def committed(folder: Path, steps: int = 3, order: list[str] = ORDER, **options:
     return found
 
 
+def part_of(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: found[name] for name in expected}
+
+
 def resumed(model: nn.Module, **options: Any) -> OffloadZero:
     with torch.no_grad():
         for param in model.parameters():
@@ -95,7 +99,7 @@ def test_parameters_may_be_in_another_order(tmp_path: Path, order: list[str], ch
     options = {"path": tmp_path / "a", "tuning": in_chunks(chunk), "cpu_memory": least + 2 * 4 * 4096}
     for number in range(2):  # then where it lies
         with resumed(model if not number else Named(order), **options) as optimizer:
-            assert_same(expected, {name: bits(optimizer._model, optimizer)[name] for name in expected})
+            assert_same(expected, part_of(expected, bits(optimizer._model, optimizer)))
 
 
 def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     tuning = Tuning(chunk="4KiB", units=("wide", "tall"))
     with resumed(model, path=tmp_path / "a", tuning=tuning) as optimizer:
         assert {spec.unit for spec in optimizer._layout.specs} == {"", "wide", "tall"}
-        assert_same(expected, {name: bits(model, optimizer)[name] for name in expected})
+        assert_same(expected, part_of(expected, bits(model, optimizer)))
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -143,7 +147,7 @@ def test_a_run_resumed_in_another_layout_has_the_bits_of_one_that_never_stopped(
         with Reader([tmp_path / "a"]) as reader:
             options["cpu_memory"] = least_cpu_memory(other, **given) + reader.slots_bytes()
     with OffloadZero(whole) as alone, resumed(other, **options) as optimizer:
-        assert_same(expected, {name: bits(other, optimizer)[name] for name in expected})
+        assert_same(expected, part_of(expected, bits(other, optimizer)))
         for step in range(3):
             some_step(whole, alone, step)
         for step in range(3, 6):

@@ -17,8 +17,8 @@ from tests.support.device import DEVICE
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import LR, Run, train
 
-STEPS = 12
-HALF = 7
+STEPS = 8
+HALF = 4
 FOUR_KIB = Tuning(chunk="4KiB", threads=1)
 SPLIT = Tuning(chunk="4KiB", threads=1, split_master=True)
 PLACES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ def test_training_in_ram_equals_the_numpy_reference(kind: str, accumulation: int
     reference.assert_same_bits(run)
     run.assert_same_bits(in_ram(kind, accumulation))
     assert run.losses[-1] != run.losses[0]
-    assert set(run.steps.values()) == ({20} if kind != "mlp" else {20, *([6] if accumulation == 1 else [13])})
+    assert set(run.steps.values()) == ({12} if kind != "mlp" else {12, *([4] if accumulation == 1 else [8])})
 
 
 def test_plain_adam_equals_the_numpy_reference_too() -> None:

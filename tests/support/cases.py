@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,15 @@ def each_value_often(cases: Iterable[Sequence[str]]) -> list[Any]:
     chosen = covering(cases)
     marks = [() if number in chosen else (pytest.mark.slow,) for number in range(len(cases))]
     return [pytest.param(*case, id="-".join(case), marks=of) for case, of in zip(cases, marks, strict=True)]
+
+
+def products(*lists: Iterable[Any], often: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """All combinations of values of several lists as params: those that `often` names run in make test, all of them in
+    make test-slow."""
+    cases = [*itertools.product(*lists)]
+    chosen = [*often]
+    assert all(case in cases for case in chosen)
+    return [pytest.param(*case, marks=() if case in chosen else (pytest.mark.slow,)) for case in cases]
 
 
 def often(cases: Iterable[str], *chosen: str) -> list[Any]:

@@ -56,12 +56,34 @@ def _handlers(code: CodeType) -> dict[int, int]:
     return {at: entry.target for entry in entries for at in range(entry.start, entry.end, 2)}
 
 
+@cache
+def _places(code: CodeType) -> dict[tuple[int, int], bool]:
+    """Which pairs of an instruction and the one that ran before it are places, of those that were seen."""
+    return {}
+
+
+def _is_place(code: CodeType, before: int, now: int) -> bool:
+    """Args: before: -1: this is the first one."""
+    if dis.opname[code.co_code[now]] in ("RESUME", "JUMP_BACKWARD"):
+        return True
+    if before < 0 or not dis.opname[code.co_code[before]].startswith("CALL"):
+        return False
+    return _handlers(code).get(before) == _handlers(code).get(now)
+
+
+@cache
+def _has_function(code: CodeType) -> bool:
+    return "function" in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+
+
 def _drops_errors(frame: FrameType) -> bool:
     """Whether Python itself drops what is raised here: in `__del__`, and in what is called by it or wraps it."""
     wrapped: FrameType | None = frame
     while wrapped is not None:
-        function = wrapped.f_locals.get("function")
-        if wrapped.f_code.co_name == "__del__" or getattr(function, "__name__", "") == "__del__":
+        if wrapped.f_code.co_name == "__del__":
+            return True
+        # Looking at the locals copies them all.
+        if _has_function(wrapped.f_code) and getattr(wrapped.f_locals.get("function"), "__name__", "") == "__del__":
             return True
         wrapped = wrapped.f_back
     return False
@@ -72,31 +94,36 @@ def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iter
     """Calls `by` before this thread's so-manieth instruction in FILES; yields how many are left to go, in a list."""
     is_deferred = by not in NOT_DEFERRED
     left = [instruction]
-    last: dict[FrameType, int] = {}
-
-    def is_place(frame: FrameType) -> bool:
-        code, now = frame.f_code, frame.f_lasti
-        before, last[frame] = last.get(frame), now
-        if dis.opname[code.co_code[now]] in ("RESUME", "JUMP_BACKWARD"):
-            return True
-        if before is None or not dis.opname[code.co_code[before]].startswith("CALL"):
-            return False
-        return _handlers(code).get(before) == _handlers(code).get(now)
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
         if not name.startswith(FILES if is_deferred else FILES[0]) or ("/io/" in name and not is_deferred):
             return None
-        if event == "call" and _drops_errors(frame):
+        if _drops_errors(frame):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        if event == "opcode" and is_place(frame):
-            left[0] -= 1
-            if left[0] == 0:
-                sys.settrace(None)
-                by()
-        return trace
+        return inside(frame.f_code)
+
+    def inside(code: CodeType) -> Any:
+        """Of a call: what a test takes is for the most part this, for each instruction."""
+        places, before = _places(code), -1
+
+        def trace_instruction(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal before
+            if event == "opcode":
+                pair = before, frame.f_lasti
+                before = frame.f_lasti
+                if pair not in places:
+                    places[pair] = _is_place(code, *pair)
+                if places[pair]:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        sys.settrace(None)
+                        by()
+            return trace_instruction
+
+        return trace_instruction
 
     before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions if one frame asked before settrace()
@@ -105,5 +132,4 @@ def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iter
         yield left
     finally:
         sys.settrace(before)
-        last.clear()  # or what the frames hold would stay alive
         signal.signal(signal.SIGINT, handler)

@@ -8,6 +8,7 @@ scripts.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -59,6 +60,10 @@ def _serve() -> str | None:
     """Forks for each folder that comes. Returns: in a child, the script to run; None when no more will come."""
     import torch._dynamo  # noqa: F401  # before the forks
 
+    # No collection of garbage looks through what was imported. The last one, as a Python ends, would take longer than
+    # most scripts: it writes to each object, so that all memory which the child shares is copied.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         limit_s, strict, folder, *arguments = json.loads(line)
         child = os.fork()

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from offload import OffloadZero, Tuning
 
-WIDTH, HEADS, BLOCKS, WORDS, BATCH, SEQ = 32, 4, 3, 18, 2, 8
+WIDTH, HEADS, BLOCKS, WORDS, BATCH, SEQ = 32, 4, 2, 18, 2, 8
 LR = 3e-3
 CLIP = 0.5
 

@@ -110,7 +110,7 @@ def schedule(step: int) -> float:
 def train(
     kind: str,
     *,
-    steps: int = 20,
+    steps: int = 12,
     accumulation: int = 1,
     device: str = DEVICE,
     prepare: Callable[[nn.Module], None] | None = None,

@@ -15,6 +15,7 @@ from offload import OffloadZero
 from offload.errors import BudgetError, ConfigError, OffloadError, ReleasedParameterError
 from tests.support import models
 from tests.support.beside import PLACEMENTS, Block, Model, batch, expected_of, hold, train
+from tests.support.cases import often
 from tests.support.processes import holds_in_child
 from tests.support.ranks import Worlds
 
@@ -61,7 +62,8 @@ def calling() -> Model:
     return model
 
 
-@pytest.fixture(params=list(PLACEMENTS))
+# Where activations wait somewhere, parameters stream from there, too.
+@pytest.fixture(params=often(PLACEMENTS, "resident", "activations in RAM", "activations on nvme"))
 def placement(request: pytest.FixtureRequest) -> dict[str, Any]:
     return PLACEMENTS[request.param]
 

@@ -20,8 +20,8 @@ from offload.native import ADAM, ADAM_DITHERED, ADAM_SPLIT, AdamScalars, Dithere
 from offload.optim.rule import Progress, Rule, SegmentMemory
 
 MOST_OF_CODES = 2.0**63
-"""Gradients have a smaller norm than this where moments are in other forms than fp32: what is rounded up from the mean
-of their squares is finite, too."""
+"""Gradients have a smaller norm than this, weight decay in them included, where moments are in other forms than fp32:
+what is rounded up from the mean of their squares is finite, too."""
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
 
@@ -66,6 +66,10 @@ class AdamRule(Rule):
         """See Rule.scalars."""
         kind = AdamScalars if self.states == ADAM_STATES else DitheredScalars
         return kind.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
+
+    def decay_in_gradient(self, group: Mapping[str, Any]) -> float:
+        """See Rule.decay_in_gradient."""
+        return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
 
     def shown(self, progress: Progress) -> dict[str, Any]:
         """See Rule.shown."""
