@@ -278,7 +278,9 @@ def build(
     undo.callback(gradients.close)
     tier_of, limit = choice.params.tier_of, placement.streamed_bytes
     streamed = {flat.index for flat in held.flats if tier_of(is_frozen=flat.is_frozen) > DEVICE}
-    parameters = FlatParameters(held, plan.inners, plan.device, plan.copier, streamed=streamed, limit=limit)
+    parameters = FlatParameters(
+        held, plan.inners, plan.device, plan.copier, streamed=streamed, limit=limit, staying=placement.staying
+    )
     params: ParamStore
     if choice.params.tier > DEVICE:
         params = StreamedParams(layout, stores[ChunkKind.PARAMS])

@@ -20,8 +20,13 @@ the part of one parameter that lies in one chunk. A *segment* is a run of pieces
 param group and step count are the same.
 
 A flat parameter is *whole* if its optimizer steps whole parameters. Its chunks hold as many of them as `chunk_numel`
-has room for, and at least one, however large that is. Over ranks each parameter has one owner: shards are as large as
+has room for, and at least one, however large that is. One whose slices are stepped each by itself, such as the matrices
+of experts, may be cut between slices. Over ranks each parameter has one owner: shards are as large as
 the largest needs, and the parameters of each rank lie end to end at the beginning of its shard.
+
+A state of a whole parameter may have another shape, such as one number for each row of a matrix. Its array in a slot
+has one number for each `Form.block` elements of the parameter, with as large a block as leaves room for the state. The
+state's numbers are the first ones there.
 
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|
@@ -63,6 +68,8 @@ class Form:
             of their own. 0: there are none.
         octaves: powers of two that the codes of a block span.
         is_signed: whether a code has a sign.
+        is_sparse: whether there is one number for each block of elements, and no more. It counts as that of the first
+            element of the block, and those of the others as 0.
     """
 
     name: str
@@ -70,6 +77,7 @@ class Form:
     block: int = 0
     octaves: int = 0
     is_signed: bool = True
+    is_sparse: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -77,8 +85,15 @@ class Form:
         return self.itemsize == 4
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its array has an fp32 for each element."""
+        return self.is_exact and not self.is_sparse
+
+    @property
     def arrays(self) -> tuple[tuple[int, int], ...]:
         """Of each of its arrays: bytes of an element, and how many elements of the master share one."""
+        if self.is_sparse:
+            return ((self.itemsize, self.block),)
         return ((self.itemsize, 1), *(((1, self.block),) if self.block else ()))
 
 
@@ -89,7 +104,14 @@ CODED = (
     Form("e5m3-64", 1, DITHER_BLOCK, octaves=32, is_signed=False),
 )
 """Of Adam's two moments in one byte each."""
-FORMS = {form.name: form for form in (FP32, BF16, *CODED)}
+SPARSE = tuple(Form(f"fp32-{block}", 4, block, is_sparse=True) for block in (64, 32, 16, 8, 4, 2))
+"""Of states that have another shape than their parameter, and fewer elements."""
+FORMS = {form.name: form for form in (FP32, BF16, *CODED, *SPARSE)}
+
+
+def form_for(numel: int, of: int) -> Form:
+    """The smallest form that has room for a state of `numel` elements, of a parameter of `of`, at least as many."""
+    return next((form for form in SPARSE if numel <= -(-of // form.block)), FP32)
 
 
 @dataclass(frozen=True)
@@ -134,6 +156,39 @@ def of_states(states: Iterable[StateKind], arrays: Iterable[T]) -> list[tuple[T,
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A parameter that its optimizer steps as a whole, as the optimizer sees it.
+
+    Attributes:
+        shape: its shape.
+        strides: how its elements lie, as a tensor's strides say; empty: row-major.
+        small: by name, the shapes of those states that have another one, and at most as many elements.
+        has_slices: whether each slice of its first dimension is stepped by itself. It is row-major then, and all of its
+            states have its shape.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    small: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    has_slices: bool = False
+
+    @property
+    def part(self) -> Whole:
+        """What is stepped at once: the parameter, or a slice of it."""
+        return Whole((1, *self.shape[1:])) if self.has_slices else self
+
+    @property
+    def part_numel(self) -> int:
+        """The elements of `part`."""
+        return math.prod(self.part.shape)
+
+    def numels(self, states: Iterable[StateKind]) -> list[int]:
+        """The elements of each of these states."""
+        small = dict(self.small)
+        return [math.prod(small.get(state.name, self.shape)) for state in states]
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter, as this rank has it. Sizes are those of this rank's part.
 
@@ -146,7 +201,7 @@ class ParamSpec:
         tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit.
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
         states: what its optimizer keeps of each element beside its master. It means nothing if it is frozen.
-        whole: its shape, if its optimizer steps it as a whole; None: in pieces.
+        whole: how its optimizer sees it, if that steps it as a whole; None: in pieces.
     """
 
     name: str
@@ -157,7 +212,7 @@ class ParamSpec:
     tile: int = 0
     shard_dim: int | None = None
     states: tuple[StateKind, ...] = ADAM_STATES
-    whole: tuple[int, ...] | None = None
+    whole: Whole | None = None
 
     @property
     def is_frozen(self) -> bool:
@@ -616,7 +671,7 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
     if flat.is_whole:
         yield from _whole_cuts(layout, flat, start, last)
         return
-    ends_at_blocks = layout.ranks == 1 and layout.chunk_numel >= SUM_BLOCK
+    ends_at_blocks = _ends_at_blocks(layout)
     tile = layout.tile_of(flat.index)
     while start < last:
         stop = min(start + layout.chunk_numel, last)
@@ -631,18 +686,32 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
 
 
 def _whole_cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts elements `start` to `last` of a whole flat between parameters: as many as fit, at least one."""
+    """Cuts elements `start` to `last` of a whole flat between parameters, or slices: as many as fit, at least one."""
     begin = end = start
     for param, offset in zip(flat.params, flat.offsets, strict=True):
-        stop = offset + layout.specs[param].numel
-        if not start <= offset < last or stop == offset:
+        spec = layout.specs[param]
+        if not start <= offset < last:
             continue
-        if begin < end and stop - begin > layout.chunk_numel:
-            yield begin, end
-            begin = offset
-        end = stop
+        for first in range(offset, offset + spec.numel, _inseparable(layout, spec)):
+            stop = min(first + _inseparable(layout, spec), offset + spec.numel)
+            if begin < end and stop - begin > layout.chunk_numel:
+                yield begin, end
+                begin = first
+            end = stop
     if begin < end:
         yield begin, end
+
+
+def _inseparable(layout: Layout, spec: ParamSpec) -> int:
+    """The elements of a whole parameter that are in one chunk: all, or slices that end where blocks of a sum may."""
+    if spec.whole is None or not spec.whole.has_slices:
+        return max(spec.numel, 1)
+    return math.lcm(spec.whole.part_numel, SUM_BLOCK if _ends_at_blocks(layout) else ALIGN_NUMEL)
+
+
+def _ends_at_blocks(layout: Layout) -> bool:
+    """Whether chunks end where blocks of a sum of squares end."""
+    return layout.ranks == 1 and layout.chunk_numel >= SUM_BLOCK
 
 
 def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:

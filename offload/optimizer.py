@@ -67,6 +67,7 @@ from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
+from offload.native import codes
 from offload.optim.adopt import (
     defaults_of,
     groups_of,
@@ -82,11 +83,11 @@ from offload.optim.adopt import (
 )
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.optim.method import MethodCall
-from offload.optim.rule import Progress
+from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
 from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
-from offload.planner.placement import place
+from offload.planner.placement import Placement, place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import all_gather_shards, require_alike, together
@@ -335,6 +336,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = [one.param for one in self._plan.inners[: len(self._layout.specs)]]
             self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
+            self._likes = [like_of(rules, spec) for spec in self._layout.specs]
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
@@ -346,10 +348,8 @@ class OffloadZero(torch.optim.Optimizer):
         require_alike(self._comm, self._plan.held, self._choice)
         start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
+        self._placement = self._place(0 if found is None else found.buffer_bytes)
         with together(self._everyone):
-            direct, room = self._plan.copier.direct, self._plan.room
-            reading_bytes = 0 if found is None else found.buffer_bytes
-            self._placement = place(self._plan.held, self._choice, direct=direct, room=room, reserved=reading_bytes)
             self._parts = parts = build(
                 undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine, self._health
             )
@@ -404,6 +404,25 @@ class OffloadZero(torch.optim.Optimizer):
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
         return original
+
+    def _place(self, reserved: int) -> Placement:
+        """Decides what is where. On each rank as many units stay on the device as where the fewest do.
+
+        Args:
+            reserved: bytes of RAM to leave free.
+
+        Raises:
+            BudgetError: if there is no room.
+            RankError: another rank failed.
+        """
+        plan = self._plan
+        placed = partial(place, plan.held, self._choice, direct=plan.copier.direct, room=plan.room, reserved=reserved)
+        with together(self._everyone):
+            placement = placed()
+        if self._comm.size > 1 and self._choice.params.streams:
+            counts = self._comm.all_gather(torch.tensor([len(placement.staying)]))
+            placement = placed(most_staying=int(counts.min()))
+        return placement
 
     # Step.
 
@@ -525,14 +544,14 @@ class OffloadZero(torch.optim.Optimizer):
             numbers: the parameters that have changed.
             changes: what becomes of each group and progress of theirs.
         """
-        held, groups = self._parts.parameters.held, self._layout.groups
+        held = self._parts.parameters.held
         for number in numbers:
-            held[number].progress = changes[groups[number], held[number].progress][0]
-        for (group, _), (_, changed) in changes.items():
-            self.param_groups[group].update(changed)
+            held[number].progress = changes[self._step_kind(number)][0]
+        for kind, (_, changed) in changes.items():
+            self.param_groups[kind.group].update(changed)
 
     def _advanced(self, active: Iterable[int]) -> _Changes:
-        """What a step makes of each progress in each param group, and which options it changes. Nothing is changed.
+        """What a step makes of the progress of parameters, and which options it changes. Nothing is changed.
 
         Args:
             active: the numbers of the parameters that have a gradient.
@@ -540,10 +559,13 @@ class OffloadZero(torch.optim.Optimizer):
         Raises:
             ConfigError: an optimizer refuses its options.
         """
-        held, groups = self._parts.parameters.held, self._layout.groups
-        found = dict.fromkeys((groups[number], held[number].progress) for number in active)  # alike on all ranks
-        rules = self._plan.rules
-        return {(group, one): rules[group].advance(self.param_groups[group], one) for group, one in found}
+        found = dict.fromkeys(map(self._step_kind, active))  # alike on all ranks
+        rules, groups = self._plan.rules, self.param_groups
+        return {one: rules[one.group].advance(groups[one.group], one.before, one.like) for one in found}
+
+    def _step_kind(self, number: int) -> StepKind:
+        """What decides how a parameter goes on."""
+        return StepKind(self._layout.groups[number], self._parts.parameters.held[number].progress, self._likes[number])
 
     @training_entry
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -1006,8 +1028,9 @@ class OffloadZero(torch.optim.Optimizer):
             param: a trained parameter of the model.
 
         Returns:
-            By name: "master", "exp_avg" and "exp_avg_sq", fp32 CPU tensors of the parameter's shape, and "step", how
-            often it was stepped.
+            By name: "master", and what the optimizer keeps, for Adam "exp_avg" and "exp_avg_sq": fp32 CPU tensors of
+            the parameter's shape, unless the optimizer keeps one of another shape; and "step", how often it was
+            stepped.
 
         Raises:
             ConfigError: the tensor is no trained parameter.
@@ -1023,7 +1046,13 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.take_outside_writes([number])
         views = self._parts.masters.states(number, self._step)
         all_gather_shards(self._comm, self._layout, number, [*views.values()])
-        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in views.items()}
+        forms, small = {state.name: state.form for state in self._layout.specs[number].states}, self._small_of(number)
+        shaped: dict[str, Any] = {
+            kind: codes.small(forms[kind], view, small[kind]).contiguous()
+            if kind in small
+            else self._whole(number, view)
+            for kind, view in views.items()
+        }
         progress = self._parts.parameters.held[number].progress
         return shaped | {one.name: one.value for one in progress.scalars} | {"step": progress.step}
 
@@ -1147,7 +1176,15 @@ class OffloadZero(torch.optim.Optimizer):
         if number is None or number >= self._parts.parameters.trained:
             return {}
         progress = self._parts.parameters.held[number].progress
-        return self._plan.rules[self._layout.groups[number]].shown(progress) if progress.step else {}
+        if not progress.step:
+            return {}
+        shown = self._plan.rules[self._layout.groups[number]].shown(progress)
+        return shown | {name: torch.Size(shape) for name, shape in self._small_of(number).items() if name in shown}
+
+    def _small_of(self, number: int) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of those states of a parameter that have another one, by name."""
+        whole = self._layout.specs[number].whole
+        return {} if whole is None else dict(whole.small)
 
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):
@@ -1768,9 +1805,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._health.check()
 
 
-_Changes = Mapping[tuple[int, Progress], tuple[Progress, Mapping[str, Any]]]
-"""By the number of a param group and the progress of its parameters: their next progress, and the options that change
-with it."""
+_Changes = Mapping[StepKind, tuple[Progress, Mapping[str, Any]]]
+"""By what decides it: the next progress of parameters, and the options of their group that change with it."""
 
 
 class _Update(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, segments
+from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, Whole, build, segments
+from offload.optim.rule import spans_of
 from offload.sizes import SUM_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -154,7 +156,8 @@ def test_parameters_that_a_rank_keeps_are_numbered_through(
 )
 def test_a_whole_parameter_lies_in_one_chunk_of_one_rank(numels: list[int], chunk_numel: int, ranks: int) -> None:
     specs = [
-        ParamSpec(str(n), numel, f"unit{n // 4}", torch.bfloat16, 0, whole=(numel,)) for n, numel in enumerate(numels)
+        ParamSpec(str(n), numel, f"unit{n // 4}", torch.bfloat16, 0, whole=Whole((numel,)))
+        for n, numel in enumerate(numels)
     ]
     layouts = [build(specs, chunk_numel, ranks=ranks, rank=rank) for rank in range(ranks)]
     held: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
@@ -175,10 +178,48 @@ def test_a_whole_parameter_lies_in_one_chunk_of_one_rank(numels: list[int], chun
     assert held == {param: int(numel > 0) for param, numel in enumerate(numels)}
 
 
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 90), st.sampled_from([1, 37, 64, 128])), max_size=5),
+    chunk_numel=st.one_of(chunk_numels, st.integers(SUM_BLOCK, 2 * SUM_BLOCK)),
+    ranks=st.integers(1, 3),
+)
+@example([(9, 90, 128)], SUM_BLOCK, 1)
+def test_slices_that_are_stepped_by_themselves_are_not_cut(
+    shapes: list[tuple[int, int, int]], chunk_numel: int, ranks: int
+) -> None:
+    numels = [math.prod(shape) for shape in shapes]
+    specs = [
+        ParamSpec(str(n), numel, f"unit{n // 2}", torch.bfloat16, 0, whole=Whole(shape, has_slices=True))
+        for n, (numel, shape) in enumerate(zip(numels, shapes, strict=True))
+    ]
+    seen: list[tuple[int, int]] = []
+    for rank in range(ranks):
+        layout = build(specs, chunk_numel, ranks=ranks, rank=rank)
+        for chunk in layout.chunks:
+            for piece in chunk.pieces:
+                matrix = math.prod(shapes[piece.param][1:])
+                assert piece.param_offset % matrix == piece.numel % matrix == 0
+                assert (chunk.start + piece.chunk_offset) % ALIGN_NUMEL == 0
+                if ranks == 1 and chunk_numel >= SUM_BLOCK:
+                    assert piece.param_offset % SUM_BLOCK == 0
+            spans = spans_of(layout, chunk, 0, chunk.numel)
+            assert {span.whole for span in spans} <= {Whole((1, *shape[1:])) for shape in shapes}
+            matrices = [math.prod(shape[1:]) for shape in shapes]
+            inside = [one.param for one in chunk.pieces for _ in range(one.numel // matrices[one.param])]
+            seen += [(param, span.offset) for param, span in zip(inside, spans, strict=True)]
+            # As few as may be: one more would be one too many.
+            least = math.lcm(matrix, SUM_BLOCK if ranks == 1 and chunk_numel >= SUM_BLOCK else ALIGN_NUMEL)
+            assert chunk.numel <= chunk_numel or (len(chunk.pieces) == 1 and chunk.numel <= least)
+    wanted = [(n, at * math.prod(shape[1:])) for n, shape in enumerate(shapes) for at in range(shape[0])]
+    assert sorted(seen) == wanted
+
+
 def test_owners_of_whole_parameters_have_about_as_much() -> None:
     """The matrices of a block of a model of 8e9 parameters."""
     numels = [4096 * 4096, 4096 * 1024, 4096 * 1024, 4096 * 4096, *[4096 * 14336] * 3]
-    specs = [ParamSpec(str(n), numel, "block", torch.bfloat16, 0, whole=(numel,)) for n, numel in enumerate(numels)]
+    specs = [
+        ParamSpec(str(n), numel, "block", torch.bfloat16, 0, whole=Whole((numel,))) for n, numel in enumerate(numels)
+    ]
     for ranks, most in ((2, 1.08), (3, 1.04), (4, 1.08)):
         layout = build(specs, 1 << 20, ranks=ranks)
         assert layout.padded_numel(0) / sum(numels) < most

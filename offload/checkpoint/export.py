@@ -251,8 +251,8 @@ def _require_space(directory: Path, needed: int, files: Files) -> None:
 def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = None) -> Iterator[Entry]:
     """The parameters of a commit under their own names, in the order in which each slot is read once.
 
-    It takes the memory of a slot and its cast. For a parameter that does not lie row-major, or is cut along another
-    dimension than the first, it takes that of the whole parameter, twice.
+    It takes the memory of a slot and its cast. For a parameter that does not lie row-major, is cut along another
+    dimension than the first, or has a state of another shape, it takes that of the whole parameter, twice.
 
     Args:
         reader: of the commit.
@@ -266,11 +266,12 @@ def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = No
             facts = manifest.parameters[number]
             own: torch.dtype = getattr(torch, facts.dtype) if kind == "master" else torch.float32
             wanted = own if dtype is None else dtype
-            yield Entry(facts.name, wanted, reader.shape_of(facts.name), partial(_pieces, reader, facts, kind, wanted))
+            shape = reader.state_shape_of(facts.name, kind)
+            yield Entry(facts.name, wanted, shape, partial(_pieces, reader, facts, kind, wanted))
 
 
 def _pieces(reader: Reader, facts: ParameterFacts, kind: str, dtype: torch.dtype) -> Iterator[memoryview]:
-    if facts.order is not None or facts.shard_dim:
+    if facts.order is not None or facts.shard_dim or kind in dict(facts.shapes or ()):
         yield memory_of(reader.read(facts.name, kind).to(dtype))
         return
     for number in reader.slices_of(facts.name):

@@ -4,7 +4,7 @@
 One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
-                       another form than fp32
+                       another form than fp32; 5 if one has another shape than its parameter
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -45,6 +45,13 @@ Where states are in other forms than fp32, flats have one more, which is not spe
     forms              at the end of a flat of such states: how each is stored, by a name of `layout.FORMS`. With a
                        split master such a flat has no tie bits: the lower half is a signed number beside the copy
 
+Where a state has another shape than its parameter, such as a number for each row of a matrix, the parameter has one
+more, which is not spelled otherwise:
+
+    shapes             at the end of a parameter: rows of the name of such a state and its shape. Its form is "fp32-64",
+                       "fp32-32" ... "fp32-2", or "fp32": its numbers are the first ones of the parameter's part of an
+                       array that has one for each 64, 32 ... elements of the parameters
+
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
@@ -70,7 +77,7 @@ import xxhash
 from msgspec import Meta
 
 from offload.errors import ConfigError, CorruptionError, ResumeError
-from offload.layout import ADAM_FORMS, ADAM_STATES, FORMS, MASTER, Flat, Layout, StateKind, is_dithered
+from offload.layout import ADAM_FORMS, ADAM_STATES, FORMS, MASTER, Flat, Layout, StateKind
 from offload.optim.rule import Progress
 from offload.optim.rule import Scalar as NamedScalar
 from offload.sizes import MASTER_ITEM_BYTES, format_bytes
@@ -95,6 +102,8 @@ VERSION_OF_RULES = 3
 """That of manifests with other optimizers than Adam."""
 VERSION_OF_FORMS = 4
 """That of manifests with states in other forms than fp32."""
+VERSION_OF_SHAPES = 5
+"""That of manifests with states of other shapes than their parameter's."""
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -119,6 +128,7 @@ T = TypeVar("T")
 Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
 Number = Annotated[int, Meta(ge=0, le=MAX_PARAMETERS)]
+Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=f"^[^{_CONTROL}]*\\Z")]
 DType = Annotated[str, Meta(pattern=r"^(bfloat16|float16|float32)\Z")]
 ScalarDType = Annotated[str, Meta(pattern=r"^(bfloat16|float16|float32|float64|int32|int64|bool)\Z")]
@@ -163,7 +173,7 @@ class ParameterFacts:
     """One trained parameter; fields as in [Note: manifest format]."""
 
     name: Text
-    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+    shape: Shape
     order: Annotated[tuple[Natural, ...], Meta(max_length=MAX_DIMENSIONS)] | None
     unit: Text
     dtype: DType
@@ -171,6 +181,7 @@ class ParameterFacts:
     age: Natural
     shard_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMENSIONS)] | None = None
     progress: ProgressFacts | None = None
+    shapes: Annotated[tuple[tuple[Text, Shape], ...], Meta(max_length=MAX_OPTIONS)] | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -458,12 +469,14 @@ def serialise(manifest: Manifest) -> bytes:
     if not manifest.rules:
         del plain["rules"]
     for facts in (*plain["parameters"], *plain["flats"]):
-        for name in ("shard_dim", "progress", "states", "forms"):
+        for name in ("shard_dim", "progress", "shapes", "states", "forms"):
             if facts.get(name) is None:
                 facts.pop(name, None)
     version = VERSION_OF_RULES if manifest.rules else VERSION
     if any(flat.forms is not None for flat in manifest.flats):
         version = VERSION_OF_FORMS
+    if any(param.shapes is not None for param in manifest.parameters):
+        version = VERSION_OF_SHAPES
     return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
@@ -478,7 +491,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_FORMS), file, least_version=VERSION)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_SHAPES), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest
@@ -593,6 +606,8 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
     if len(set(flat.kinds)) != len(flat.kinds):
         return "two of its states have one name"
     for number in flat.params:
+        if problem := _shapes_problem(parameters[number], flat):
+            return f"parameter {number}: {problem}"
         progress = parameters[number].progress
         if progress is not None and not set(progress.arrays) <= set(flat.kinds[1:]):
             return f"parameter {number} has a state that is not in its slots"
@@ -602,6 +617,20 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
             return f"parameter {number} begins at {offset}, before {end}, where the one before it ends"
         end = offset + parameters[number].numel
     return f"its parameters end at {end}, after its own end at {flat.numel}" if end > flat.numel else None
+
+
+def _shapes_problem(param: ParameterFacts, flat: FlatFacts) -> str | None:
+    small = dict(param.shapes or ())
+    if param.shapes is not None and len(small) != max(len(param.shapes), 1):
+        return "shapes: expected some, and each name once"
+    for state in flat.state_kinds:
+        shape = small.pop(state.name, None)
+        if shape is None:
+            if state.form.is_sparse:
+                return f"shapes: {state.name} has no element for each of its own, and no shape"
+        elif not state.form.is_exact or math.prod(shape) > -(-param.numel // (state.form.block or 1)):
+            return f"shapes: there is no room for {state.name}"
+    return f"shapes: there is no state {next(iter(small))}" if small else None
 
 
 def _chunks_problem(flat: FlatFacts, chunks: Sequence[ChunkFacts], parameters: Sequence[ParameterFacts]) -> str | None:
@@ -675,6 +704,7 @@ def parameters_of(
             group=group,
             age=step,
             shard_dim=spec.shard_dim,
+            shapes=None if spec.whole is None else spec.whole.small or None,
         )
         for spec, group, shape, stride, step in zip(
             layout.specs, layout.groups, shapes, strides, param_steps, strict=True
@@ -701,7 +731,8 @@ def _states_of(flat: Flat) -> tuple[str, ...] | None:
 
 
 def _forms_of(flat: Flat) -> tuple[str, ...] | None:
-    return tuple(state.form.name for state in flat.states) if is_dithered(flat.states) else None
+    is_plain = all(state.form.is_plain for state in flat.states)
+    return None if is_plain else tuple(state.form.name for state in flat.states)
 
 
 def differences(
@@ -749,6 +780,8 @@ def differences(
                 found.append(f"{name} is in param group {group}, and {former} was committed")
             if now[name] != before[name]:
                 found.append(f"{name} has {', '.join(now[name])}, and {', '.join(before[name])} was committed")
+            elif (is_of := new[name].shapes) != (was_of := old[name].shapes):
+                found.append(f"{name} has states of the shapes {is_of}, and {was_of} was committed")
     if not (converts or of_masters) and not found and (changed := in_other_forms(committed, wanted)):
         (name, (is_in, was_in)), more = changed[0], len(changed) - 1
         and_more = f" (and so for {more} more parameters)" if more else ""

@@ -37,7 +37,7 @@ from offload.interrupts import wait_for_all
 from offload.io.engine import IOEngine, IOFuture, aligned_memory
 from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine, Workers
-from offload.layout import MASTER, StateKind, is_dithered, of_states
+from offload.layout import MASTER, Form, StateKind, is_dithered, of_states
 from offload.native import JOIN, Kernels, codes, load
 from offload.sizes import GIB, MASTER_ITEM_BYTES, MIB, format_bytes
 from offload.storage.directories import older_swap_name, swap_name
@@ -461,8 +461,15 @@ class Reader:
         manifest = self.manifests[0]
         return manifest.flats[manifest.homes[self._number(name)][0]].kinds
 
+    def state_shape_of(self, name: str, kind: str) -> tuple[int, ...]:
+        """The shape of a state of the whole parameter: in most cases the parameter's."""
+        small = dict(self.facts(name).shapes or ())
+        return small[kind] if kind in small else self.shape_of(name)
+
     def pieces(self, name: str, kind: str, slice_number: int = 0) -> Iterator[Tensor]:
         """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
+
+        A state of another shape than its parameter's has zeros beside its elements: `read` knows where.
 
         A piece is valid until the next one is asked for. Whoever goes through the parameters in the order of the flats
         reads every slot once.
@@ -492,7 +499,7 @@ class Reader:
         return self._slots[rank][self._numbers(rank, chunk)[0]].arrays.itemsizes[0] == HALF_BYTES
 
     def read(self, name: str, kind: str, slice_number: int | None = None) -> Tensor:
-        """A state of a parameter: a copy, fp32, on the CPU, in the parameter's shape, row-major.
+        """A state of a parameter: a copy, fp32, on the CPU, in its shape, row-major.
 
         Args:
             name: the name of the parameter.
@@ -508,7 +515,14 @@ class Reader:
         for piece in self.pieces(name, kind, slice_number):
             line[filled : filled + len(piece)] = piece
             filled += len(piece)
+        if kind in (small := dict(facts.shapes or ())):
+            return codes.small(self._form(name, kind), line, small[kind]).contiguous()
         return in_shape(line, facts)
+
+    def _form(self, name: str, kind: str) -> Form:
+        manifest = self.manifests[0]
+        states = manifest.flats[manifest.homes[self._number(name)][0]].state_kinds
+        return next(state.form for state in states if state.name == kind)
 
     def slots(self, wanted: Iterable[tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
         """The states of whole chunks, by kind: fp32, of shape (chunk.numel,), valid until the next ones are asked for.
@@ -553,7 +567,7 @@ class Reader:
 
     def _made_of(self, rank: int, chunk: int) -> int:
         """The bytes of fp32 that are made of a chunk's slots: masters of two halves, and states that are decoded."""
-        made = sum(not state.form.is_exact for state in self._state_kinds(rank, chunk)) + self._is_split(rank, chunk)
+        made = sum(not state.form.is_plain for state in self._state_kinds(rank, chunk)) + self._is_split(rank, chunk)
         return MASTER_ITEM_BYTES * made * self.manifests[rank].chunks[chunk].numel
 
     def _numbers(self, rank: int, chunk: int) -> list[int]:
@@ -614,7 +628,7 @@ class Reader:
         master, *rest = self._slots[rank][numbers[0]].arrays.views(buffers[0])
         found = {}
         for state, arrays in zip(kinds, of_states(kinds, rest), strict=True):
-            exact = arrays[0] if state.form.is_exact else next(made)
+            exact = arrays[0] if state.form.is_plain else next(made)
             found[state.name] = codes.decode_into(state.form, arrays, exact)
         if not self._is_split(rank, chunk):
             return {MASTER: master, **found}

@@ -324,10 +324,14 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     Raises:
         BudgetError: memory or disk space does not suffice, as `OffloadZero` would say.
     """
+    from offload.cli.plan_updates import update_figures
+
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
     found |= _zero_r(planned, options, model) | _speed(planned, options, model)
+    on_gpu = options.gpu or not planned.direct
+    found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
 

@@ -132,11 +132,13 @@ def rules_named(name: str, form: str = "fp32") -> tuple[Rule, Rule]:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--optimizer {name}: {meant}Choose one of {', '.join(known)}")
     kind, options = known[name]
-    (rule,) = rules_of([kind([nn.Parameter(torch.zeros(2, 2))], **options)], form)
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
     try:
-        kind([nn.Parameter(torch.zeros(2))], **options)
+        given = kind([vector, matrix], **options)
     except ValueError:
+        (rule,) = rules_of([kind([matrix], **options)], form)
         return rule, AdamRule(form)
+    (rule,) = rules_of([given], form)
     return rule, rule
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from offload.cli.console import say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
+from offload.cli.plan_updates import LINK_GB_PER_S
 from offload.planner.placement import TYPICAL_TBW, in_words
 from offload.sizes import format_bytes, option_bytes
 from offload.tiers import CPU, DEVICE, NVME, TIERS
@@ -77,6 +78,8 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
     elif summary["disk_seconds"]:
         disk_rate = f"{summary['disk_gb_per_s']:.3g} GB/s, {WORDS[summary['disk_from']]}"
         yield f"A step takes at least {_seconds(summary['disk_seconds'])}, the disk's time ({disk_rate})."
+    if "update_flops" in summary:
+        yield _update_line(summary)
     if summary["drive_life_steps"] is not None:
         full = summary.get("budgets", [{}])[-1].get("cpu_bytes")
         way_out = "" if full is None else f"; with --cpu-memory {option_bytes(full)} no states are written"
@@ -107,6 +110,18 @@ def _step_line(summary: dict[str, Any]) -> str:
         f"A step of {summary['tokens_per_step']:,} tokens takes about {_seconds(summary['step_seconds'])}, "
         f"{_rate(summary['tokens_per_s'])} tokens/s; it waits for {waits}{hides}. Computed from {rates}."
     )
+
+
+def _update_line(summary: dict[str, Any]) -> str:
+    moved, rate, seconds = (summary[f"update_{name}"] for name in ("link_bytes", "flops_per_s", "seconds"))
+    who = f"{summary['optimizer']} steps matrices"
+    if not moved:
+        return f"{who} on the CPU, in about {_seconds(seconds)} of a step ({rate:.3g} FLOP/s, measured here on one)."
+    link = f"{format_bytes(moved)} over the link ({LINK_GB_PER_S:.0f} GB/s each way, assumed)"
+    if seconds is None:
+        return f"{who} on the GPU: {summary['update_flops']:.3g} FLOP, and {link}; --flops gives the time."
+    given = f"{rate:.3g} FLOP/s, {WORDS[summary['flops_from']]}"
+    return f"{who} on the GPU, in about {_seconds(seconds)} of a step ({given}), with {link}."
 
 
 def _seconds(seconds: float) -> str:

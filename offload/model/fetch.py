@@ -509,7 +509,7 @@ class StreamedUnits(HeldUnits):
         for unit in units:
             self._backward_reaches(unit, position)
         with self.used(units):
-            pass
+            self._release_all_but(units)
 
     @property
     def is_training(self) -> bool:
@@ -529,6 +529,9 @@ class StreamedUnits(HeldUnits):
             BudgetError: if they do not.
         """
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
+        if missing > 0 and not self.entries.is_beside():
+            self._release_all_but(units)
+            missing = self.transfers.missing_bytes(units)
         if limit is not None and missing > 0:
             why = self._policy.why_more_stays or "one operation uses"
             raise BudgetError(
@@ -559,6 +562,8 @@ class StreamedUnits(HeldUnits):
         if is_beside:
             self._require_no_ranks(units)
             self._require_room(units)
+        elif self.transfers.missing_bytes(units) > 0:
+            self._release_all_but(units)
         for unit in units:
             self._pending.apply(unit)
         for unit in units:
@@ -595,7 +600,7 @@ class StreamedUnits(HeldUnits):
 
     @entry
     def leave(self, unit: Unit) -> None:
-        if not self._policy.is_in_use(unit) and not self._tasks and not self._policy.makes_graph:
+        if not self._tasks and self._policy.unused([unit], ()):
             self._release(unit)
 
     # Fetching and releasing.
@@ -628,6 +633,12 @@ class StreamedUnits(HeldUnits):
         """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""
         for unit in self._policy.unused(self.transfers.with_memory, wanted):
             self._release(unit)
+
+    def _release_all_but(self, wanted: Collection[Unit] = ()) -> None:
+        """Releases the units that are neither in use nor wanted, also those that stay."""
+        for unit in self._policy.idle(self.transfers.with_memory):
+            if unit not in wanted:
+                self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         if unit.is_here:
@@ -671,8 +682,9 @@ class StreamedUnits(HeldUnits):
         if self._backward_order is not None:
             self._backward_order.begin_anew()
         self._begin_pass()
-        self._release_unused()
-        self._parameters.arrange()
+        unchanged = [unit for unit in self._units.values() if unit.stays and unit.is_frozen]
+        self._release_all_but(unchanged)
+        self._parameters.arrange(unchanged)
         self.store_outside_writes()  # to what `gathered` holds: the step is to see it
         self.drain()
         self.transfers.expect_same_order()
@@ -681,13 +693,13 @@ class StreamedUnits(HeldUnits):
         if self._policy.holds_any:
             raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
         self._forget_graphs()
-        self._release_unused()
+        self._release_all_but()
         self.drain()
         self._parameters.move(device)
 
     def fetch_all(self) -> None:
         self._forget_graphs()
-        self._release_unused()
+        self._release_all_but()
         self._parameters.free_spares()  # what stays is to take no more than it needs
         for unit in self.transfers.units:
             if unit.weight is None:

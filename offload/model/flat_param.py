@@ -52,6 +52,7 @@ class FlatParameters:
         copier: copies between that device and RAM.
         streamed: the flat parameters whose memory comes and goes.
         limit: how many bytes these may take on that device.
+        staying: names of the units that stay there.
 
     Attributes:
         layout: of all of them.
@@ -78,11 +79,12 @@ class FlatParameters:
         *,
         streamed: Collection[int] = (),
         limit: int = 0,
+        staying: Container[str] = (),
     ) -> None:
         self.layout = layout
         self.trained = len(layout.trained.specs)
         self._streamed = streamed
-        self.units = Units(layout, streamed)
+        self.units = Units(layout, streamed, staying)
         self.held = tuple(self._held(number, inner) for number, inner in enumerate(inners))
         self.params: tuple[Any, ...] = tuple(one.tensor for one in self.held)
         self.locals = tuple(one.local for one in self.held)
@@ -327,10 +329,14 @@ class FlatParameters:
         self._note_peak()
         return ready
 
-    def arrange(self) -> None:
-        """Makes units that never have memory at the same time share a buffer from now on. Called between two steps."""
+    def arrange(self, staying: Container[Unit] = ()) -> None:
+        """Makes units that never have memory at the same time share a buffer from now on. Called between two steps.
+
+        Args:
+            staying: units that keep the memory that they have.
+        """
         if not self.is_parked:
-            self._unit_memory.arrange()
+            self._unit_memory.arrange(staying)
             self._note_peak()
 
     def free_spares(self) -> None:

@@ -362,7 +362,7 @@ class MasterWeights:
         for state, arrays in zip(states, of_states(states, rest), strict=True):
             line = (
                 arrays[0]
-                if state.form.is_exact
+                if state.form.is_plain
                 else torch.empty(block.numel, dtype=torch.float32, device=master.device)
             )
             moments.append(codes.decode_into(state.form, arrays, line))

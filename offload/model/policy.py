@@ -7,6 +7,13 @@ afterwards); what `gathered` holds. So the device holds at most the root unit, t
 those that are prefetched. Where units return tensors on the CPU beside those on a device, two threads of autograd run
 their backward, and each has a unit whose backward began last: one unit more.
 
+[Note: units that stay]
+Where `device_memory` leaves room beside all this, some units stay on the device from their first use in a step to the
+end of that step; frozen ones for good. They are spread evenly over the order, so that a unit that comes is hidden
+behind more than one unit's compute. The plan says which (planner/placement.py, `units_that_stay`). At the end of a step
+a unit with new values leaves like the others, and its memory is its own until it comes back with them. If an operation
+has no room otherwise, units that stay leave, too.
+
 Two kinds of nodes announce nothing, and what they need stays until the next step: in a backward with
 `create_graph=True` whatever was fetched, and the units of parameters that somebody's `autograd.Function` or checkpoint
 was given (`keep`).
@@ -25,6 +32,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -57,8 +65,8 @@ class UnitOrder:
         """Begins a pass.
 
         Returns:
-            The units of this pass in order, if it is a training pass after one without gradients and they are known;
-            else none.
+            The units that this pass will fetch, in order, if it is a training pass after one without gradients and they
+            are known; else none.
         """
         if self._entered:
             self._orders[self._is_training] = tuple(self._entered)
@@ -66,7 +74,13 @@ class UnitOrder:
         was_training, self._is_training = self._is_training, torch.is_grad_enabled()
         order = self._orders.get(self._is_training, ())
         self._expected = deque(order)
-        return order if self._is_training and not was_training else ()
+        return self._fetched(order) if self._is_training and not was_training else ()
+
+    def _fetched(self, order: Sequence[Unit]) -> Sequence[Unit]:
+        """What of an order of uses is fetched: units that stay once, unless they are there."""
+        stay = [unit for unit in order if unit.stays]
+        first = {unit: order.index(unit) for unit in stay if not unit.is_here}
+        return tuple(u for place, u in enumerate(order) if not u.stays or first.get(u) == place)
 
     def enter(self, unit: Unit) -> None:
         """Records that a unit is entered."""
@@ -76,10 +90,15 @@ class UnitOrder:
                 while self._expected.popleft() != unit:
                     pass
 
-    @property
-    def upcoming(self) -> list[Unit]:
-        """The units to prefetch now, the next one first."""
-        return list(dict.fromkeys(self._expected))[: self._ahead]
+    def after(self, unit: Unit) -> list[Unit]:
+        """The units to prefetch while a unit is in use, the next one first.
+
+        Those that are there and stay are passed over. Where the unit in use is one of them, the place of a unit that
+        comes and goes is free for one more. A unit that comes twice counts twice: what is needed between stays away.
+        """
+        comes = (one for one in self._expected if not (one.is_here and one.stays))
+        places = self._ahead + (self._ahead > 0 and unit.stays)
+        return list(dict.fromkeys(islice(comes, places)))
 
 
 class UnitPolicy:
@@ -185,11 +204,17 @@ class UnitPolicy:
 
         Args:
             present: those that have memory.
-            wanted: those that stay, besides what is in use.
+            wanted: those that stay, besides what is in use and what always stays.
         """
-        if self.makes_graph:
-            return []
-        return [unit for unit in present if unit not in wanted and not self.is_in_use(unit)]
+        return [unit for unit in self.idle(present) if unit not in wanted and not unit.stays]
+
+    def idle(self, present: Iterable[Unit]) -> list[Unit]:
+        """The units that nobody uses, those that stay among them.
+
+        Args:
+            present: those that have memory.
+        """
+        return [] if self.makes_graph else [unit for unit in present if not self.is_in_use(unit)]
 
     def wanted_with(self, unit: Unit) -> list[Unit]:
         """The units that stay while a unit is entered: itself, its guests, and units to come that are on their way.
@@ -197,7 +222,7 @@ class UnitPolicy:
         Units to come that are available, because they were in use before, do not stay. The store was told that each
         unit of the order is fetched (`expect`): it would read ahead, and keep in RAM, what nobody fetches.
         """
-        return [unit, *unit.guests, *(one for one in self.order.upcoming if one.is_coming)]
+        return [unit, *unit.guests, *(one for one in self.order.after(unit) if one.is_coming)]
 
     def next_to(self, unit: Unit) -> Iterator[tuple[Unit, bool]]:
         """The units to prefetch when a unit is entered, the most urgent one first.
@@ -208,6 +233,6 @@ class UnitPolicy:
         for guest in unit.guests:
             if guest.presence is Presence.RELEASED:
                 yield guest, False
-        for one in self.order.upcoming:
+        for one in self.order.after(unit):
             if one.is_missing:
                 yield one, self.why_more_stays is None

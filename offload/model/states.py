@@ -52,7 +52,8 @@ class States(MutableMapping[Any, Mapping[str, Tensor]]):
     Args:
         groups: the optimizer's param groups.
         shown: gives the states of a parameter by name: a number, a tensor of shape (), or None for an array of the
-            parameter's shape. Of any other key, and of one that was never stepped, nothing.
+            parameter's shape, or the torch.Size of an array of another one. Of any other key, and of one that was
+            never stepped, nothing.
         read: reads the states of a parameter.
     """
 
@@ -68,7 +69,7 @@ class States(MutableMapping[Any, Mapping[str, Tensor]]):
         return ParamStates(
             {
                 kind: StateTensor.of(param, kind, self._shown, self._read)
-                if value is None or isinstance(value, Tensor)
+                if _is_array(value) or isinstance(value, Tensor)
                 else value
                 for kind, value in shown.items()
             }
@@ -165,7 +166,9 @@ class StateTensor(Tensor):
         value = _alive(shown)(param)[kind]
         with torch_private.PastSubclasses():
             shape, strides = (param.shape, param.stride()) if value is None else ((), ())
-        dtype = torch.float32 if value is None else value.dtype
+        if isinstance(value, torch.Size):
+            shape, strides = value, torch.empty(value, device="meta").stride()
+        dtype = torch.float32 if _is_array(value) else value.dtype
         made: StateTensor = Tensor._make_wrapper_subclass(
             StateTensor, shape, strides=strides, dtype=dtype, device=torch.device("cpu")
         )
@@ -181,7 +184,7 @@ class StateTensor(Tensor):
         """
         param, kind, shown, read = self.source
         number = _alive(shown)(param)[kind]
-        values: Tensor = _alive(read)(param)[kind] if number is None else number
+        values: Tensor = _alive(read)(param)[kind] if _is_array(number) else number
         return values
 
     @classmethod
@@ -213,6 +216,11 @@ class CopyView(Tensor):
 
 _COPIED = (StateTensor, CopyView)
 """Classes of tensors in whose place a function gets copies, or views of copies."""
+
+
+def _is_array(shown: object) -> bool:
+    """Whether a state, as `shown` of `States` gives it, is in the tiers."""
+    return shown is None or isinstance(shown, torch.Size)
 
 
 def _alive(method: weakref.WeakMethod[Any]) -> Any:

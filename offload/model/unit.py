@@ -73,6 +73,7 @@ class Unit:
         gathers: all-gathers of its values that are under way, over ranks that share parameters.
         forwards: how many forwards of its modules run, in any thread.
         guests: units whose parameters its forward used.
+        stays: whether it stays on the device when it is not in use; see [Note: units that stay] in policy.py.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Unit:
     gathers: list[Work] = field(default_factory=list)
     forwards: int = 0
     guests: dict[Unit, None] = field(default_factory=dict)
+    stays: bool = False
 
     def __post_init__(self) -> None:
         if self.slices:
@@ -106,6 +108,12 @@ class Unit:
     def is_root(self) -> bool:
         """Whether it has all parameters that no other unit has."""
         return self.name == ROOT
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no step changes what of it streams. A tile counts as trained."""
+        frozen = {flat.index for flat in self.flats if flat.is_frozen}
+        return all(one.flat in frozen for one in self.slices)
 
     @property
     def home(self) -> Unit:
@@ -174,9 +182,10 @@ class Units(dict[str, Unit]):
     Args:
         layout: of all held parameters.
         streamed: the flat parameters whose memory comes and goes.
+        staying: names of units that stay on the device.
     """
 
-    def __init__(self, layout: Layout, streamed: Container[int] = ()) -> None:
+    def __init__(self, layout: Layout, streamed: Container[int] = (), staying: Container[str] = ()) -> None:
         super().__init__()
         of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
         for chunk in layout.param_chunks:
@@ -200,6 +209,7 @@ class Units(dict[str, Unit]):
                 streamed=_params_of(flat for flat in own if flat.index in streamed),
                 watched=frozenset(_params_of(flat for flat in own if not layout.tile_of(flat.index))),
                 nbytes=_bytes_on_device(layout, parts),
+                stays=name in staying,
             )
 
     def __missing__(self, name: str) -> Unit:

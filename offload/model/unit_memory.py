@@ -24,7 +24,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -144,22 +144,27 @@ class UnitMemory:
                 self._trim(self._limit)
         return last_use
 
-    def arrange(self) -> None:
+    def arrange(self, staying: Container[Unit] = ()) -> None:
         """Gives each unit a buffer that it shares with units that never have memory at the same time.
 
         Which these are is known from what was in use together so far. Called between two steps.
+
+        Args:
+            staying: units that keep the memory that they have.
         """
-        if self._is_arranged or self._lent:
+        if self._is_arranged or any(unit not in staying for unit in self._lent):
             return
-        groups = [_Group({unit}, nbytes) for unit, nbytes in self._sizes.items()]
-        if _bytes_of(groups) > self._limit:
-            by_size = sorted(self._sizes, key=lambda unit: -self._sizes[unit])
-            groups = min((self._divide(order) for order in (self._sizes, by_size)), key=_bytes_of)
-        if _bytes_of(groups) > self._limit:
-            self._sizes.clear()  # the next step may show less
+        limit = self._limit - sum(buffer.nbytes for buffer in self._lent.values())
+        sizes = {unit: nbytes for unit, nbytes in self._sizes.items() if unit not in self._lent}
+        groups = [_Group({unit}, nbytes) for unit, nbytes in sizes.items()]
+        if _bytes_of(groups) > limit:
+            by_size = sorted(sizes, key=lambda unit: -sizes[unit])
+            groups = min((self._divide(order) for order in (sizes, by_size)), key=_bytes_of)
+        if _bytes_of(groups) > limit:
+            self._sizes = {unit: buffer.nbytes for unit, buffer in self._lent.items()}  # the next step may show less
             self._beside.clear()
             return
-        spare, self._spare, self._own = self._spare, [], {}
+        spare, self._spare, self._own = self._spare, [], dict(self._lent)
         for group in groups:
             group.buffer = next((buffer for buffer in spare if buffer.nbytes == group.nbytes), None)
             if group.buffer is not None:

@@ -5,6 +5,7 @@ A *form* is what an array of fp32 is stored as. All operations are on integers, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -90,7 +91,7 @@ def store(form: Form, values: Tensor, into: Sequence[Tensor], *, step: int, firs
         first: where in their parameter they begin, in elements.
     """
     if form.is_exact:
-        into[0].copy_(values)
+        into[0].copy_(values[:: form.block] if form.is_sparse else values)
         return
     device = into[0].device
     for start, stop in _pieces(len(values)):
@@ -99,12 +100,13 @@ def store(form: Form, values: Tensor, into: Sequence[Tensor], *, step: int, firs
 
 
 def decode(form: Form, arrays: Sequence[Tensor]) -> Tensor:
-    """What `encode` stored: fp32, shape (n,), of which it makes the same bytes again. If the form is exact, a view.
+    """What `encode` stored: fp32, shape (n,), of which it makes the same bytes again. If the form is plain, a view.
 
     Args:
-        form: how.
+        form: how; not a sparse one.
         arrays: the form's arrays. With a scale they begin at a block's start.
     """
+    assert not form.is_sparse
     if form.is_exact:
         return arrays[0]
     if not form.block:
@@ -126,18 +128,32 @@ def decode(form: Form, arrays: Sequence[Tensor]) -> Tensor:
 
 
 def decode_into(form: Form, arrays: Sequence[Tensor], out: Tensor) -> Tensor:
-    """`decode`, in pieces, so that temporaries stay small. Returns `out`, or the array itself if the form is exact.
+    """`decode`, in pieces, so that temporaries stay small. Returns `out`, or the array itself if the form is plain.
 
     Args:
         form: how it is stored.
         arrays: the form's arrays. With a scale they begin at a block's start.
         out: fp32, shape (n,), on the device of the arrays.
     """
-    if form.is_exact:
+    if form.is_plain:
         return arrays[0]
+    if form.is_sparse:
+        out.zero_()[:: form.block] = arrays[0]
+        return out
     for start, stop in _pieces(len(out)):
         out[start:stop] = decode(form, _part(form, arrays, start, stop))
     return out
+
+
+def small(form: Form, line: Tensor, shape: Sequence[int]) -> Tensor:
+    """A state that has another shape than its parameter.
+
+    Args:
+        form: how it is stored.
+        line: what `decode_into` made of it: fp32, with an element for each one of the parameter.
+        shape: its own.
+    """
+    return line[:: form.block or 1][: math.prod(shape)].view(shape)
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:

@@ -9,12 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.layout import Chunk, Layout, Segment, segments
+from offload.layout import Chunk, Layout, Segment, part_of, segments
 from offload.native import Task
-from offload.optim.rule import Progress, Rule, spans_of
-
-Key = tuple[int, Progress]
-"""The number of a param group, and the progress of a parameter."""
+from offload.optim.rule import Progress, Rule, StepKind, like_of, spans_of
 
 
 class MethodCall:
@@ -29,7 +26,7 @@ class MethodCall:
 
     Attributes:
         name: see above.
-        keys: for each parameter that it goes through, by number: its group and its progress.
+        keys: for each parameter that it goes through, by number: what decides how it goes on.
         changes: by key: the progress after the call, and the options of the group that change.
 
     Raises:
@@ -53,20 +50,23 @@ class MethodCall:
         self.name = name
         self._rules, self._groups, self._layout = rules, groups, layout
         numbers = [number for number, group in enumerate(layout.groups) if name in rules[group].methods]
-        self.keys: dict[int, Key] = {number: (layout.groups[number], progress[number]) for number in numbers}
+        self.keys: dict[int, StepKind] = {
+            number: StepKind(layout.groups[number], progress[number], like_of(rules, layout.specs[number]))
+            for number in numbers
+        }
         for group, befores in self._befores.items():
-            rules[group].methods[name].require_elementwise(groups[group], befores)
-        self.changes: dict[Key, tuple[Progress, dict[str, Any]]] = {
-            (group, before): rules[group].methods[name].advance(groups[group], before)
-            for group, befores in self._befores.items()
-            for before in befores
+            rules[group].methods[name].try_out(groups[group], befores)
+        # Each kind once, in the order of the parameters: alike on all ranks.
+        self.changes: dict[StepKind, tuple[Progress, dict[str, Any]]] = {
+            kind: rules[kind.group].methods[name].advance(groups[kind.group], kind.before, kind.like)
+            for kind in dict.fromkeys(self.keys.values())
         }
 
     @cached_property
     def _befores(self) -> dict[int, list[Progress]]:
-        """Each progress in each group once, in the order of the parameters: alike on all ranks."""
+        """Each progress in each group once."""
         found: dict[int, list[Progress]] = {}
-        for group, before in dict.fromkeys(self.keys.values()):
+        for group, before in dict.fromkeys((kind.group, kind.before) for kind in self.keys.values()):
             found.setdefault(group, []).append(before)
         return found
 
@@ -76,19 +76,20 @@ class MethodCall:
         specs, locations = self._layout.specs, self._layout.locations
         return sorted({locations[number][0] for number in self.keys if specs[number].numel})
 
-    def runs(self, chunk: Chunk) -> list[Segment[Key]]:
+    def runs(self, chunk: Chunk) -> list[Segment[StepKind]]:
         """The elements of a chunk that it goes through, with what they have in common."""
         return segments(chunk, self.keys.get)
 
-    def task(self, chunk: Chunk, run: Segment[Key], arrays: Sequence[Tensor]) -> Task:
+    def task(self, chunk: Chunk, run: Segment[StepKind], arrays: Sequence[Tensor]) -> Task:
         """What goes through one of `runs`, for `Kernels.run`.
 
         Args:
             chunk: the chunk.
             run: the run.
-            arrays: of the chunk: the master and its states, each of shape (chunk.numel,).
+            arrays: of the chunk: the master and its states, each of shape (chunk.numel,), or (blocks,).
         """
-        group, before = run.key
-        views = [array[run.start : run.stop] for array in arrays]
+        group, before, _ = run.key
+        blocks = self._layout.flats[chunk.flat].blocks
+        views = [part_of(array, block, run.start, run.stop) for array, block in zip(arrays, blocks, strict=True)]
         method = self._rules[group].methods[self.name]
         return method.task(self._groups[group], before, views, spans_of(self._layout, chunk, run.start, run.stop))

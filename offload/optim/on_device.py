@@ -42,9 +42,8 @@ class Begin(Protocol):
         """Queues it.
 
         Args:
-            arrays: the master and the states, fp32, of the matrix's shape, in RAM. They get what `step` makes of their
-                copies.
-            grad: the gradient, of the same shape, in RAM.
+            arrays: the master and the states, fp32, in RAM. They get what `step` makes of their copies.
+            grad: the gradient, of the master's shape, in RAM.
             step: gets the copies of `arrays`, and that of `grad`.
             then: called, later, once `arrays` are written.
         """
@@ -58,9 +57,10 @@ def is_stepped_there(shape: Sequence[int]) -> bool:
 def regions(layout: Layout) -> list[Region]:
     """What a `MatrixMemory` reserves: master, states and gradient of the largest matrix, twice."""
     arrays = (
-        (2 + len(spec.states)) * round_up(spec.numel, ALIGN_NUMEL)
+        2 * round_up(spec.whole.part_numel, ALIGN_NUMEL)
+        + sum(round_up(numel, ALIGN_NUMEL) for numel in spec.whole.part.numels(spec.states))
         for spec in layout.specs
-        if spec.whole is not None and not spec.is_frozen and is_stepped_there(spec.whole)
+        if spec.whole is not None and not spec.is_frozen and is_stepped_there(spec.whole.shape)
     )
     nbytes = AT_ONCE * MASTER_ITEM_BYTES * max(arrays, default=0)
     return [Region(DEVICE, MATRIX, nbytes)] if nbytes else []
@@ -129,7 +129,7 @@ class MatrixMemory:
             start, there = 0, []
             for source in (*arrays, grad):
                 piece = self._memory[place][start : start + source.numel() * source.element_size()]
-                there.append(piece.view(source.dtype).view(source.shape))
+                there.append(piece.view(source.dtype).as_strided(source.shape, source.stride()))
                 there[-1].copy_(source, non_blocking=True)
                 start = round_up(start + len(piece), ALIGN_BYTES)
             *copies, gradient = there

@@ -15,6 +15,7 @@ SGD is its first gradient.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.layout import Chunk, Layout, StateKind
+from offload.layout import Chunk, Layout, ParamSpec, StateKind, Whole, blocks_of, part_of
 from offload.native import Kernels, Task
 from offload.optim.on_device import MatrixMemory
 
@@ -73,14 +74,38 @@ class Span(NamedTuple):
     Attributes:
         start: where they begin in the arrays.
         numel: how many there are.
-        shape: that of the parameter, if the rule is of whole parameters.
+        whole: the parameter, or its slice that these elements are, if the rule is of whole ones.
         offset: where they begin in the parameter.
     """
 
     start: int
     numel: int
-    shape: tuple[int, ...] = ()
+    whole: Whole | None = None
     offset: int = 0
+
+    def seen(self, array: Tensor) -> Tensor:
+        """A view of what an array of the segment, shape (n,), has of a whole parameter, in its shape."""
+        assert self.whole is not None
+        line, (shape, strides) = array[self.start : self.start + self.numel], (self.whole.shape, self.whole.strides)
+        return line.as_strided(shape, strides) if strides else line.view(shape)
+
+    def states(self, kinds: Sequence[StateKind], arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Views of the states of a whole parameter, each in its shape.
+
+        Args:
+            kinds: the states.
+            arrays: theirs, without the master's.
+        """
+        assert self.whole is not None
+        small, views = dict(self.whole.small), []
+        for kind, block, array in zip(kinds, blocks_of(kinds)[1:], arrays, strict=True):
+            if kind.name in small:
+                line = part_of(array, block, self.start, self.start + self.numel)
+                shape = small[kind.name]
+                views.append(line[: math.prod(shape)].view(shape))
+            else:
+                views.append(self.seen(array))
+        return views
 
 
 class SegmentMemory(NamedTuple):
@@ -113,21 +138,72 @@ def spans_of(layout: Layout, chunk: Chunk, start: int, stop: int) -> list[Span]:
         start: the first element of the run, where a parameter begins.
         stop: the one after its last.
     """
-    inside = (piece for piece in chunk.pieces if start <= piece.chunk_offset < stop)
-    return [
-        Span(piece.chunk_offset - start, piece.numel, layout.specs[piece.param].whole or (), piece.param_offset)
-        for piece in inside
-    ]
+    spans = []
+    for piece in chunk.pieces:
+        if start <= piece.chunk_offset < stop:
+            whole = layout.specs[piece.param].whole
+            step = piece.numel if whole is None else whole.part_numel
+            spans += [
+                Span(piece.chunk_offset - start + at, step, whole and whole.part, piece.param_offset + at)
+                for at in range(0, piece.numel, step)
+            ]
+    return spans
+
+
+ONE = (1,)
+"""The shape of one element."""
+
+
+class Kept(NamedTuple):
+    """What a rule keeps of a parameter.
+
+    Attributes:
+        states: the arrays, in the order of their memory.
+        small: by name, the shapes of those that have not the parameter's.
+        like: the shape of a parameter that goes on from step to step as this one does.
+        has_slices: whether slices of its first dimension may be stepped each by itself.
+    """
+
+    states: tuple[StateKind, ...]
+    small: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    like: tuple[int, ...] = ONE
+    has_slices: bool = False
+
+
+class StepKind(NamedTuple):
+    """What decides how a parameter goes on from step to step.
+
+    Attributes:
+        group: the number of its param group.
+        before: its progress before the step.
+        like: see `Kept`.
+    """
+
+    group: int
+    before: Progress
+    like: tuple[int, ...] = ONE
+
+
+def like_of(rules: Sequence[Rule], spec: ParamSpec) -> tuple[int, ...]:
+    """`Kept.like` of a trained parameter.
+
+    Args:
+        rules: that of each param group.
+        spec: the parameter.
+    """
+    assert spec.group is not None
+    return ONE if spec.whole is None else rules[spec.group].kept(spec.whole.shape).like
 
 
 class Method(ABC):
     """A method of an optimizer's class beside its step, which goes through parameters and states.
 
-    It runs on pieces, as the step does, and in the same way: `advance` says what becomes of what pieces would share.
+    It runs on pieces, or on whole parameters, as the step does, and in the same way: `advance` says what becomes of
+    what pieces would share.
     """
 
     @abstractmethod
-    def require_elementwise(self, group: Mapping[str, Any], befores: Collection[Progress]) -> None:
+    def try_out(self, group: Mapping[str, Any], befores: Collection[Progress]) -> None:
         """Tries the method out.
 
         Args:
@@ -135,12 +211,14 @@ class Method(ABC):
             befores: the progress of its parameters.
 
         Raises:
-            ConfigError: it cannot run on pieces of parameters; it says why. Nothing was changed.
+            ConfigError: it cannot run on what the step runs on; it says why. Nothing was changed.
         """
 
     @abstractmethod
-    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
-        """The progress after the method, and the options of the group that it changes.
+    def advance(
+        self, group: Mapping[str, Any], before: Progress, like: tuple[int, ...] = ONE
+    ) -> tuple[Progress, dict[str, Any]]:
+        """The progress after the method, and the options of the group that it changes; see `Rule.advance`.
 
         Raises:
             ConfigError: the method raises. Nothing was changed.
@@ -163,7 +241,8 @@ class Rule(ABC):
 
     Attributes:
         name: that of the optimizer's class.
-        states: the arrays that it keeps beside the master.
+        states: the arrays that it keeps beside the master. A rule of whole parameters may keep others of each:
+            see `kept`.
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
         is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
@@ -185,9 +264,24 @@ class Rule(ABC):
             ConfigError: one is missing, out of range, or asks for other arrays than the rule has. Nothing was changed.
         """
 
+    def kept(self, shape: tuple[int, ...]) -> Kept:
+        """What it keeps of a parameter of a shape.
+
+        Raises:
+            ConfigError: it keeps something of it that cannot be kept here.
+        """
+        return Kept(self.states)
+
     @abstractmethod
-    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
+    def advance(
+        self, group: Mapping[str, Any], before: Progress, like: tuple[int, ...] = ONE
+    ) -> tuple[Progress, dict[str, Any]]:
         """The progress after one more step, and the options of the group that the step changes.
+
+        Args:
+            group: the param group, before the step.
+            before: the progress before the step.
+            like: `Kept.like` of the parameter's shape.
 
         Raises:
             ConfigError: the optimizer refuses an option. Nothing was changed.

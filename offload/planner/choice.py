@@ -12,7 +12,8 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, ParamSpec, build, tiled
+from offload.layout import Layout, ParamSpec, Whole, build, tiled
+from offload.model.dense import is_dense
 from offload.model.inner import Inner
 from offload.model.units import (
     ROOT,
@@ -102,8 +103,8 @@ class ModelShape:
                 specs.append(spec)
                 continue
             rule = rules[spec.group]
-            specs.append(replace(spec, states=rule.states, whole=tuple(one.param.shape) if rule.is_whole else None))
             if not rule.is_whole:
+                specs.append(replace(spec, states=rule.states, whole=None))
                 continue
             if spec.shard_dim is not None:
                 raise ConfigError(
@@ -116,6 +117,10 @@ class ModelShape:
                     "tile is a part of it: leave tile out, or give that parameter another optimizer"
                 )
             rows.pop(number, None)
+            kept = rule.kept(tuple(one.param.shape))
+            strides = tuple(one.param.stride()) if is_dense(one.param) and not one.param.is_contiguous() else ()
+            whole = Whole(tuple(one.param.shape), strides, kept.small, kept.has_slices and not strides)
+            specs.append(replace(spec, states=kept.states, whole=whole))
         return replace(self, specs=specs, rows=rows)
 
     def temporary_bytes(self, rules: Sequence[Rule], options: Options, threads: int) -> int:
@@ -130,7 +135,7 @@ class ModelShape:
         for spec in self.specs:
             if spec.group is not None:
                 rule = rules[spec.group]
-                numel = spec.numel if rule.is_whole else options.chunk_numel
+                numel = options.chunk_numel if spec.whole is None else spec.whole.part_numel
                 each[rule.name] = max(each.get(rule.name, 0), rule.temporary_bytes(numel, threads))
         return sum(each.values())
 

@@ -86,7 +86,8 @@ class Placement:
         device_memory: the option, in bytes; None: it was not given.
         model_bytes: the most that parameters and buffers of the model take on the device at once.
         resident_bytes: the part of `model_bytes` for frozen parameters that stay there, and for buffers.
-        streamed_bytes: the part of `model_bytes` for units that come and go.
+        streamed_bytes: the part of `model_bytes` for units that stream.
+        staying: the names of streamed units that stay on the device between two uses, see [Note: units that stay].
         read_bytes: what a step reads from the disk.
         written_bytes: what a step writes to the disk.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
@@ -104,6 +105,7 @@ class Placement:
     model_bytes: int
     resident_bytes: int
     streamed_bytes: int
+    staying: frozenset[str]
     read_bytes: int
     written_bytes: int
     held_bytes: Mapping[str, int]
@@ -175,6 +177,9 @@ class Placement:
         if choice.states.tier == DEVICE and where:
             where = ", gathered from the ranks"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
+        if self.staying:
+            units = {one.unit for one in layout.slices if not one.is_tile}
+            where += f", {len(self.staying)} of {len(units)} units stay on the device"
         where += f", {tiled} layers run in tiles of {format_bytes(choice.params.tile_bytes)}" if tiled else ""
         where += f", gradients {choice.grads.tier.where}" if choice.grads.tier.is_durable else ""
         if choice.activations.tier:
@@ -306,6 +311,34 @@ def streamed_bytes(layout: Layout, choice: Choice) -> int:
     That is the root unit, two other units with the units that enclose each of them, and the prefetched units.
     """
     return _at_once(unit_bytes(layout, choice), choice) if choice.params.streams else 0
+
+
+def units_that_stay(layout: Layout, choice: Choice, room: int, most: int | None = None) -> tuple[frozenset[str], int]:
+    """Which streamed units stay on the device; see [Note: units that stay].
+
+    Args:
+        layout: of all parameters that are trained or stream.
+        choice: what was decided.
+        room: bytes of the device for units that stream, at least `streamed_bytes`.
+        most: the most units that stay; None: any number.
+
+    Returns:
+        Their names, and the most bytes that streamed units take at once then.
+    """
+    if not choice.params.streams:
+        return frozenset(), 0
+    sizes = unit_bytes(layout, choice)
+    in_tiles = {one.unit for one in layout.slices if layout.tile_of(one.flat)}
+    in_tiles |= {layout.flats[one.flat].unit for one in layout.slices if layout.tile_of(one.flat)}
+    names = [unit for unit in sizes if unit != ROOT and unit not in in_tiles]
+    for count in range(len(names) if most is None else most, 0, -1):
+        # In the middle of equal parts of the order.
+        staying = {names[(2 * place + 1) * len(names) // (2 * count)] for place in range(count)}
+        others = {unit: nbytes for unit, nbytes in sizes.items() if unit not in staying}
+        at_once = sum(sizes[unit] for unit in staying) + _at_once(others, choice)
+        if at_once <= room:
+            return frozenset(staying), at_once
+    return frozenset(), _at_once(sizes, choice)
 
 
 def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
@@ -731,8 +764,16 @@ def _slot(kind: ChunkKind, one: SlotArrays, names: Sequence[str], *, is_moved: b
 # Where the states go.
 
 
-def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = None, reserved: int = 0) -> Placement:
-    """Decides which chunks stay in RAM.
+def place(
+    layout: Layout,
+    choice: Choice,
+    *,
+    direct: bool,
+    room: Room | None = None,
+    reserved: int = 0,
+    most_staying: int | None = None,
+) -> Placement:
+    """Decides which chunks stay in RAM, and which units on the device.
 
     Args:
         layout: of all parameters that are trained or stream.
@@ -740,6 +781,7 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
         direct: whether the model's device is the CPU, so that copies need no buffers.
         room: what the device and the RAM have room for.
         reserved: bytes of RAM to leave free for reading a commit in another layout.
+        most_staying: the most units that stay on the device; None: any number.
 
     Raises:
         ConfigError: gradients are to be on NVMe, and the parameters stay on a device with memory of its own.
@@ -757,7 +799,15 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
     activations = needs.of_activations(needs.activation_bytes, 0)
     fixed = [*needs.regions, *needs.of_pools(needs.pools())]
     on_device = [*fixed, *(needs.of_states(_resident(sizes)) if is_on_device else ()), *activations]
-    model_bytes = _require_room(layout, choice, room, total_bytes(on_device, DEVICE))
+    slab_bytes = total_bytes(on_device, DEVICE)
+    least_model_bytes, least_streamed = _require_room(layout, choice, room, slab_bytes), streamed_bytes(layout, choice)
+    limit = room.limit if room.device_memory is not None or choice.params.is_chosen else None
+    staying, most_streamed = (
+        (frozenset[str](), least_streamed)
+        if limit is None
+        else units_that_stay(layout, choice, limit - slab_bytes - least_model_bytes + least_streamed, most_staying)
+    )
+    model_bytes = least_model_bytes - least_streamed + most_streamed
     given = room.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // room.ranks_on_node if given is None else given
@@ -804,7 +854,8 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
         device_memory=room.device_memory,
         model_bytes=model_bytes,
         resident_bytes=room.resident(choice),
-        streamed_bytes=streamed_bytes(layout, choice),
+        streamed_bytes=most_streamed,
+        staying=staying,
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         held_bytes=needs.held_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,7 @@ from offload.devices.copies import copier_for
 from offload.grads import staging
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
-from offload.layout import ParamSpec, StateKind, build
+from offload.layout import ParamSpec, StateKind, Whole, build
 from offload.optim import on_device
 from offload.optim.step import Step
 from offload.ranks.torch_distributed import _GroupWork
@@ -168,9 +168,14 @@ class Checkpointed(nn.Module):
 
 
 def measured(
-    options: dict[str, Any], device: str = "simulated:0", times: Times = TIMES, rows: int = 4, shape: Shape = ONE
+    options: dict[str, Any],
+    device: str = "simulated:0",
+    times: Times = TIMES,
+    rows: int = 4,
+    shape: Shape = ONE,
+    trained: int = UNITS,
 ) -> tuple[float, list[simulated_device.Span]]:
-    """Virtual seconds from one step() to the next, and what ran in them."""
+    """Virtual seconds from one step() to the next, and what ran in them. The first `trained` units are."""
     torch.manual_seed(4)
     simulated_device.set_delays(0, 0)
     model: nn.Module
@@ -180,6 +185,8 @@ def measured(
     else:
         model = Checkpointed(LAYER_WIDTH).to(device)
         x = torch.ones(1, rows, LAYER_WIDTH, dtype=torch.bfloat16, device=device)
+    for unit in model[trained:] if isinstance(model, nn.Sequential) else ():
+        unit.requires_grad_(False)
     nbytes = 2 * sum(param.numel() for param in model.parameters()) / UNITS
     exchanged = None if times.exchange_s is None else nbytes / times.exchange_s
     clocks = simulated_device.virtual_time(
@@ -196,28 +203,31 @@ def measured(
         return ends[-1] - ends[-2], [one for one in simulated_device.spans() if ends[-2] < one.end_s <= ends[-1]]
 
 
-def ideal(times: Times = TIMES, shape: Shape = ONE, *, streams: bool) -> float:
+def ideal(times: Times = TIMES, shape: Shape = ONE, *, streams: bool, staying: Container[int] = ()) -> float:
     """The same work, each piece as soon as what it needs is there and its resource is free.
 
-    Adam begins when all gradients have come, one unit after the other in the order of the forward; two units have
-    memory on the device where parameters stream.
+    Adam begins when all gradients have come, one unit after the other in the order of the forward. Where parameters
+    stream, two units have memory on the device beside those that are `staying`; what the last forward used is there.
     """
     adam = up = compute = 0.0
-    forward_ends: list[float] = []
+    left = [0.0, 0.0]  # when the memory of units that stream was left
     for unit in range(UNITS):
+        comes = streams and unit not in staying
         adam += shape.chunks * times.adam_s
-        up = max(up, forward_ends[unit - 2] if streams and unit > 1 else 0.0) + times.copy_s
+        up = max(up, left[-2] if comes else 0.0) + times.copy_s
         up = max(up, adam + times.copy_s / shape.chunks)
         compute = max(compute, up) + shape.forward * times.product_s
-        forward_ends.append(compute)
+        if comes:
+            left.append(compute)
     down = 0.0
-    left = [*forward_ends[-2:]]  # when the memory of the units before was left
-    for number in range(UNITS):
-        if streams and number:
+    for unit in reversed(range(UNITS)):
+        comes = streams and unit not in staying
+        if comes and unit != UNITS - 1:
             up = max(up, left[-2]) + times.copy_s
             compute = max(compute, up)
-        compute += times.product_s * (shape.last_backward if number == UNITS - 1 else shape.backward)
-        left.append(compute)
+        compute += times.product_s * (shape.backward if unit else shape.last_backward)
+        if comes:
+            left.append(compute)
         down = max(down + times.copy_s, compute + times.copy_s / shape.weights)
     return down
 
@@ -230,6 +240,35 @@ def test_a_step_takes_little_more_than_the_ideal_schedule(case: str) -> None:
     found, _ = measured(CASES[case])
     wanted = ideal(streams=case == "streamed")
     assert 0.9 <= found / wanted <= 1.1, (found, wanted)
+
+
+def ideal_of_frozen(times: Times, staying: Container[int]) -> float:
+    """As `ideal`, where all units but the first are frozen: these come in forward and backward, or are there."""
+    up, compute = times.adam_s, 0.0
+    left = [0.0, 0.0]
+    for place, unit in enumerate((*range(UNITS), *reversed(range(UNITS)))):
+        is_there = unit in staying or place == UNITS  # what the last forward used
+        if not is_there or not place:  # the first unit has new values
+            up = max(up, left[-2]) + times.copy_s
+            compute = max(compute, up)
+        compute += times.product_s
+        if unit not in staying:
+            left.append(compute)
+    return compute + times.copy_s
+
+
+def test_each_share_of_units_that_stay_takes_less_and_little_more_than_the_ideal_schedule() -> None:
+    times = Times(copy_s=2.5)  # a step waits for the link
+    unit_bytes = 2 * (WIDTH * WIDTH + WIDTH)
+    before = math.inf
+    for count in (0, 1, 2, 3, 4, 6, 8, UNITS):
+        # A gradient, the root's, and three that stream, unless all are there.
+        memory = (5 + min(count, UNITS - 3)) * unit_bytes
+        found, _ = measured({"param_tier": "cpu", "device_memory": memory}, times=times, trained=1)
+        staying = {(2 * place + 1) * UNITS // (2 * count) for place in range(count)}
+        assert 0.95 <= found / ideal_of_frozen(times, staying) <= 1.05, count
+        assert found <= before
+        before = found
 
 
 SHARED_COPY_S = 0.3
@@ -389,7 +428,10 @@ def test_matrices_that_the_device_steps_travel_while_others_are_multiplied(numbe
     made = [[torch.ones(shape).pin_memory() for _ in range(2)] for _ in range(number)]
     grad = torch.ones(shape, dtype=torch.bfloat16).pin_memory()
     (region,) = on_device.regions(
-        build([ParamSpec("matrix", 64 * 64, "unit", torch.bfloat16, 0, states=(StateKind("m"),), whole=shape)], 4096)
+        build(
+            [ParamSpec("matrix", 64 * 64, "unit", torch.bfloat16, 0, states=(StateKind("m"),), whole=Whole(shape))],
+            4096,
+        )
     )
     memory = torch.empty(region.nbytes, dtype=torch.uint8, device=device)
     matrices = on_device.MatrixMemory(memory, copier_for(device))

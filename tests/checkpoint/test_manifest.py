@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -134,14 +135,50 @@ def test_forms_are_those_of_states(forms: tuple[str, ...], match: str) -> None:
         parse(serialise(dataclasses.replace(sound, flats=flats)))
 
 
+SHAPED = (("factor", (3, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("form", "shapes", "match"),
+    [
+        ("fp32-64", (), "expected some, and each name once"),
+        ("fp32-64", (*SHAPED, *SHAPED), "expected some, and each name once"),
+        ("fp32-64", (("factor", (34, 1)),), "no room for factor"),  # of 2,100 elements, which have room for 33 there
+        ("bf16", SHAPED, "no room for factor"),
+        ("fp32-64", (*SHAPED, ("other", ())), "no state other"),
+        ("fp32-64", (("other", ()),), "factor has no element for each of its own, and no shape"),
+        ("fp32-64", None, "factor has no element for each of its own, and no shape"),
+    ],
+    ids=str,
+)
+def test_states_of_other_shapes_have_room(form: str, shapes: Any, match: str) -> None:
+    plain = manifest_of()
+
+    def made(form: str, shapes: Any) -> Manifest:
+        flats = [dataclasses.replace(flat, states=("factor",), forms=(form,)) for flat in plain.flats]
+        smallest = [(min(param.numel, 1),) for param in plain.parameters]
+        both = zip(plain.parameters, smallest, strict=True)
+        params = [dataclasses.replace(param, shapes=(("factor", shape),)) for param, shape in both]
+        params[0] = dataclasses.replace(params[0], shapes=shapes)
+        rules = ("Factored",) * len(plain.groups)
+        return dataclasses.replace(plain, flats=tuple(flats), parameters=tuple(params), rules=rules)
+
+    assert plain.parameters[0].numel == 2100
+    sound = made("fp32-64", (("factor", (33, 1)),))
+    assert parse(serialise(sound)) == sound
+    assert b'"version":5' in serialise(sound)
+    with pytest.raises(CorruptionError, match=match):
+        parse(serialise(made(form, shapes)))
+
+
 def test_a_version_that_its_states_do_not_ask_for_is_not_taken() -> None:
     with pytest.raises(CorruptionError, match="is not spelled"):
         parse(serialise(manifest_of()).replace(b'"version":2', b'"version":4'))
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":5').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 5 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":6').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 6 of its format"):
         parse(newer)
 
 

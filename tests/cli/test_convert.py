@@ -200,7 +200,7 @@ def test_every_option_of_the_file_is_told(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Lamb"}}, "Lamb"),
         ({"optimizer": {"type": "Optimizer"}}, "torch's own optimizers are converted"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type is 'Muon': Muon only supports 2D parameters"),
-        ({"optimizer": {"type": "Adafactor"}}, "optimizer.type is 'Adafactor': optimizer is Adafactor, which cannot"),
+        ({"optimizer": {"type": "LBFGS"}}, "optimizer.type is 'LBFGS': optimizer is LBFGS, which cannot"),
         ({"optimizer": {"type": "SGD", "params": {"adam_w_mode": True}}}, "DeepSpeed does not take there"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
         ([], "no JSON object"),

@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner, Result
 
 from offload import BudgetError, OffloadZero, Tuning, tiers
-from offload.cli import plan_models
+from offload.cli import plan_models, plan_updates
 from offload.cli.main import app
 from offload.cli.plan import SHARES
+from offload.cli.plan_updates import newton_schulz_flops
 from offload.demo.gpt import GPT, PRESETS, GPTConfig
 from offload.devices.copies import accelerator
 from offload.io.select import Settings
@@ -40,6 +42,7 @@ NAMED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "rmsprop-centered": partial(torch.optim.RMSprop, centered=True),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "adafactor": torch.optim.Adafactor,
 }
 
 
@@ -161,6 +164,39 @@ def test_muon_is_planned_for_the_matrices_of_blocks_and_adamw_for_all_else(tier:
         rows = {row["kind"]: row["nbytes"] for row in planned["rows"] if row["tier"] == "cpu"}
         assert rows["momentum_buffer"] == 4 * sum(one.numel() for one in matrices)
         assert rows["exp_avg"] == rows["exp_avg_sq"] == 4 * sum(one.numel() for one in others)
+
+
+@pytest.mark.parametrize("shape", [(40, 100), (100, 40), (64, 64)])
+def test_operations_of_muon_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
+    param = torch.nn.Parameter(torch.randn(shape))
+    param.grad = torch.randn(shape)
+    with FlopCounterMode(display=False) as counter:
+        torch.optim.Muon([param]).step()
+    assert newton_schulz_flops(shape) == counter.get_total_flops()
+
+
+def test_time_of_muon_is_that_of_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(PRESETS["1m"])
+    matrices = [param for name, param in model.named_parameters() if name.startswith("blocks.") and param.dim() == 2]
+    flops = sum(newton_schulz_flops(param.shape) for param in matrices)
+    numel = sum(param.numel() for param in matrices)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(plan_updates, "measured_rate", lambda *_: 2.0 * flops)
+        here = run_json("--optimizer", "muon", "--tier", "cpu")
+        assert (here["update_flops"], here["update_seconds"], here["update_link_bytes"]) == (flops, 0.5, 0)
+        assert "muon steps matrices on the CPU, in about 0.5 s of a step" in " ".join(
+            run("--optimizer", "muon").stdout.split()
+        )
+    there = run_json("--optimizer", "muon", "--gpu", "--flops", str(flops / 3))
+    # Master and momentum both ways, and a gradient of bf16.
+    assert (there["update_seconds"], there["update_link_bytes"]) == (pytest.approx(3), 18 * numel)
+    slow = run_json("--optimizer", "muon", "--gpu", "--flops", "1e30")
+    assert slow["update_seconds"] == 10 * numel / 25e9
+    assert "update_flops" not in run_json("--optimizer", "sgd")
+
+
+def test_the_rate_of_muon_is_measured() -> None:
+    assert 1e6 < plan_updates.measured_rate("muon", newton_schulz_flops) < 1e15
 
 
 @pytest.mark.parametrize("direct", [True, False])

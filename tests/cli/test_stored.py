@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,50 @@ def test_runs_of_other_optimizers_are_shown_verified_and_exported(
     wrong = call("export", path, tmp_path / "out", "--kind", "exp_avg")
     assert "--kind exp_avg: choose one of master, momentum_buffer, sum" in wrong.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_states_of_other_shapes_are_shown_verified_and_exported(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 3))
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.1)
+
+    (reference, plain), (model, given) = made(), made()
+    path = tmp_path / "run"
+    options: dict[str, Any] = {"path": path, "commit_every": 0, "compute_dtype": torch.float32}
+    with OffloadZero(model, given, **options) as optimizer:
+        for one, its in ((reference, plain), (model, optimizer)):
+            for x in torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(0)):
+                one(x).square().mean().backward()
+                its.step()
+                its.zero_grad()
+        for name, param in reference.named_parameters():
+            shown = optimizer.state[model.get_parameter(name)]
+            assert shown.keys() == plain.state[param].keys()
+            for kind, value in plain.state[param].items():
+                assert shown[kind].shape == value.shape
+                assert torch.equal(shown[kind] + 1, value + 1)
+        optimizer.commit()
+    shown = json.loads(call("inspect", path, "--json").stdout)
+    assert {one["name"]: one["states"] for one in shown["parameters"]} == {
+        "0.weight": ["row_var", "col_var"],
+        "0.bias": ["variance"],
+        "2.weight": ["row_var", "col_var"],
+        "2.bias": ["variance"],
+    }
+    # Room for the 70 and 40 numbers of 2,800 elements is one for each 32 and 64; for 3 and 70 of 210: 64 and 2.
+    assert shown["bytes"] == 4 * (2800 + 88 + 44 + 210 + 4 + 105 + 2 * (70 + 3))
+    assert json.loads(call("verify", path, "--json").stdout)["damaged"] == []
+    for kind in ("row_var", "col_var", "variance"):
+        assert call("export", path, tmp_path / kind, "--kind", kind).exit_code == 0
+        found = load_file(str(tmp_path / kind / f"{kind}.safetensors"))
+        states = {name: plain.state[param] for name, param in reference.named_parameters()}
+        expected = {name: state[kind] for name, state in states.items() if kind in state}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    other = nn.Sequential(nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 3))
+    with pytest.raises(ResumeError, match=r"row_var, col_var was committed|Adafactor was committed"):
+        OffloadZero(other, torch.optim.SGD(other.parameters(), momentum=0.9), resume=True, **options)
 
 
 def test_a_damaged_state_of_another_optimizer_is_found(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from offload import OffloadZero, Tuning
 from offload.layout import Layout, build
@@ -58,7 +59,9 @@ def trained(worlds: Worlds, kind: str, ranks: int, steps: int, idle: bool = Fals
 
 
 def _train(kind: str, steps: int, idle: bool, options: dict[str, Any]) -> Run:
-    return sharded.train(kind, steps, idle=idle, **options)
+    """Options: a list has a value for each rank."""
+    own = {name: value[dist.get_rank()] if isinstance(value, list) else value for name, value in options.items()}
+    return sharded.train(kind, steps, idle=idle, **own)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -551,3 +554,16 @@ def _gathered_over_a_step(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_gathered_over_a_step_gets_the_other_ranks_new_values(worlds: Worlds, stage: int) -> None:
     assert worlds(2).run(_gathered_over_a_step, stage) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_that_stay_have_the_bits_of_one_process(worlds: Worlds, stage: int) -> None:
+    """What stays is gathered once a step, by all ranks or by none."""
+    options: dict[str, Any] = {"stage": stage, "param_tier": "cpu", "accumulation": 2}
+    less = trained(worlds, "gpt", 2, 4, **options)
+    least = max(run.stats["peak_device_bytes"] for run in less)
+    more = trained(worlds, "gpt", 2, 4, **options, device_memory=2 * least)
+    for one, other in zip(less, more, strict=True):
+        assert other.stats["gathered_bytes"] < one.stats["gathered_bytes"]
+        assert other.stats["peak_device_bytes"] <= 2 * least
+    trained(worlds, "gpt", 2, 4, **options, device_memory=[2 * least, least - 1])

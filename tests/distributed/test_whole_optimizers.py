@@ -19,12 +19,18 @@ from tests.support.toy import batch
 STEPS = 4
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
 """Some matrices are larger than a chunk, and than a bucket."""
-USUAL = [("muon", 2, 1, "cpu"), ("muon", 2, 2, "device"), ("muon", 3, 3, "cpu"), ("lamb", 2, 2, "cpu")]
+USUAL = [
+    ("muon", 2, 1, "cpu"),
+    ("muon", 2, 2, "device"),
+    ("muon", 3, 3, "cpu"),
+    ("lamb", 2, 2, "cpu"),
+    ("factored", 3, 2, "cpu"),
+]
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)), marks=() if case in USUAL else pytest.mark.slow)
     for case in (
         (name, ranks, stage, tier)
-        for name in ("muon", "lamb")
+        for name in ("muon", "lamb", "factored", "one class with a flag")
         for ranks in (2, 3, 4)
         for stage in (1, 2, 3)
         for tier in ("device", "cpu")
@@ -125,16 +131,18 @@ def test_one_step_is_of_the_average_of_all_micro_batches(worlds: Worlds, stage: 
     assert_as_plain(runs, plain("muon", (2,) * STEPS, 4, stage))
 
 
-WAYS = [(2, 3), (3, 2), (1, 2), (2, 1), (4, 3)]
+WAYS = [(name, *ranks) for name in ("muon", "adafactor") for ranks in [(2, 3), (3, 2), (1, 2), (2, 1), (4, 3)]]
+USUAL_WAYS = [("muon", 2, 3), ("adafactor", 3, 2)]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(*way, marks=() if way == (2, 3) else pytest.mark.slow) for way in WAYS]
+    ("name", "before", "after"),
+    [pytest.param(*way, marks=() if way in USUAL_WAYS else pytest.mark.slow) for way in WAYS],
 )
 def test_a_commit_is_resumed_at_another_number_of_ranks(
-    worlds: Worlds, before: int, after: int, tmp_path: Path
+    worlds: Worlds, name: str, before: int, after: int, tmp_path: Path
 ) -> None:
     options = {"tier": "nvme", "path": tmp_path / "run", "commit_every": 0, "stage": 2, "param_tier": "nvme"}
-    worlds(before).run(train, "muon", 0, 2, True, options)
-    found = worlds(after).run(train, "muon", 2, STEPS, False, options | {"resume": True})
-    assert_as_plain(found, plain("muon", (before,) * 2 + (after,) * (STEPS - 2)))
+    worlds(before).run(train, name, 0, 2, True, options)
+    found = worlds(after).run(train, name, 2, STEPS, False, options | {"resume": True})
+    assert_as_plain(found, plain(name, (before,) * 2 + (after,) * (STEPS - 2)))

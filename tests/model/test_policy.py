@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_what_comes_next_is_what_came_next_in_the_pass_before(passes: list[list[
                 entered.append(number)
                 # What is not expected any more does not change what is.
                 left = left[left.index(number) + 1 :] if number in left else left
-            assert order.upcoming == [units[one] for one in dict.fromkeys(left)][:ahead]
+            assert order.after(units[number]) == [units[one] for one in dict.fromkeys(left[:ahead])]
         before = entered
 
 
@@ -68,10 +69,10 @@ def test_passes_with_and_without_gradients_have_orders_of_their_own() -> None:
     assert order.begin_pass() == (a, b, c, b, a)
     assert order.is_training
     order.enter(a)
-    assert order.upcoming == [b, c]
+    assert order.after(a) == [b, c]
     with torch.no_grad():
         order.begin_pass()
-        assert order.upcoming == [c, a]
+        assert order.after(a) == [c, a]
 
 
 # What stays.
@@ -189,3 +190,49 @@ def test_a_unit_that_was_borrowed_is_so_until_it_is_given_back() -> None:
     policy.give_back(a)
     policy.give_back(a)
     assert policy.borrowed == [b]
+
+
+# Units that stay.
+
+
+def test_what_stays_is_released_only_if_nobody_uses_it_and_everything_has_to_go() -> None:
+    a, b, c = units_of("a", "b", "c")
+    policy = UnitPolicy(1)
+    a.stays = b.stays = True
+    policy.keep([b])
+    assert policy.unused([a, b, c], ()) == [c]
+    assert policy.idle([a, b, c]) == [a, c]
+    policy.makes_graph = True
+    assert policy.idle([a, b, c]) == []
+
+
+def test_what_is_there_and_stays_is_passed_over_by_what_comes_next() -> None:
+    a, b, c, d = units_of("a", "b", "c", "d")
+    order = UnitOrder(1)
+    b.stays = True
+    for unit in (a, b, c, d):
+        order.enter(unit)
+    order.begin_pass()
+    order.enter(a)
+    assert order.after(a) == [b], "it is not there"
+    arrive(b, c)
+    assert order.after(a) == [c], "c is there, and does not stay"
+    order.enter(b)
+    assert order.after(b) == [c, d], "b has no place of those that come and go"
+
+
+def test_the_store_expects_what_stays_once() -> None:
+    a, b, c = units_of("a", "b", "c")
+    order = UnitOrder(1)
+    a.stays = b.stays = True
+
+    def two_passes() -> Sequence[Unit]:
+        for unit in (a, b, c, b, a):
+            order.enter(unit)
+        with torch.no_grad():
+            order.begin_pass()
+        return order.begin_pass()
+
+    assert two_passes() == (a, b, c)
+    arrive(b)
+    assert two_passes() == (a, c)

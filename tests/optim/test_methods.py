@@ -92,7 +92,7 @@ class OnPieces:
 
     def call(self, name: str, cut: int, threads: int) -> None:
         method, kernels = self.rule.methods[name], native.load(threads)
-        method.require_elementwise(self.group, self.progress)
+        method.try_out(self.group, self.progress)
         changed: dict[str, Any] = {}
         tasks = []
         for number, arrays in enumerate(self.arrays):
@@ -183,8 +183,8 @@ REFUSED = {
     "noise": "draws random numbers",
     "python's noise": "draws random numbers",
     "a counter": "it changes count of the optimizer itself, which no commit would find",
-    "a new array": "it keeps backup of each element, for which nothing was reserved",
-    "another shape": "its state row has shape",
+    "a new array": "it keeps backup, for which nothing was reserved",
+    "another shape": "it keeps row, for which nothing was reserved",
     "numbers of values": "the numbers of a state that it makes depend on the values",
     "an option of values": "it makes an option of the group, lr, of the values of a parameter",
     "by dimension": "gets other values than the same elements of the whole",
@@ -200,7 +200,7 @@ def test_a_method_that_cannot_run_on_pieces_is_refused_with_the_reason(kind: str
     with pytest.raises(
         ConfigError, match=rf"^method\(\) of Strange cannot be applied: .*{REFUSED[kind]}.*; nothing was"
     ):
-        rule.methods["method"].require_elementwise(group, [NEVER, Progress(3, (), ("z",))])
+        rule.methods["method"].try_out(group, [NEVER, Progress(3, (), ("z",))])
     assert group == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     assert random.getstate() == before[2]
@@ -210,7 +210,7 @@ def test_a_method_with_an_argument_is_refused() -> None:
     optimizer = Strange(parameters())
     rule = rule_of(optimizer, optimizer.param_groups[0])
     with pytest.raises(ConfigError, match=r"needs\(\) of Strange cannot be applied: it raises TypeError: .*'factor'"):
-        rule.methods["needs"].require_elementwise(optimizer.param_groups[0], [NEVER])
+        rule.methods["needs"].try_out(optimizer.param_groups[0], [NEVER])
 
 
 def test_a_method_may_do_what_it_likes_with_the_memory_that_it_sees() -> None:
@@ -218,7 +218,7 @@ def test_a_method_may_do_what_it_likes_with_the_memory_that_it_sees() -> None:
     optimizer = torch.optim.Adagrad(parameters(), lr=0.1)
     rule = rule_of(optimizer, optimizer.param_groups[0])
     method = rule.methods["share_memory"]  # it moves the storage of all states
-    method.require_elementwise(optimizer.param_groups[0], [rule.initial])
+    method.try_out(optimizer.param_groups[0], [rule.initial])
     memory = torch.zeros(2, 300)
     native.load(1).run([method.task(optimizer.param_groups[0], rule.initial, [*memory], [Span(0, 300)])])
     assert not memory.untyped_storage().is_shared()

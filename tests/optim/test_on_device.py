@@ -7,17 +7,26 @@ import torch
 from torch import Tensor
 
 from offload.devices.copies import COPIER_FOR
-from offload.layout import ParamSpec, StateKind, build
+from offload.layout import ParamSpec, StateKind, Whole, build
 from offload.optim.on_device import MATRIX, MatrixMemory, regions
 from offload.tiers import DEVICE as ON_DEVICE
 from tests import simulated_device
 from tests.support.device import DEVICE
 
 
-def spec(name: str, shape: tuple[int, ...], states: int, *, is_whole: bool = True) -> ParamSpec:
+def spec(
+    name: str,
+    shape: tuple[int, ...],
+    states: int,
+    *,
+    is_whole: bool = True,
+    small: tuple[tuple[str, tuple[int, ...]], ...] = (),
+) -> ParamSpec:
     kinds = tuple(StateKind(f"state{n}") for n in range(states))
     numel = torch.Size(shape).numel()
-    return ParamSpec(name, numel, name, torch.bfloat16, 0, states=kinds, whole=shape if is_whole else None)
+    return ParamSpec(
+        name, numel, name, torch.bfloat16, 0, states=kinds, whole=Whole(shape, small=small) if is_whole else None
+    )
 
 
 def test_the_largest_matrix_with_its_states_and_gradient_has_room() -> None:
@@ -25,6 +34,7 @@ def test_the_largest_matrix_with_its_states_and_gradient_has_room() -> None:
         spec("long", (9999,), 3),
         spec("matrix", (83, 37), 1),
         spec("more states", (80, 35), 2),
+        spec("small states", (90, 35), 2, small=(("state0", (90, 1)), ("state1", (35,)))),
         spec("in pieces", (500, 500), 2, is_whole=False),
     ]
     (region,) = regions(build(specs, 1024))

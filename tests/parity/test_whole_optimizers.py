@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from offload import ConfigError, OffloadZero, Tuning
 from offload.planner import least_cpu_memory
-from tests.support.cases import often
+from tests.support.cases import each_value_often
 from tests.support.device import DEVICE
 from tests.support.toy import batch
 
@@ -42,6 +43,40 @@ class Lamb(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"] * float(p.norm() / update.norm().clamp(min=1e-6)))
 
 
+def orthogonal(update: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz over the last two dimensions (Jordan, 2024)."""
+    is_tall = update.shape[-2] > update.shape[-1]
+    x = update.mT if is_tall else update
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x.mT if is_tall else x
+
+
+class OneClass(torch.optim.Optimizer):
+    """As people have it: Muon in groups with use_muon, and SGD with momentum in the others. It has a method, too."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.02, "use_muon": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (one for one in group["params"] if one.grad is not None):
+                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(orthogonal(buffer) if group["use_muon"] else buffer, alpha=group["lr"])
+
+    @torch.no_grad()
+    def damp(self) -> None:
+        """Towards zero, and matrices by the norm of each row."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.div_(1 + p.norm(dim=-1, keepdim=True) if group["use_muon"] else 1.01)
+                if p in self.state:
+                    self.state[p]["momentum"].mul_(0.5)
+
+
 class MatricesDecay(torch.optim.SGD):
     """Only what has two dimensions is decayed."""
 
@@ -51,6 +86,36 @@ class MatricesDecay(torch.optim.SGD):
             for p in (one for one in group["params"] if one.grad is not None and one.dim() > 1):
                 p.mul_(1 - group["lr"] * 0.1)
         super().step(closure)
+
+
+class Factored(torch.optim.Optimizer):
+    """Adafactor as transformers has it (Shazeer and Stern, 2018): numbers of rows, of columns, and of the parameter."""
+
+    def __init__(self, params: Any, lr: float | None = None, clip_threshold: float = 1.0, relative_step: bool = True):
+        super().__init__(params, {"lr": lr, "clip_threshold": clip_threshold, "relative_step": relative_step})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (one for one in group["params"] if one.grad is not None):
+                state, is_matrix = self.state[p], p.dim() > 1
+                if not state:
+                    state["step"], state["rms"] = 0, 0
+                    shapes = {"row": p.shape[:-1], "col": p.shape[:-2] + p.shape[-1:]} if is_matrix else {"v": p.shape}
+                    state |= {name: torch.zeros(shape, device=p.device) for name, shape in shapes.items()}
+                state["step"] += 1
+                state["rms"] = p.norm() / p.numel() ** 0.5
+                rate = min(1e-2, state["step"] ** -0.5) if group["relative_step"] else group["lr"]
+                kept, square = 1.0 - state["step"] ** -0.8, p.grad.square() + 1e-30
+                if is_matrix:
+                    state["row"].mul_(kept).add_(square.mean(-1), alpha=1 - kept)
+                    state["col"].mul_(kept).add_(square.mean(-2), alpha=1 - kept)
+                    row = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
+                    update = row * state["col"].unsqueeze(-2).rsqrt() * p.grad
+                else:
+                    update = state["v"].mul_(kept).add_(square, alpha=1 - kept).rsqrt() * p.grad
+                update.div_((update.norm() / update.numel() ** 0.5 / group["clip_threshold"]).clamp_(min=1.0))
+                p.sub_(update.mul_(rate * state["rms"].clamp(min=1e-3)))
 
 
 Make = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
@@ -65,10 +130,26 @@ def muon(**options: Any) -> Make:
     return make
 
 
+def by_flag(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices = [one for one in params if one.dim() > 1]
+    return [OneClass([{"params": matrices, "use_muon": True}, {"params": [p for p in params if p.dim() < 2]}])]
+
+
+def muon_and_adamw(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """AdamW as torch runs it: amsgrad has no kernel of our own, whose last bits differ from torch's."""
+    others = [one for one in params if one.dim() != 2]
+    return [*muon()(params)[:1], torch.optim.AdamW(others, lr=0.02, amsgrad=True, foreach=False)]
+
+
 MAKES: dict[str, Make] = {
     "muon": muon(),
+    "muon and adamw": muon_and_adamw,
+    "one class with a flag": by_flag,
     "muon adjusted": muon(adjust_lr_fn="match_rms_adamw", nesterov=False, weight_decay=0.0),
     "lamb": lambda params: [Lamb(params)],
+    "adafactor": lambda params: [torch.optim.Adafactor(params, lr=0.02, beta2_decay=-0.7, weight_decay=0.1)],
+    "factored": lambda params: [Factored(params)],
+    "factored with a rate": lambda params: [Factored(params, lr=0.02, clip_threshold=0.5, relative_step=False)],
     "decay of matrices": lambda params: [MatricesDecay(params, lr=0.05, momentum=0.9)],
 }
 
@@ -82,13 +163,14 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(37), nn.Linear(37, 83), nn.Tanh(), nn.Linear(83, 37)) for _ in range(3)
         )
-        self.head = nn.Linear(37, 3)
+        self.experts = nn.Parameter(torch.randn(3, 37, 64) / 6)
+        self.head = nn.Linear(64, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x)
         for block in self.blocks:
             h = h + block(h)
-        return self.head(h)
+        return self.head(torch.tanh(h @ self.experts).mean(0))
 
 
 def net() -> Net:
@@ -99,15 +181,19 @@ def net() -> Net:
 class Plain:
     """Plain training, with optimizers of masters: torch's code for a device may round otherwise.
 
-    Args: tier: where the run that is compared has its states. Matrices are stepped on the model's device in any case.
+    Args: tier: where the run that is compared has its states. What is stepped as a whole and has several dimensions is
+    stepped on the model's device in any case: of two optimizers, only what the first one takes.
     """
 
     def __init__(self, make: Make, tier: str = "cpu") -> None:
         self.model = net()
-        self.masters = [
-            nn.Parameter(param.detach().to(DEVICE if tier == "device" or param.dim() > 1 else "cpu"))
-            for param in self.model.parameters()
-        ]
+        params = list(self.model.parameters())
+        first, *others = make(params)
+        there = [param for group in first.param_groups for param in group["params"]] if others else params
+        self.masters = []
+        for param in params:
+            is_there = tier == "device" or (param.dim() > 1 and any(param is one for one in there))
+            self.masters.append(nn.Parameter(param.detach().clone().to(DEVICE if is_there else "cpu")))
         self.optimizers = make(self.masters)
 
     def step(self, number: int) -> None:
@@ -119,10 +205,13 @@ class Plain:
         for optimizer in self.optimizers:
             optimizer.step()
             for group in optimizer.param_groups:
-                group["lr"] *= 0.9
-        with torch.no_grad():
-            for master, param in zip(self.masters, self.model.parameters(), strict=True):
-                param.copy_(master)
+                lower_rate(group)
+        self.give_values()
+
+    @torch.no_grad()
+    def give_values(self) -> None:
+        for master, param in zip(self.masters, self.model.parameters(), strict=True):
+            param.copy_(master)
 
 
 def accumulate(model: nn.Module, number: int) -> None:
@@ -133,13 +222,18 @@ def accumulate(model: nn.Module, number: int) -> None:
         model.blocks[1][1].weight.grad = None  # type: ignore[union-attr, index]
 
 
+def lower_rate(group: dict[str, Any]) -> None:
+    if group["lr"] is not None:
+        group["lr"] *= 0.9
+
+
 def step(model: nn.Module, optimizer: OffloadZero, number: int) -> None:
     optimizer.zero_grad()
     accumulate(model, number)
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     for group in optimizer.param_groups:
-        group["lr"] *= 0.9
+        lower_rate(group)
 
 
 def held(make: Make, path: Path, *, resume: bool = False, **options: Any) -> tuple[Net, OffloadZero]:
@@ -171,14 +265,94 @@ def assert_as_plain(make: Make, model: nn.Module, optimizer: OffloadZero, tier: 
                 assert found[kind] == float(value), (name, kind)
 
 
-@pytest.mark.parametrize("place", often(PLACES, "disk", "streamed"))
-@pytest.mark.parametrize("name", MAKES)
+WHERE = PLACES | {"commits": {"tier": "nvme", "cpu_memory": "least", "commit_every": 2}}
+
+
+@pytest.mark.parametrize(("name", "place"), each_value_often((name, place) for name in MAKES for place in WHERE))
 def test_a_held_optimizer_has_the_bits_of_plain_torch(name: str, place: str, tmp_path: Path) -> None:
-    model, optimizer = held(MAKES[name], tmp_path / "run", **PLACES[place])
+    model, optimizer = held(MAKES[name], tmp_path / "run", **WHERE[place])
     with optimizer:
         for number in range(STEPS):
             step(model, optimizer, number)
-        assert_as_plain(MAKES[name], model, optimizer, PLACES[place]["tier"])
+        assert_as_plain(MAKES[name], model, optimizer, WHERE[place]["tier"])
+
+
+def test_a_rollback_takes_states_of_other_shapes_back(tmp_path: Path) -> None:
+    model, optimizer = held(MAKES["factored"], tmp_path / "run", tier="cpu", commit_every=0)
+    with optimizer:
+        for number in range(3):
+            step(model, optimizer, number)
+            if number == 1:
+                optimizer.commit()
+        optimizer.rollback()
+        for number in range(2, STEPS):
+            step(model, optimizer, number)
+        assert_as_plain(MAKES["factored"], model, optimizer)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Adafactor])
+def test_a_matrix_is_stepped_as_it_is_seen_however_it_lies_in_memory(make: Any) -> None:
+    def made() -> nn.Linear:
+        torch.manual_seed(2)
+        model = nn.Linear(64, 40, bias=False)
+        model.weight = nn.Parameter(torch.randn(64, 40).t())
+        return model.to(DEVICE)
+
+    reference, model = made(), made()
+    plain, given = make([reference.weight], lr=0.02), make([model.weight], lr=0.02)
+    with OffloadZero(model, given, tier="cpu", compute_dtype=torch.float32) as optimizer:
+        for number in range(STEPS):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+            for one, its in ((reference, plain), (model, optimizer)):
+                its.zero_grad()
+                one(x).square().mean().backward()
+                its.step()
+        assert model.weight.stride() == reference.weight.stride() == (1, 40)
+        found = optimizer.state_of(model.weight)
+        for kind, value in plain.state[reference.weight].items():
+            assert torch.equal(torch.as_tensor(found[kind]), value.cpu()), kind
+        assert torch.equal(found["master"], reference.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_method_of_a_class_that_steps_whole_parameters(place: str, tmp_path: Path) -> None:
+    model, optimizer = held(by_flag, tmp_path / "run", **PLACES[place])
+    plain = Plain(by_flag, PLACES[place]["tier"])
+    with optimizer:
+        for number in range(3):
+            plain.step(number)
+            plain.optimizers[0].damp()  # type: ignore[attr-defined]
+            plain.give_values()
+            step(model, optimizer, number)
+            optimizer.apply("damp")
+        for (name, param), master in zip(model.named_parameters(), plain.masters, strict=True):
+            found = optimizer.state_of(param)
+            assert torch.equal(found["master"], master.detach().cpu()), name
+            assert torch.equal(found["momentum"], plain.optimizers[0].state[master]["momentum"].cpu()), name
+            with optimizer.gathered(param):
+                assert torch.equal(param.cpu(), master.cpu()), name
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_schedulers_of_one_of_several_optimizers_act(of: int, tmp_path: Path) -> None:
+    """Those that were made of a given optimizer before it was taken."""
+    plain = Plain(muon_and_adamw)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain.optimizers[of], 1, gamma=0.5)
+    model = net()
+    given = muon_and_adamw(list(model.parameters()))
+    of_held = torch.optim.lr_scheduler.StepLR(given[of], 1, gamma=0.5)
+    options: dict[str, Any] = {"tuning": Tuning(chunk="4KiB"), "compute_dtype": torch.float32, "accumulation": 2}
+    with OffloadZero(model, given, tier="cpu", **options) as optimizer:
+        for number in range(3):
+            plain.step(number)
+            scheduler.step()
+            step(model, optimizer, number)
+            of_held.step()
+        rates = [group["lr"] for one in plain.optimizers for group in one.param_groups]
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+        assert len(set(rates)) == 2
+        for param, master in zip(model.parameters(), plain.masters, strict=True):
+            assert torch.equal(optimizer.state_of(param)["master"], master.detach().cpu())
 
 
 @pytest.mark.parametrize("chunk", ["4KiB", "1MiB"])
@@ -198,8 +372,22 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", RESUMED)
-@pytest.mark.parametrize("name", ["muon", "lamb"])
+USUAL = [
+    ("muon", "as it was"),
+    ("lamb", "on another tier"),
+    ("adafactor", "in other chunks"),
+    ("factored", "on another tier"),
+    ("one class with a flag", "in other chunks"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(*one, id="-".join(one), marks=() if one in USUAL else pytest.mark.slow)
+        for one in itertools.product(MAKES, RESUMED)
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name: str, way: str, tmp_path: Path) -> None:
     before, after = RESUMED[way]
     model, optimizer = held(MAKES[name], tmp_path / "run", commit_every=0, **before)

@@ -15,6 +15,7 @@ from tests.support.toy import Net, batch
 lion_pytorch = pytest.importorskip("lion_pytorch")
 prodigyopt = pytest.importorskip("prodigyopt")
 schedulefree = pytest.importorskip("schedulefree")
+optimization = pytest.importorskip("transformers.optimization")
 pytestmark = pytest.mark.peers
 
 MAKES: dict[str, Callable[[Any], Any]] = {
@@ -22,6 +23,11 @@ MAKES: dict[str, Callable[[Any], Any]] = {
     "schedule-free AdamW, one by one": lambda ps: schedulefree.AdamWScheduleFree(ps, lr=0.01, foreach=False),
     "schedule-free SGD": lambda ps: schedulefree.SGDScheduleFree(ps, lr=0.1),
     "Lion": lambda ps: lion_pytorch.Lion(ps, lr=1e-3, weight_decay=0.1),
+    "Adafactor": optimization.Adafactor,
+    "Adafactor that warms up": lambda ps: optimization.Adafactor(ps, warmup_init=True, clip_threshold=0.5),
+    "Adafactor with a rate": lambda ps: optimization.Adafactor(
+        ps, lr=1e-3, relative_step=False, scale_parameter=False, beta1=0.9, weight_decay=0.1
+    ),
 }
 PLACES: dict[str, dict[str, Any]] = {"RAM": {"tier": "cpu"}, "disk": {"tier": "nvme", "param_tier": "nvme"}}
 

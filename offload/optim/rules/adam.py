@@ -17,7 +17,7 @@ import torch
 from offload.errors import ConfigError
 from offload.layout import ADAM_FORMS, ADAM_STATES, blocks_of, of_states, part_of
 from offload.native import ADAM, ADAM_DITHERED, ADAM_SPLIT, AdamScalars, DitheredScalars, Kernels, Task
-from offload.optim.rule import Progress, Rule, SegmentMemory
+from offload.optim.rule import ONE, Progress, Rule, SegmentMemory
 
 MOST_OF_CODES = 2.0**63
 """Gradients have a smaller norm than this, weight decay in them included, where moments are in other forms than fp32:
@@ -58,7 +58,9 @@ class AdamRule(Rule):
         if not isinstance(group.get("decoupled_weight_decay"), bool):
             raise _refused(number, group, "decoupled_weight_decay", "True, for AdamW, or False, for Adam")
 
-    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
+    def advance(
+        self, group: Mapping[str, Any], before: Progress, like: tuple[int, ...] = ONE
+    ) -> tuple[Progress, dict[str, Any]]:
         """See Rule.advance. Only the count changes."""
         return Progress(before.step + 1), {}
 

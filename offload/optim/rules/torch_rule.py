@@ -13,7 +13,9 @@ BLOCK elements are calculated by one thread of torch. Those of LARGE_BLOCK, whic
 torch's own threads, where `probe` has found that this gives the same bits.
 
 An optimizer that looks at more than one element of a parameter at once, as Muon does, steps *whole* parameters. Each
-lies in one chunk then (layout.py), and is stepped as a piece is, in its shape.
+lies in one chunk then (layout.py), and is stepped as a piece is, in its shape. What it keeps may depend on that shape:
+Adafactor keeps a number for each row and each column of a matrix, and one for each element of a vector. If it works on
+the last two dimensions of three or more, as Muon of experts does, each slice of the first one is stepped by itself.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import inspect
 import math
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +39,7 @@ from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.native import Kernels, Task
 from offload.optim.on_device import is_stepped_there
-from offload.optim.rule import Method, Progress, Rule, Scalar, SegmentMemory, Span, scalars_of
+from offload.optim.rule import ONE, Kept, Method, Progress, Rule, Scalar, SegmentMemory, Span, scalars_of
 
 CUT = 64
 """Pieces begin at multiples of so many elements of their parameter."""
@@ -147,14 +150,43 @@ class Found(NamedTuple):
     """What a probe found about an optimizer.
 
     Attributes:
-        states: the arrays that it keeps.
+        states: the arrays that it keeps; of whole parameters of some shapes perhaps others.
         is_whole: whether it looks at whole parameters.
-        dims: how many dimensions a stand-in has that tells which numbers a step makes.
+        has_slices: whether those of three and more dimensions may be stepped slice by slice of the first one.
     """
 
     states: tuple[StateKind, ...]
     is_whole: bool = False
-    dims: int = 1
+    has_slices: bool = False
+
+
+class StandIn(NamedTuple):
+    """A parameter that tells what a step makes of the numbers of others.
+
+    Attributes:
+        shape: its shape.
+        small: by name, the shapes of those of its states that have another one.
+    """
+
+    shape: tuple[int, ...] = ONE
+    small: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+    def arrays(self, kinds: Iterable[StateKind]) -> list[Tensor]:
+        """Zeros for its states."""
+        shapes = (self.small.get(kind.name, self.shape) for kind in kinds)
+        return [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
+
+
+class KeptWhole(NamedTuple):
+    """What an optimizer keeps of whole parameters of one shape.
+
+    Attributes:
+        kept: the same for those who know no stand-ins.
+        stand_in: one that goes on as they do.
+    """
+
+    kept: Kept
+    stand_in: StandIn
 
 
 class TorchRule(Rule):
@@ -163,10 +195,10 @@ class TorchRule(Rule):
     Args:
         blank: makes copies of the optimizer.
         found: what was found about it.
+        group: the options with which it was probed.
         initial: the progress of a parameter that was never stepped: what the constructor put into its state.
         has_large_blocks: whether torch's threads may share a piece.
         temporary_numel: how many fp32 elements a step takes at once for each element of a piece.
-        structure: of the options with which it was probed.
         probe: tries the optimizer out.
     """
 
@@ -174,8 +206,8 @@ class TorchRule(Rule):
         self,
         blank: Blank,
         found: Found,
+        group: Mapping[str, Any],
         initial: Progress,
-        structure: object,
         probe: Prober,
         *,
         has_large_blocks: bool,
@@ -183,15 +215,36 @@ class TorchRule(Rule):
     ) -> None:
         # Adam's own kernels keep other progress, and a user's class may have its name.
         self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
-        self.states, self.is_whole = found.states, found.is_whole
+        self.states, self.is_whole, self._has_slices = found.states, found.is_whole, found.has_slices
         self.initial = initial
-        self._dims = found.dims
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
         self._blank = blank
         self._probe = probe
-        self._probed = {structure}
+        self._group = {name: value for name, value in group.items() if name != "params"}
+        self._probed = {structure_of(group)}
         self._temporary_numel = temporary_numel
-        self.methods = {name: TorchMethod(blank, name, self.states, probe) for name in blank.methods}
+        self._of_shapes: dict[tuple[int, ...], KeptWhole] = {}
+        self._stand_ins: dict[tuple[int, ...], tuple[tuple[StateKind, ...], StandIn]] = {ONE: (self.states, StandIn())}
+        self.methods = {name: TorchMethod(self, blank, name, probe) for name in blank.methods}
+
+    def kept(self, shape: tuple[int, ...]) -> Kept:
+        """See Rule.kept. The class steps stand-ins of this shape, of few elements."""
+        if not self.is_whole:
+            return Kept(self.states)
+        known = self._of_shapes.get(shape)
+        if known is None:
+            known = self._probe.kept(self._group, shape)
+            if self._has_slices and len(shape) > 2 and not known.kept.small:
+                known = known._replace(kept=known.kept._replace(has_slices=True))
+            self._of_shapes[shape] = known
+            self._stand_ins[known.kept.like] = known.kept.states, known.stand_in
+            if known.kept.has_slices:
+                self.kept((1, *shape[1:]))
+        return known.kept
+
+    def stand_in(self, like: tuple[int, ...]) -> tuple[tuple[StateKind, ...], StandIn]:
+        """What has the shape `Kept.like`, and what is kept of it."""
+        return self._stand_ins[like]
 
     def require_sound(self, number: int, group: Mapping[str, Any]) -> None:
         """See Rule.require_sound. Options whose structure is new are probed."""
@@ -211,7 +264,13 @@ class TorchRule(Rule):
                 f"param group {number} has options now with which {self.name} looks at whole parameters, which lie in "
                 "pieces: construct the run with options like these, and change them later; nothing was changed"
             )
-        missing = [kind.name for kind in found.states if kind not in self.states]
+        if self._has_slices and not found.has_slices:
+            raise ConfigError(
+                f"param group {number} has options now with which {self.name} looks at several slices of a parameter, "
+                "which may lie apart: construct the run with options like these, and "
+                "change them later; nothing was changed"
+            )
+        missing = self._missing(found, group)
         if missing:
             raise ConfigError(
                 f"param group {number} has options now with which {self.name} keeps {', '.join(missing)} of each "
@@ -220,17 +279,35 @@ class TorchRule(Rule):
             )
         self._probed.add(structure)
 
+    def _missing(self, found: Found, group: Mapping[str, Any]) -> list[str]:
+        """The names of arrays that the optimizer keeps with other options, and for which nothing was reserved."""
+        if not found.is_whole:
+            return [kind.name for kind in found.states if kind not in self.states]
+        names = []
+        for shape, (known, _) in self._of_shapes.items():
+            now = self._probe.kept(group, shape).kept
+            shapes, reserved = dict(now.small), dict(known.small)
+            names += [
+                kind.name
+                for kind in now.states
+                if kind not in known.states or shapes.get(kind.name) != reserved.get(kind.name)
+            ]
+        return list(dict.fromkeys(names))
+
     def _refuses(self, group: Mapping[str, Any]) -> bool:
         try:
-            self.advance(group, self.initial)
+            self.advance(group, self.initial, next(iter(self._of_shapes.values())).kept.like if self.is_whole else ONE)
         except ConfigError:
             return True
         return False
 
-    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
-        """See Rule.advance. The class steps a stand-in of one element."""
+    def advance(
+        self, group: Mapping[str, Any], before: Progress, like: tuple[int, ...] = ONE
+    ) -> tuple[Progress, dict[str, Any]]:
+        """See Rule.advance. The class steps a stand-in of few elements."""
+        kinds, stand_in = self._stand_ins[like]
         try:
-            progress, changed = advanced(self._blank, self.states, group, before, dims=self._dims)
+            progress, changed = advanced(self._blank, kinds, group, before, stand_in=stand_in)
         except RaisedError as error:
             raise ConfigError(f"{self.name} refuses its options: {error}; nothing was changed") from error
         _require_finite(progress, self.name)
@@ -245,7 +322,8 @@ class TorchRule(Rule):
         small, large = min(numel, threads * BLOCK), min(numel, LARGE_BLOCK)
         at_once = numel if self.is_whole else large if self.block == LARGE_BLOCK else small
         step = self._temporary_numel * at_once
-        method = 2 * (1 + len(self.states)) * small if self.methods else 0
+        of_method = numel if self.is_whole else small
+        method = 2 * (1 + len(self.states)) * of_method if self.methods else 0
         return torch.float32.itemsize * max(step, method)
 
     def agreed(self, group: Mapping[str, Any]) -> Hashable:
@@ -268,7 +346,8 @@ class TorchRule(Rule):
             def work(low: int, high: int) -> None:
                 for span in spans:
                     for start, stop in _blocks(span, low, high, self.block):
-                        self._step([array[start:stop] for array in arrays], grad[start:stop], out[start:stop], *scalars)
+                        piece = [array[start:stop] for array in arrays]
+                        self._step(self.states, piece, grad[start:stop], out[start:stop], *scalars)
 
             def whole(low: int, high: int) -> None:
                 work(0, n)
@@ -281,19 +360,21 @@ class TorchRule(Rule):
         return task
 
     def _whole_task(self, memory: SegmentMemory, scalars: Any) -> Task:
-        def step_there(copies: list[Tensor], grad: Tensor) -> None:
-            self._step(copies, grad, copies[0], *scalars)
+        def step_there(kinds: Sequence[StateKind], copies: list[Tensor], grad: Tensor) -> None:
+            self._step(kinds, copies, grad, copies[0], *scalars)
 
         def work(low: int, high: int) -> None:
             with memory.matrices.steps() if memory.matrices else nullcontext() as begin:
+                master, *states = memory.arrays
                 for span in memory.spans:
-                    at = slice(span.start, span.start + span.numel)
-                    arrays = [array[at].view(span.shape) for array in memory.arrays]
-                    grad, out = memory.grad[at].view(span.shape), memory.out[at].view(span.shape)
-                    if begin is None or not is_stepped_there(span.shape):
-                        self._step(arrays, grad, out, *scalars)
+                    assert span.whole is not None
+                    kinds = self.kept(span.whole.shape).states
+                    arrays = [span.seen(master), *span.states(kinds, states)]
+                    grad, out = span.seen(memory.grad), span.seen(memory.out)
+                    if begin is None or not is_stepped_there(span.whole.shape):
+                        self._step(kinds, arrays, grad, out, *scalars)
                     else:
-                        begin(arrays, grad, step_there, partial(_write_rounded, arrays[0], out))
+                        begin(arrays, grad, partial(step_there, kinds), partial(_write_rounded, arrays[0], out))
 
         # The caller alone calls torch, whose threads share.
         return Task(work, 0, 1, written=(*memory.arrays, memory.out))
@@ -301,6 +382,7 @@ class TorchRule(Rule):
     @torch.no_grad()
     def _step(
         self,
+        kinds: Sequence[StateKind],
         arrays: Sequence[Tensor],
         grad: Tensor,
         out: Tensor,
@@ -315,7 +397,7 @@ class TorchRule(Rule):
         if scale != 1.0:
             param.grad.mul_(scale)
         with cpu_by_default():
-            run_piece(self._blank, self.states, group, before, param, states)
+            run_piece(self._blank, kinds, group, before, param, states)
         _write_rounded(master, out)
 
 
@@ -332,31 +414,34 @@ class TorchMethod(Method):
     It runs on copies of a piece, since it may do with them what a step does not, such as exchange their memory.
 
     Args:
+        rule: the optimizer's.
         blank: makes copies of the optimizer.
         name: the method's.
-        states: the arrays that the optimizer keeps.
         probe: tries the method out.
     """
 
-    def __init__(self, blank: Blank, name: str, states: Sequence[StateKind], probe: Prober) -> None:
-        self._blank, self._name, self._states, self._probe = blank, name, states, probe
+    def __init__(self, rule: TorchRule, blank: Blank, name: str, probe: Prober) -> None:
+        self._rule, self._blank, self._name, self._probe = rule, blank, name, probe
         self._known: set[object] = set()
 
-    def require_elementwise(self, group: Mapping[str, Any], befores: Collection[Progress]) -> None:
-        """See Method.require_elementwise. One progress of each structure is tried."""
+    def try_out(self, group: Mapping[str, Any], befores: Collection[Progress]) -> None:
+        """See Method.try_out. One progress of each structure is tried."""
         kinds = {_structure_of_progress(before): before for before in befores}
         key = structure_of(group), frozenset(kinds)
         if key not in self._known:
             try:
-                self._probe.method(self._name, group, list(kinds.values()), self._states)
+                self._probe.method(self._name, group, list(kinds.values()), self._rule)
             except ConfigError as error:
                 raise ConfigError(f"{self._title} cannot be applied: {error}; nothing was changed") from error
             self._known.add(key)
 
-    def advance(self, group: Mapping[str, Any], before: Progress) -> tuple[Progress, dict[str, Any]]:
-        """See Method.advance. The class is called with a stand-in of one element."""
+    def advance(
+        self, group: Mapping[str, Any], before: Progress, like: tuple[int, ...] = ONE
+    ) -> tuple[Progress, dict[str, Any]]:
+        """See Method.advance. The class is called with a stand-in of few elements."""
+        kinds, stand_in = self._rule.stand_in(like)
         try:
-            progress, changed = advanced(self._blank, self._states, group, before, self._name)
+            progress, changed = advanced(self._blank, kinds, group, before, self._name, stand_in=stand_in)
         except RaisedError as error:
             raise ConfigError(f"{self._title} raises {error}; nothing was changed") from error
         _require_finite(progress, self._blank.name)
@@ -367,16 +452,27 @@ class TorchMethod(Method):
         options = _with_copies(group)
 
         @torch.no_grad()
+        def call(kinds: Sequence[StateKind], views: Sequence[Tensor]) -> None:
+            master, *states = (view.clone() for view in views)
+            with cpu_by_default():
+                run_piece(self._blank, kinds, options, before, nn.Parameter(master), states, self._name)
+            for view, values in zip(views, (master, *states), strict=True):
+                view.copy_(values)
+
         def work(low: int, high: int) -> None:
             for span in spans:
                 for start, stop in _blocks(span, low, high, BLOCK):
-                    views = [array[start:stop] for array in arrays]
-                    master, *states = (view.clone() for view in views)
-                    with cpu_by_default():
-                        run_piece(self._blank, self._states, options, before, nn.Parameter(master), states, self._name)
-                    for view, values in zip(views, (master, *states), strict=True):
-                        view.copy_(values)
+                    call(self._rule.states, [array[start:stop] for array in arrays])
 
+        def whole(low: int, high: int) -> None:
+            master, *states = arrays
+            for span in spans:
+                assert span.whole is not None
+                kinds = self._rule.kept(span.whole.shape).states
+                call(kinds, [span.seen(master), *span.states(kinds, states)])
+
+        if self._rule.is_whole:
+            return Task(whole, 0, 1, written=tuple(arrays))
         return Task(work, 0, len(arrays[0]), CUT, tuple(arrays))
 
     @property
@@ -384,11 +480,18 @@ class TorchMethod(Method):
         return f"{self._name}() of {self._blank.name}"
 
 
+_ONE_ELEMENT = StandIn()
+
+
 class RaisedError(Exception):
     """What a user's class raised, in words."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
+
+
+class StateChangedError(ConfigError):
+    """A state has arrays for which nothing was reserved: what the class keeps depends on more than was tried out."""
 
 
 class StepRaisesError(ConfigError):
@@ -406,13 +509,18 @@ class Prober(Protocol):
             ConfigError: it can run neither on pieces nor on whole parameters with them; it says why.
         """
 
-    def method(
-        self, name: str, group: Mapping[str, Any], befores: Sequence[Progress], states: Sequence[StateKind]
-    ) -> None:
-        """Tries out a method on parameters of each progress in `befores`, which have `states`.
+    def kept(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> KeptWhole:
+        """What the optimizer keeps of a whole parameter of a shape.
 
         Raises:
-            ConfigError: it cannot run on pieces; it says why.
+            ConfigError: something that cannot be kept here; it says why.
+        """
+
+    def method(self, name: str, group: Mapping[str, Any], befores: Sequence[Progress], rule: TorchRule) -> None:
+        """Tries out a method on parameters of each progress in `befores`, as `rule` has them.
+
+        Raises:
+            ConfigError: it cannot run on what the step runs on; it says why.
         """
 
 
@@ -446,9 +554,9 @@ def advanced(
     before: Progress,
     method: str = STEP,
     *,
-    dims: int = 1,
+    stand_in: StandIn = _ONE_ELEMENT,
 ) -> tuple[Progress, dict[str, Any]]:
-    """What a call of the class makes of a parameter's progress and of its group, found with a stand-in of one element.
+    """What a call of the class makes of a parameter's progress and of its group, found with a stand-in.
 
     Args:
         blank: makes copies of the optimizer.
@@ -456,7 +564,7 @@ def advanced(
         group: the options. They are not changed.
         before: the progress before the call.
         method: what is called. A step has a gradient, of ones.
-        dims: how many dimensions the stand-in has.
+        stand_in: the stand-in.
 
     Returns:
         The progress after the call, and the options that it changes.
@@ -464,10 +572,9 @@ def advanced(
     Raises:
         RaisedError: the class raises.
     """
-    zero = torch.zeros((1,) * dims, dtype=torch.float32, device="cpu")
-    param = nn.Parameter(zero.clone())
-    param.grad = torch.ones_like(zero) if method == STEP else None
-    arrays = [zero.clone() for _ in kinds]
+    param = nn.Parameter(torch.zeros(stand_in.shape, dtype=torch.float32, device="cpu"))
+    param.grad = torch.ones_like(param) if method == STEP else None
+    arrays = stand_in.arrays(kinds)
     try:
         with without_warnings(), cpu_by_default(), torch.no_grad():
             state, after = run_piece(blank, kinds, group, before, param, arrays, method)
@@ -485,7 +592,7 @@ def run_piece(
     arrays: Sequence[Tensor],
     method: str = STEP,
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Runs a method of the class, in a fresh copy, on one parameter whose state is in arrays of its shape.
+    """Runs a method of the class, in a fresh copy, on one parameter whose state is in arrays.
 
     Args:
         blank: makes copies of the optimizer.
@@ -498,6 +605,9 @@ def run_piece(
 
     Returns:
         Its state and its group after the call.
+
+    Raises:
+        StateChangedError: its state has another array, or one of another shape.
     """
     master = param.detach()
     views = {kind.name: array for kind, array in zip(kinds, arrays, strict=True)}
@@ -505,6 +615,13 @@ def run_piece(
     made = blank.fresh(_with_copies(group), {param: state} if state else {}, [param])
     blank.run(made, method)
     after = made.state.get(param, {})
+    for name, value in after.items():
+        if isinstance(value, Tensor) and name in views and value.shape != views[name].shape:
+            raise StateChangedError(
+                f"{name} of {blank.name} has shape {tuple(value.shape)}, and {tuple(views[name].shape)} was reserved"
+            )
+        if name not in views and isinstance(value, Tensor) and value.dim():
+            raise StateChangedError(f"{blank.name} keeps {name}, for which nothing was reserved")
     results = [(master, param), *((view, after.get(name)) for name, view in views.items())]
     # What the class made anew, or exchanged: all of it is read before any of it is written.
     elsewhere = [
