@@ -31,9 +31,18 @@ from offload.io.select import weights
 from offload.layout import Layout
 from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
+from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import device_for, require_movable, require_on_mesh, require_streamable
+from offload.model.units import (
+    bytes_on,
+    compute_dtypes,
+    device_for,
+    require_movable,
+    require_on_mesh,
+    require_streamable,
+    unquantised,
+)
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.optim.new_params import NewParameters, new_parameters
@@ -79,25 +88,27 @@ class Plan:
         choice: what was decided for each part.
         rules: that of each param group.
         held: the layout of all parameters that are trained or stream.
-        params: these parameters, in the order of `held.specs`.
-        moved: the names of parameters that get other memory when the model is taken.
+        inners: the inner tensors of these parameters, in the order of `held.specs`.
+        moved: the names of parameters, and of inner tensors, that get other memory when the model is taken.
         device: the device to train on.
         copier: copies between that device and RAM.
         room: what there is room for.
         threads: see `Tuning`.
         io_engine: see `Tuning`.
+        unquantised: what a quantised base has in 16 or 32 bits; see `units.unquantised`.
     """
 
     choice: Choice
     rules: Sequence[Rule]
     held: Layout
-    params: Sequence[nn.Parameter]
-    moved: Mapping[nn.Parameter, str]
+    inners: Sequence[Inner]
+    moved: Mapping[Tensor, str]
     device: torch.device
     copier: Copier
     room: Room
     threads: int | None
     io_engine: str
+    unquantised: tuple[int, Sequence[str]]
 
     @property
     def layout(self) -> Layout:
@@ -156,13 +167,12 @@ def plan_run(
     nodes = comm.ranks_on_node
     situation = shape.situation(ranks=comm.size, ranks_on_node=nodes, slices=comm.tensor_parallel.size)
     first_choice = decide(options, situation)
-    on = device_for(device, shape.params[0].device)
-    require_on_mesh(on, shape.specs, shape.params)
+    on = device_for(device, shape.inners[0].param.device)
+    require_on_mesh(on, shape.specs, shape.inners)
     comm.require_device(on)
     replicas = replicas_of(first_choice, ranks=comm.size, rows=comm.replicate_group.size)
     copier = COPIER_FOR.get()(on)
-    model_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
-    available = model_bytes + _free_on_device(copier, nodes) // 2
+    available = bytes_on(model, on) + _free_on_device(copier, nodes) // 2
     room = shape.room(options, available, ranks_on_node=nodes)
     unsplit = next((rule.name for rule in rules if not rule.splits_masters), None)
     if first_choice.states.split_master and unsplit is not None:
@@ -172,13 +182,17 @@ def plan_run(
     situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, options, threads))
     held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
-    require_streamable(held.specs[first:], shape.params[first:every])
-    pairs = enumerate(zip(shape.specs, shape.params, strict=True))
-    moved = {p: s.name for n, (s, p) in pairs if n < every or (p.dtype, p.device) != (s.dtype, on)}
+    require_streamable(held.specs[first:], shape.inners[first:every])
+    pairs = enumerate(zip(shape.specs, shape.inners, strict=True))
+    stays = [(spec.dtype, on) for spec in shape.specs]
+    moved = {i.used: s.name for n, (s, i) in pairs if n < every or (i.tensor.dtype, i.tensor.device) != stays[n]}
     require_movable(moved)
+    names = {param: name for name, param in model.named_parameters()}
+    require_movable_wrappers(inner_tensors(names), names, on)
     aliases_of(model, moved)
-    tuning, params = options.tuned, shape.params[:every]
-    return Plan(placed.choice, rules, held, params, moved, on, copier, room, tuning.threads, tuning.io_engine)
+    tuning, inners = options.tuned, shape.inners[:every]
+    left = unquantised(model, compute_dtypes(model, options.fp32_modules, options.compute_dtype))
+    return Plan(placed.choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left)
 
 
 def _free_on_device(copier: Copier, ranks_on_node: int) -> int:
@@ -265,7 +279,7 @@ def build(
     tier_of, limit = choice.params.tier_of, placement.streamed_bytes
     streamed = {flat.index for flat in held.flats if tier_of(is_frozen=flat.is_frozen) > DEVICE}
     parameters = FlatParameters(
-        held, plan.params, plan.device, plan.copier, streamed=streamed, limit=limit, staying=placement.staying
+        held, plan.inners, plan.device, plan.copier, streamed=streamed, limit=limit, staying=placement.staying
     )
     params: ParamStore
     if choice.params.tier > DEVICE:

@@ -19,6 +19,7 @@ from offload.model.flat_param import CPU
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
+from offload.model.inner import Inner, bring_along, inner_tensors
 from offload.model.meta_init import Source, materialise
 from offload.model.original import Original
 from offload.model.partition import Partitions
@@ -32,7 +33,7 @@ from offload.native.memory import return_freed
 from offload.optim.method import MethodCall
 from offload.planner.placement import Placement, tiers_of
 from offload.ranks.agreement import broadcast_from_first
-from offload.ranks.tensor_parallel import local_of, shard_dim_of
+from offload.ranks.tensor_parallel import shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
 from offload.storage.slot_map import ChunkKind
@@ -121,7 +122,7 @@ class HeldModel:
         parameters.remember(model)
         self.answers = Answers(run.layout, parameters, parts.gradients, parts.scale, self.pending, self.units, owner)
         names = units_of(model, choice.model.units)
-        names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
+        names |= {one.param: one.spec.unit for one in parameters.held}
         unit_of = {param: parameters.units[name] for param, name in names.items()}
         self.access = Access(parameters, unit_of, self.units, placement.budget_bytes, owner)
         self._hooks = Hooks(model, choice.model, parameters, unit_of, self.units, self.access, self.answers)
@@ -333,7 +334,7 @@ class HeldModel:
                     alias.follow(parts.parameters.data_of(number_of))
             if info.is_frozen and self._choice.commits.every is not None:
                 for number in info.params:
-                    parts.parameters.held[number].digest = digest_of(parts.parameters.params[number])
+                    parts.parameters.held[number].digest = digest_of(parts.parameters.locals[number])
             if streams and has_values:
                 transfers.store_and_free(flat)
             elif streams:
@@ -352,34 +353,37 @@ class HeldModel:
         may fail after it. The largest of these is cast first, so that the others find the memory that it leaves.
         """
         left, device = self._others(), self._parts.parameters.device
-        for param, dtype in left.items():
-            if param.device != device:
-                self._move_other(param, dtype)
-        casts = [(param, dtype) for param, dtype in left.items() if param.dtype is not dtype]
-        self._cast_others(sorted(casts, key=lambda one: -local_of(one[0]).numel()))
+        for one, dtype in left:
+            if one.tensor.device != device and not one.is_table:
+                self._move_other(one, dtype)
+        bring_along(inner_tensors(self._model.parameters()), device)
+        casts = [(one, dtype) for one, dtype in left if one.tensor.dtype is not dtype]
+        self._cast_others(sorted(casts, key=lambda pair: -pair[0].tensor.numel()))
         aliased = {alias.tensor for alias in self._original.aliases}
-        tensors = [one for one in chain(left, self._model.buffers()) if one not in aliased]
-        self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in tensors])
+        buffers = [(buffer, None) for buffer in self._model.buffers() if buffer not in aliased]
+        others = ((one.tensor, shard_dim_of(one.param)) for one, _ in self._others())
+        self._broadcast(chain(others, buffers))
 
     @uninterrupted
-    def _cast_others(self, casts: Iterable[tuple[nn.Parameter, torch.dtype]]) -> None:
-        for param, dtype in casts:
-            self._move_other(param, dtype)
-            self._original.give_up(param, master=None)
+    def _cast_others(self, casts: Iterable[tuple[Inner, torch.dtype]]) -> None:
+        for one, dtype in casts:
+            self._move_other(one, dtype)
+            self._original.give_up(one.used, master=None)
         return_freed()
 
-    def _others(self) -> dict[nn.Parameter, torch.dtype]:
-        """The parameters that are not held, and the dtype that each of them has on the device."""
-        held, choice = self._parts.parameters.index, self._choice.model
+    def _others(self) -> list[tuple[Inner, torch.dtype]]:
+        """What is not held of the parameters, and the dtype that each inner tensor has on the device."""
+        held, choice = set(self._parts.parameters.params), self._choice.model
         dtypes = compute_dtypes(self._model, choice.keep_fp32, choice.compute_dtype)
-        return {param: dtype_of(param, dtypes[param]) for param in self._model.parameters() if param not in held}
+        inners = inner_tensors(self._model.parameters())
+        return [(one, dtype_of(one, dtypes[one.param])) for one in inners if one.used not in held]
 
-    def _move_other(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        self._original.changes(param)
-        move_param(param, self._parts.parameters.device, dtype)
+    def _move_other(self, one: Inner, dtype: torch.dtype) -> None:
+        self._original.changes(one.used)
+        move_param(one, self._parts.parameters.device, dtype)
         for alias in self._original.aliases:
-            if alias.param is param:
-                alias.follow(local_of(param).data)
+            if alias.param is one.used:
+                alias.follow(one.tensor.data)
 
     def _broadcast(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
         """Gives tensors the values of the first data-parallel rank.
@@ -407,7 +411,7 @@ class HeldModel:
         """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
         left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)
-        unheld = self._others()
+        unheld = {one.param: (one, dtype) for one, dtype in self._others()}
         freed = 0
         for module, fresh in chain([(None, ())], materialise(self._model, source)):
             owned.update(fresh)
@@ -421,5 +425,5 @@ class HeldModel:
                 for param in module.parameters(recurse=False):
                     if param in unheld and self._original.was_meta(param):
                         nbytes = param.nbytes
-                        self._move_other(param, unheld[param])
+                        self._move_other(*unheld[param])
                         freed = _left_free(freed + nbytes)

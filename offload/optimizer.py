@@ -60,6 +60,7 @@ from offload.model import written_frozen
 from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
+from offload.model.inner import is_wrapper, kind_of
 from offload.model.meta_init import Init, Source, source_of
 from offload.model.original import Original
 from offload.model.states import States
@@ -290,7 +291,8 @@ class OffloadZero(torch.optim.Optimizer):
                 undo.enter_context(retired(one))
             del one
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-                print(self._placement.describe(self._plan.held, self._parts.run.paths, self._given), file=sys.stderr)
+                paths, left = self._parts.run.paths, self._plan.unquantised
+                print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
                 if found is not None:
                     states = "; the optimizer's states begin anew" if found.begins_states else ""
                     at = f"step {self._step}, committed {found.committed_at}"
@@ -332,7 +334,7 @@ class OffloadZero(torch.optim.Optimizer):
             source.check(model)
             self._plan = plan_run(model, groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
-            params = self._plan.params[: len(self._layout.specs)]
+            params = [one.param for one in self._plan.inners[: len(self._layout.specs)]]
             self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
             self._likes = [like_of(rules, spec) for spec in self._layout.specs]
             self._given = {param.dtype for param in params}
@@ -1187,7 +1189,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _number(self, param: Tensor) -> int:
         if not isinstance(param, Tensor):
             raise ConfigError(f"{param!r} is no tensor: give the parameter itself, as model.get_parameter(name) does")
-        number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
+        number = self._parts.parameters.index.get(param)
         if number is None or number >= len(self._layout.specs):
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
@@ -1458,7 +1460,7 @@ class OffloadZero(torch.optim.Optimizer):
         Raises:
             PathError: it is no directory, or has an export already.
             BudgetError: the disk lacks space, or RAM lacks room for the whole tensors.
-            ConfigError: safetensors cannot hold a name or a dtype.
+            ConfigError: safetensors cannot hold a name, a dtype, or a wrapper around other tensors.
             StaleParameterError: a parameter was written to, through a view from before the last step, while its new
                 value was pending.
             TierIOError: the disk failed.
@@ -1475,6 +1477,7 @@ class OffloadZero(torch.optim.Optimizer):
         writes = ranks.rank == 0 or not is_shared
         agreed = partial(together, ranks) if is_shared else nullcontext
         with agreed():
+            _require_plain(tensors)
             self._require_room_for_whole(tensors.values())
         for name, tensor in tensors.items():
             if is_dtensor(tensor):
@@ -1838,3 +1841,17 @@ def _committed(found: RecoveryPlan | None) -> Committed:
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     yield memory_of(tensor.cpu())
+
+
+def _require_plain(tensors: Mapping[str, Tensor]) -> None:
+    """Requires that an export's tensors have elements of their own.
+
+    Raises:
+        ConfigError: naming the first one that is a quantised wrapper.
+    """
+    for name, tensor in tensors.items():
+        if is_wrapper(kind_of(tensor)) and not is_dtensor(tensor):
+            raise ConfigError(
+                f"{name} is a {kind_of(tensor).__name__}, which safetensors cannot hold: save what is trained "
+                "({name: p for name, p in model.named_parameters() if p.requires_grad}), or save as its library does"
+            )

@@ -16,6 +16,7 @@ FRAMEWORKS = {
     "accelerate_loop": "accelerate",
     "lightning_module": "lightning",
     "lora": "peft",
+    "qlora": "bitsandbytes",
     "finetune": "transformers",
 }
 """What an example needs beside, by its name."""

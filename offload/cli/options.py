@@ -133,6 +133,10 @@ class RunOptions:
         return ITEMSIZES[self.dtype] * self.batch * self.seq * width
 
 
+QUANTISED = ("nf4", "int8", "fp8")
+"""Formats of frozen weights that `offload plan` counts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
     """The options that only `offload plan` has."""
@@ -142,6 +146,7 @@ class PlanOptions(RunOptions):
     config: Path | None
     frozen: int
     lora_rank: int | None
+    quantise: str | None = None
     optimizer: str = "adamw"
     no_commits: bool
     split_master: bool
@@ -159,6 +164,12 @@ class PlanOptions(RunOptions):
         super().__post_init__()
         self._require_least(1, "ranks", "tensor_parallel", "layers", "width", "lora_rank")
         self._require_sizes("gpu_memory", "ram", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
+        if self.quantise is not None and self.quantise not in QUANTISED:
+            raise ConfigError(f"--quantise {self.quantise}: choose one of {', '.join(QUANTISED)}")
+        if self.quantise is not None and self.lora_rank is None and not self.frozen:
+            raise ConfigError(
+                f"--quantise {self.quantise} is for frozen weights, and all are trained: give --lora-rank, or --frozen"
+            )
         if self.no_commits and self.commit_every is not None:
             raise ConfigError(f"--no-commits and --commit-every {self.commit_every}: give one of the two")
         if self.partition_activations and self.tensor_parallel == 1:

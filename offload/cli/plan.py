@@ -80,6 +80,14 @@ def plan(
         int | None,
         typer.Option(help="Train adapters of this rank on all linear layers of the blocks, and freeze the rest."),
     ] = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of the frozen linear layers of blocks: nf4 (double quantised) or int8 as bitsandbytes has "
+            "them, or fp8 with a scale a row.",
+            show_default="they are not quantised",
+        ),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Over how many ranks; what is shown is one rank's.")] = 1,
     stage: Annotated[
         int | None,
@@ -121,12 +129,13 @@ def plan(
 ) -> None:
     """Show, before anything is allocated, whether a run fits, how long a step takes, and what other budgets do."""
     options = PlanOptions(
-        preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, batch=batch,
-        seq=seq, accumulation=_whole(accumulation), dtype=dtype, optimizer=optimizer, tier=tier, param_tier=param_tier,
-        grad_tier=grad_tier, device_memory=device_memory, activation_tier=activation_tier, cpu_memory=cpu_memory,
-        chunk=chunk, states=states, split_master=split_master, commit_every=commit_every, no_commits=no_commits,
-        ranks=ranks, stage=stage, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
-        gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram, flops=flops, disk_gb_per_s=disk_gb_per_s,
+        preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, quantise=quantise,
+        batch=batch, seq=seq, accumulation=_whole(accumulation), dtype=dtype, optimizer=optimizer, tier=tier,
+        param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, activation_tier=activation_tier,
+        cpu_memory=cpu_memory, chunk=chunk, states=states, split_master=split_master, commit_every=commit_every,
+        no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
+        partition_activations=partition_activations, gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram,
+        flops=flops, disk_gb_per_s=disk_gb_per_s,
     )  # fmt: skip
     from offload.cli.plan_models import sized
 
@@ -139,7 +148,7 @@ def plan(
         if error.option == "cpu_memory" and not json:
             _say_what_would(error, _what_fits(planned, options, model))
         raise
-    figures |= _what_fits(planned, options, model)
+    figures |= _what_fits(planned, options, model) | _left_out(options, model)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen, "lora_rank": lora_rank}
         print_json((given if config is None else {"config": str(config), "lora_rank": lora_rank}) | figures)
@@ -149,6 +158,16 @@ def plan(
     from offload.cli.plan_tables import show
 
     show(Console(), figures, options, model)
+
+
+def _left_out(options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """The format of the frozen weights, and what of these it leaves out; nothing without --quantise."""
+    from offload.model.units import compute_dtypes, unquantised
+
+    if options.quantise is None:
+        return {}
+    nbytes, names = unquantised(model.module, compute_dtypes(model.module, (), options.compute_dtype))
+    return {"quantise": options.quantise, "unquantised_bytes": nbytes, "unquantised": names}
 
 
 def _say_what_would(error: BudgetError, budgets: dict[str, Any]) -> None:

@@ -48,7 +48,10 @@ class Sized:
 
     @property
     def numel(self) -> int:
-        return sum(param.numel() for param in self.module.parameters())
+        quantised = {module for module in self.module.modules() if isinstance(module, _Quantised)}
+        inside = {param for module in quantised for param in module.parameters(recurse=False)}
+        plain = sum(param.numel() for param in self.module.parameters() if param not in inside)
+        return plain + sum(module.in_features * module.out_features for module in quantised)
 
 
 def sized(options: PlanOptions) -> Sized:
@@ -60,6 +63,10 @@ def sized(options: PlanOptions) -> Sized:
     """
     model = _preset(options) if options.config is None else _configured(options.config)
     _freeze(model, options.frozen)
+    if options.lora_rank is not None:
+        model.module.requires_grad_(False)
+    if options.quantise is not None:
+        _quantise(model, options.quantise)
     if options.lora_rank is not None:
         _adapt(model, options.lora_rank)
     return model
@@ -183,7 +190,7 @@ class _Adapted(nn.Module):
         rank: the rank of the product.
     """
 
-    def __init__(self, layer: nn.Linear, rank: int) -> None:
+    def __init__(self, layer: nn.Linear | _Quantised, rank: int) -> None:
         super().__init__()
         self.layer = layer
         self.down = nn.Linear(layer.in_features, rank, bias=False, device="meta")
@@ -194,10 +201,66 @@ class _Adapted(nn.Module):
         return result
 
 
+class _Quantised(nn.Module):
+    """A linear layer whose frozen weight is in fewer bits.
+
+    nf4: two codes a byte, a byte for each 64 values, 4 bytes for each 256 of these (bitsandbytes, double quantised).
+    int8, fp8: a byte a value, and an fp32 scale for each row (bitsandbytes' int8, torchao's float8 with rows).
+
+    Args:
+        layer: the layer, on the meta device.
+        form: the format.
+    """
+
+    def __init__(self, layer: nn.Linear, form: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        rows, numel = layer.out_features, layer.in_features * layer.out_features
+        if form == "nf4":
+            scales = -(-numel // 64)
+            shapes = [((-(-numel // 2), 1), torch.uint8), ((scales, 1), torch.uint8)]
+            shapes += [((-(-scales // 256), 1), torch.float32)]
+        else:
+            dtype = torch.int8 if form == "int8" else torch.float8_e4m3fn
+            shapes = [((rows, layer.in_features), dtype), ((rows, 1), torch.float32)]
+        for name, (shape, dtype) in zip(("codes", "scales", "scales_of_scales"), shapes, strict=False):
+            values = torch.empty(shape, dtype=dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Dequantised.apply(x, self.out_features)  # type: ignore[no-untyped-call]
+        return result if self.bias is None else result + self.bias
+
+
+class _Dequantised(torch.autograd.Function):
+    """The shapes of a product with a weight that is dequantised in forward and in backward, and saved in neither."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty((*x.shape[:-1], width))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_empty(ctx.shape), None
+
+
+def _in_blocks(model: Sized, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
+    """The modules of some classes in blocks, with their names."""
+    blocks = [name for name, _ in blocks_of(model.module)]
+    modules = [*model.module.named_modules()]
+    return [(n, one) for n, one in modules if isinstance(one, kinds) and any(encloses(block, n) for block in blocks)]
+
+
+def _quantise(model: Sized, form: str) -> None:
+    """Quantises the frozen linear layers of blocks, as transformers does. What is no nn.Linear stays as it is."""
+    for name, layer in _in_blocks(model, nn.Linear):
+        if not layer.weight.requires_grad:
+            model.module.set_submodule(name, _Quantised(layer, form))
+
+
 def _adapt(model: Sized, rank: int) -> None:
     """Freezes the model, and gives each linear layer of its blocks an adapter: peft's target_modules="all-linear"."""
     model.module.requires_grad_(False)
-    blocks = [name for name, _ in blocks_of(model.module)]
-    for name, layer in [*model.module.named_modules()]:
-        if isinstance(layer, nn.Linear) and any(encloses(block, name) for block in blocks):
-            model.module.set_submodule(name, _Adapted(layer, rank))
+    for name, layer in _in_blocks(model, (nn.Linear, _Quantised)):
+        model.module.set_submodule(name, _Adapted(layer, rank))

@@ -12,7 +12,7 @@ from offload.cli.console import say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
 from offload.cli.plan_updates import LINK_GB_PER_S
-from offload.planner.placement import TYPICAL_TBW
+from offload.planner.placement import TYPICAL_TBW, in_words
 from offload.sizes import format_bytes, option_bytes
 from offload.tiers import CPU, DEVICE, NVME, TIERS
 
@@ -44,6 +44,9 @@ def show(console: Console, summary: dict[str, Any], options: PlanOptions, model:
         show_table(console, _zero_r_table(summary, model.blocks))
     for line in (*_lines(summary), _activation_line(summary, options, model)):
         say(console, line)
+    if summary.get("unquantised"):
+        left = in_words(summary["unquantised_bytes"], summary["unquantised"]).rstrip("; ")
+        say(console, f"Frozen parameters: {left}.")
     console.print()
     show_budgets(console, summary)
 

@@ -3,13 +3,15 @@
 A buffer or an attribute of a module may be a view of a parameter (`register_buffer("rows", m.weight.data[:2])`; the
 `weight` that torch's spectral_norm leaves until the first forward). In plain torch it always shows the parameter's
 values. So it becomes a view of the parameter's new memory, of its dtype and on its device. It is found in buffers, in
-attributes, and in lists and dicts there; nobody can find it elsewhere.
+attributes of modules and of parameters, and in lists, dicts and dataclasses there; nobody can find it elsewhere.
+bitsandbytes has the codes of an 8-bit weight there, `weight.CB`, and from the first forward on `module.state.CB`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from offload import torch_private
 from offload.errors import ConfigError
 from offload.ranks.tensor_parallel import is_dtensor, local_of
 
-_OF_TORCH = frozenset({"_parameters", "_modules"})
-"""Attributes of every module whose tensors are parameters."""
+_OF_TORCH = frozenset({"_modules"})
+"""Attributes of every module whose tensors are found elsewhere."""
 _MOST_OFFSETS = 1 << 24
 """Elements of a tensor with unusual strides that are looked at one by one."""
 
@@ -33,7 +35,7 @@ class Alias:
         tensor: the view that is there now.
     """
 
-    def __init__(self, table: Any, key: Any, tensor: Tensor, param: nn.Parameter) -> None:
+    def __init__(self, table: Any, key: Any, tensor: Tensor, param: Tensor) -> None:
         self._table = table
         self._key = key
         self._before: Tensor | None = tensor
@@ -57,7 +59,7 @@ class Alias:
 
 
 @torch_private.goes_past_subclasses
-def aliases_of(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> list[Alias]:
+def aliases_of(model: nn.Module, moved: Mapping[Tensor, str]) -> list[Alias]:
     """The views that modules have of parameters.
 
     Args:
@@ -70,7 +72,7 @@ def aliases_of(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> list[Alia
     return list(_aliases(model, moved))
 
 
-def _aliases(model: nn.Module, moved: Mapping[nn.Parameter, str]) -> Iterator[Alias]:
+def _aliases(model: nn.Module, moved: Mapping[Tensor, str]) -> Iterator[Alias]:
     plain = [param for param in moved if _has_memory(local_of(param))]
     spans = sorted(((*_span(local_of(param)), number) for number, param in enumerate(plain)), key=lambda one: one[0])
     starts = [start for start, _, _ in spans]
@@ -110,19 +112,24 @@ def _shares(name: str, param: str) -> ConfigError:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """The tensors in buffers and attributes of modules.
+    """The tensors in buffers and attributes of modules, and in attributes of parameters.
 
     Yields:
         The tensor's name, the table and the key where it is, and the tensor. The table is None if it cannot be
         replaced.
     """
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
-        seen: set[int] = set()
         for key, value in list(vars(module).items()):
             if key == "_buffers":
                 for name, buffer in value.items():
                     if isinstance(buffer, Tensor):
                         yield _join(prefix, name), value, name, buffer
+            elif key == "_parameters":
+                for name, param in value.items():
+                    for attribute, inner in list(vars(param).items()) if param is not None else ():
+                        where = _join(prefix, f"{name}.{attribute}")
+                        yield from _inside(where, vars(param), attribute, inner, seen)
             elif key not in _OF_TORCH:
                 yield from _inside(_join(prefix, key), vars(module), key, value, seen)
 
@@ -137,6 +144,11 @@ def _inside(name: str, table: Any, key: Any, value: Any, seen: set[int]) -> Iter
         for inner, one in items:
             if isinstance(one, Tensor | list | tuple | dict):
                 yield from _inside(f"{name}[{inner!r}]", value if can_change else None, inner, one, seen)
+    elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__") and id(value) not in seen:
+        seen.add(id(value))
+        for inner, one in list(vars(value).items()):
+            if isinstance(one, Tensor | list | tuple | dict):
+                yield from _inside(f"{name}.{inner}", vars(value), inner, one, seen)
 
 
 def _join(prefix: str, name: str) -> str:

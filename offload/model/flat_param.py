@@ -20,7 +20,7 @@ their first storages again when they are back: views that autograd saved stay va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.model.dense import is_dense, move_values
-from offload.model.held_param import DATA, NO_VERSION, HeldParam, set_versions
+from offload.model.held_param import DATA, NO_VERSION, HeldBeside, HeldParam, HeldWrapper, set_versions
+from offload.model.inner import Inner, kind_of, leaves_of
 from offload.model.unit import Unit, Units
 from offload.model.unit_memory import UnitMemory, strip
 from offload.optim.rule import Progress
@@ -46,7 +47,7 @@ class FlatParameters:
 
     Args:
         layout: of all of them.
-        params: the model's parameters, in that order.
+        inners: their inner tensors, in that order.
         device: the device to train on.
         copier: copies between that device and RAM.
         streamed: the flat parameters whose memory comes and goes.
@@ -57,9 +58,10 @@ class FlatParameters:
         layout: of all of them.
         trained: how many of them are trained; these are the first ones.
         held: what is known of each of them.
-        params: the model's parameters.
+        wrappers: what is known of each wrapper around some of them, by the wrapper.
+        params: the tensors that others use: the model's parameters, or inner tensors of them.
         locals: the tensors whose memory the flat parameters are, see [Note: sharded parameters] in held_param.py.
-        index: the number of each parameter.
+        index: the number of each of `params`; of a wrapper the number of its first inner tensor.
         flats: one tensor for each flat parameter of the layout, on the model's device, filled by `flatten`.
         units: the units, by name.
         tiles: the tiles, leaves of autograd, by the index of the layout's slice.
@@ -71,7 +73,7 @@ class FlatParameters:
     def __init__(
         self,
         layout: Layout,
-        params: Sequence[nn.Parameter],
+        inners: Sequence[Inner],
         device: torch.device,
         copier: Copier,
         *,
@@ -83,10 +85,18 @@ class FlatParameters:
         self.trained = len(layout.trained.specs)
         self._streamed = streamed
         self.units = Units(layout, streamed, staying)
-        self.held = tuple(self._held(number, param) for number, param in enumerate(params))
-        self.params = tuple(params)
+        self.held = tuple(self._held(number, inner) for number, inner in enumerate(inners))
+        self.params: tuple[Any, ...] = tuple(one.tensor for one in self.held)
         self.locals = tuple(one.local for one in self.held)
-        self.index = {param: number for number, param in enumerate(self.params)}
+        self.index: dict[Tensor, int] = {param: number for number, param in enumerate(self.params)}
+        self._numbers: dict[Tensor, list[int]] = {}  # of each parameter of the model
+        for one in self.held:
+            self._numbers.setdefault(one.param, []).append(one.number)
+        self.wrappers: dict[Tensor, HeldWrapper] = {}
+        self._wrapper_of: dict[int, HeldWrapper] = {}  # by the number of its first inner tensor
+        self._beside: dict[Unit, list[HeldBeside]] = {}
+        for param in self._numbers.keys() - self.index.keys():
+            self._add_wrapper(param)
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._flat_of_storage: dict[int, int] = {}
@@ -103,10 +113,30 @@ class FlatParameters:
         # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
         self._elsewhere: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def _held(self, number: int, param: nn.Parameter) -> HeldParam:
+    def _held(self, number: int, inner: Inner) -> HeldParam:
         flat, offset = self.layout.locations[number]
         unit = self.units[self.layout.flats[flat].unit]
-        return HeldParam(number, self.layout.specs[number], param, unit, flat, offset, streams=flat in self._streamed)
+        return HeldParam(number, self.layout.specs[number], inner, unit, flat, offset, streams=flat in self._streamed)
+
+    def _add_wrapper(self, param: Any) -> None:
+        numbers = self._numbers[param]
+        first = self.held[numbers[0]]
+        self.index[param] = first.number
+        inners = [self.locals[number] for number in numbers]
+        self.wrappers[param] = wrapper = HeldWrapper(param, inners, streams=first.streams)
+        self._wrapper_of[first.number] = wrapper
+        self.guard_beside(first.unit, wrapper)
+
+    def guard_beside(self, unit: Unit, one: HeldBeside) -> None:
+        """Makes the class of a tensor change with a unit, as those of its parameters do."""
+        self._beside.setdefault(unit, []).append(one)
+
+    def wrapper_of(self, tensor: Any) -> HeldWrapper | None:
+        """What is known of a wrapper around held inner tensors; None of any other tensor."""
+        return self.wrappers.get(tensor) if self.wrappers else None
+
+    def _wrappers_in(self, unit: Unit) -> Iterator[HeldWrapper]:
+        return (one for one in self._beside.get(unit, ()) if isinstance(one, HeldWrapper))
 
     @property
     def is_parked(self) -> bool:
@@ -194,24 +224,37 @@ class FlatParameters:
         """
         for one in self.held:
             one.guard_with(class_for)
+        for beside in self._beside.values():
+            for other in beside:
+                other.guard_with(class_for)
 
-    def guard(self, numbers: Iterable[int]) -> None:
-        """Makes each use of these parameters be seen, because their unit does not run any more."""
-        for number in numbers:
+    def guard(self, unit: Unit) -> None:
+        """Makes each use of the parameters of a unit be seen, because the unit does not run any more."""
+        for number in unit.watched:
             self.held[number].guard()
+        if unit in self._beside:
+            for one in self._beside[unit]:
+                one.guard()
 
-    def watch(self, numbers: Iterable[int]) -> None:
-        """Makes only `p.data` of these parameters be seen, because their unit runs."""
-        for number in numbers:
+    def watch(self, unit: Unit) -> None:
+        """Makes only `p.data` of the parameters of a unit be seen, because the unit runs. Wrappers are plain then."""
+        for number in unit.watched:
             self.held[number].watch()
+        if unit in self._beside:
+            for one in self._beside[unit]:
+                one.watch()
 
     def stop_guarding(self) -> None:
         """Gives all parameters their own classes back, for good."""
         self.guard_with(lambda kind, **_: kind)
 
     def number_of(self, tensor: Any) -> int | None:
-        """The number of a held parameter; None of any other tensor."""
+        """The number of a held parameter, or inner tensor; None of any other tensor."""
         return self.index.get(tensor)
+
+    def numbers_of(self, param: Tensor) -> Sequence[int]:
+        """The numbers of all inner tensors of a parameter of the model that are held."""
+        return self._numbers.get(param, ())
 
     @property
     def streams_any(self) -> bool:
@@ -252,6 +295,10 @@ class FlatParameters:
             )
         return found
 
+    def lies_in_streamed(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or one that it is made of, lies in a streamed flat parameter."""
+        return any(self.flat_at(leaf) is not None for leaf in leaves_of(tensor))
+
     def data_of(self, number: int) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
         return torch_private.past_subclasses(self.held[number].data)
@@ -275,7 +322,7 @@ class FlatParameters:
             The event after which the memory may be written.
         """
         # What another thread threw in may have cut `free` off before it took them.
-        set_versions((self.held[number] for number in unit.streamed), NO_VERSION)
+        self._hide_versions(unit)
         # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(one.index) for one in unit.slices)
         ready = self._unit_memory.give(unit, self._memory_of_unit(unit), shares=shares)
@@ -299,6 +346,8 @@ class FlatParameters:
     def return_versions(self, unit: Unit) -> None:
         """Gives the parameters of a unit, whose memory has its values again, the versions that they had."""
         set_versions((self.held[number] for number in unit.streamed), None)
+        for wrapper in self._wrappers_in(unit):
+            wrapper.return_version()
 
     def free(self, unit: Unit) -> DeviceEvent:
         """Takes the memory of a unit away. Its values are kept in a store.
@@ -306,12 +355,20 @@ class FlatParameters:
         Returns:
             The event of its last use.
         """
-        set_versions((self.held[number] for number in unit.streamed), NO_VERSION)
+        self._hide_versions(unit)
         return self._unit_memory.take(unit, self._memory_of_unit(unit))
+
+    def _hide_versions(self, unit: Unit) -> None:
+        set_versions((self.held[number] for number in unit.streamed), NO_VERSION)
+        for wrapper in self._wrappers_in(unit):
+            wrapper.hide_version()
 
     def free_flat(self, flat: int) -> None:
         """Takes the memory away that a flat parameter got from `flatten`."""
-        set_versions((self.held[number] for number in self.layout.flats[flat].params), NO_VERSION)
+        info = self.layout.flats[flat]
+        set_versions((self.held[number] for number in info.params), NO_VERSION)
+        for wrapper in self._wrappers_in(self.units[info.unit]):
+            wrapper.hide_version()
         memory = self.flats[flat]
         self._count(flat, -memory.nbytes)
         strip(memory)
@@ -331,6 +388,8 @@ class FlatParameters:
         for param in self.params:
             if param.device != self.device:  # it was tiled
                 param.data = param.data.to(self.device)
+        for wrapper in self.wrappers.values():
+            wrapper.return_version()
 
     # A parked model.
 
@@ -339,8 +398,13 @@ class FlatParameters:
         """Moves all parameters to the CPU, or home. Streamed ones have to be released. If it raises, nothing has moved.
 
         Raises:
-            ConfigError: if some are DTensors.
+            ConfigError: if some are DTensors, or are made of several tensors.
         """
+        for one in (held for held in self.held if len(self._numbers[held.param]) > 1):
+            raise ConfigError(
+                f"{one.spec.name} is a part of a {kind_of(one.param).__name__}, which stays on {self.home}: leave out "
+                f"the call that moves the model to {device}, or move a copy of it"
+            )
         for one in (held for held in self.held if held.is_sharded):
             raise ConfigError(
                 f"{one.spec.name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
@@ -466,11 +530,11 @@ class FlatParameters:
                 "p.copy_() under torch.no_grad() instead of swap_tensors"
             )
         present = set(model.parameters())
-        for param, spec in zip(self.params, self.layout.specs, strict=True):
-            if param not in present:
+        for one in self.held:
+            if one.param not in present:
                 raise ConfigError(
-                    f"{spec.name} is no longer in the model: load with load_state_dict(..., assign=False), and replace "
-                    "modules or parameters before OffloadZero takes the model"
+                    f"{one.spec.name} is no longer in the model: load with load_state_dict(..., assign=False), and "
+                    "replace modules or parameters before OffloadZero takes the model"
                 )
         for added in present - self._known:
             if added.grad is not None:
@@ -514,6 +578,11 @@ class FlatParameters:
         Args:
             numbers: the parameters to look at; None: all.
         """
+        if self.wrappers:
+            numbers = range(len(self.held)) if numbers is None else tuple(numbers)
+            for number in numbers:
+                if number in self._wrapper_of:
+                    self._wrapper_of[number].spread_writes()
         return [one.number for one in self._held_of(numbers) if one.is_here and one.is_written]
 
     def flat_of(self, number: int) -> int:

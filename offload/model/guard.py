@@ -11,19 +11,23 @@ a class that sees nothing but `p.data`, so that operations cost nothing more.
 | a resident parameter                       | guarded          | watched   | always there; a value may be pending |
 | a streamed parameter                       | guarded          | watched   | there while its unit is available    |
 | an alias of a streamed one (`.t()`, `[0]`) | guarded          | guarded   | the same                             |
-| a view that a module has as a buffer       | guarded          | guarded   | that of its parameter                |
-| any of these that is a DTensor             | guarded          | plain     | the same                             |
+| a view that a module has as a buffer       | guarded          | watched   | that of its parameter                |
+| an inner tensor of a parameter             | guarded          | watched   | the same                             |
+| any of these that is a wrapper (a DTensor) | guarded          | plain     | that of its inner tensors            |
+| what such a wrapper is made of             | guarded          | plain     | the same                             |
 
 All that is true of one thread: the one that runs the unit, or that uses the parameter. For other threads a watched or
 opened parameter is guarded. So their use is an entry of its own, and waits for the end of this one ([Note: threads] in
 entries.py). A class is the same for all threads; what differs is the `__torch_function__` that torch finds there
-(`Here`). Only a DTensor is plain for all threads inside its unit.
+(`Here`). Only a wrapper, and what it is made of, is plain for all threads inside its unit.
 
 Torch's transformer and attention take a faster path if no tensor has a `__torch_function__`. Where they ask for it,
 they find none (`only_asks`); the operation that they call next does.
 
-Torch runs operations of plain DTensors in C++, and of subclasses through Python. So a DTensor is plain inside its unit,
-where `p.data` of it is not seen.
+Torch runs operations of plain DTensors in C++, and of subclasses through Python; and quantised wrappers compute in
+their own `__torch_function__`, which another class would have to put off. So a wrapper is plain inside its unit, where
+`p.data` of it is not seen. So is what it is made of, whose classes some of them compare. Outside it is opened together
+with its inner tensors.
 
 A graph that used a streamed parameter needs it again: the node of each result fetches it when its gradient arrives.
 The node of somebody's `autograd.Function` is not seen, and may have saved a parameter that the function was given. So
@@ -38,6 +42,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from types import FunctionType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -51,6 +56,9 @@ from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.held_param import HeldBeside
+from offload.model.inner import is_wrapper, leaves_of, rebuilt
+from offload.model.inner import kind_of as own_kind_of
 from offload.model.tiling import Tiling
 from offload.model.torch_functions import UNCOUNTED, Kind, counting, device_of, kind_of, moved_to, takes_lists
 from offload.model.torch_helpers import (
@@ -63,7 +71,7 @@ from offload.model.torch_helpers import (
     tensors_in,
 )
 from offload.model.unit import Unit
-from offload.ranks.tensor_parallel import is_dtensor, local_of
+from offload.ranks.tensor_parallel import is_dtensor
 
 _DATA: Any = Tensor.data
 _VERSION: Any = Tensor._version
@@ -95,6 +103,7 @@ class _Held:
     __slots__ = ()
     _kind: type[Tensor]
     _guards_ref: _GuardsRef
+    _is_inside: bool
 
     @classmethod
     def guard(cls, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -134,9 +143,7 @@ class _Held:
         return str(formatted(self) if self._is_plain else self._plainly(formatted))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._is_plain:
-            return self._kind.__deepcopy__(self, memo)  # type: ignore[arg-type]
-        return self._plainly(lambda tensor: _copied(tensor, memo))
+        return _copied(self, memo) if self._is_plain else self._plainly(lambda tensor: _copied(tensor, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_plain:
@@ -258,6 +265,17 @@ _PAST_TORCH_FUNCTION = ("to_local", "full_tensor", "redistribute")
 """Methods of a DTensor that read its values without `__torch_function__`."""
 
 
+def _methods_of(kind: type[Tensor]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods of a wrapper that read what is in it without `__torch_function__`: all that its class adds."""
+    if kind is torch_private.dtensor_class():
+        yield from ((name, getattr(kind, name)) for name in _PAST_TORCH_FUNCTION)
+        return
+    for base in kind.__mro__[: kind.__mro__.index(Tensor)]:
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and not name.startswith("__"):
+                yield name, getattr(kind, name)
+
+
 def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method of a guarded class count as a use of the tensor, as an operation does."""
 
@@ -279,20 +297,27 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    made = tensor.detach().clone()
-    if is_dtensor(tensor):  # a parameter is one by a note on it
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    return type(tensor)(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if is_dtensor(tensor):
-        made = _cloned(tensor)
-        memo[id(tensor)] = made
+    is_wrapped = is_wrapper(own_kind_of(tensor))
+    if is_wrapped and not is_dtensor(tensor):
+        made: Tensor = rebuilt(tensor, lambda leaf: leaf.detach().clone())
+    else:
+        made = tensor.detach().clone()
+    if not isinstance(tensor, nn.Parameter):
         return made
-    if isinstance(tensor, nn.Parameter):
-        return tensor.__deepcopy__(memo)  # type: ignore[no-any-return]
-    return tensor.detach().clone()
+    if is_wrapped:  # a parameter is one by a note on it
+        return nn.Parameter(made, tensor.requires_grad)
+    made = type(tensor)(made, tensor.requires_grad)
+    vars(made).update(vars(tensor))  # what it consists of beside its elements
+    return made
+
+
+def _copied(tensor: Any, memo: dict[int, Any]) -> Tensor:
+    if isinstance(tensor, nn.Parameter) and not is_wrapper(own_kind_of(tensor)):
+        copied: Tensor = own_kind_of(tensor).__deepcopy__(tensor, memo)
+        return copied
+    made = _cloned(tensor)
+    memo[id(tensor)] = made
+    return made
 
 
 class Guards:
@@ -319,7 +344,7 @@ class Guards:
         self._moves = weakref.WeakMethod(moves)
         self._tiling = Tiling(layout, parameters, units)
         self._resident_ref, self._streamed_ref = (_GuardsRef(self, is_elsewhere=streams) for streams in (False, True))
-        self._classes: dict[tuple[type[_Held], type[Tensor], bool], type[Tensor]] = {}
+        self._classes: dict[tuple[type[_Held], type[Tensor], bool, bool], type[Tensor]] = {}
         self._aliases: Mapping[Tensor, int] = {}
 
     def guard_aliases(self, aliases: Mapping[Tensor, int]) -> None:
@@ -330,32 +355,42 @@ class Guards:
         """
         self._aliases = aliases
         for tensor, number in aliases.items():
-            tensor.__class__ = self.class_for(Tensor, streams=self._parameters.streams(number))
+            one = HeldBeside(tensor, streams=self._parameters.streams(number))
+            self._parameters.guard_beside(self._unit_of[number], one)
+            one.guard_with(self.class_for)
 
-    def class_for(self, kind: type[Tensor], *, streams: bool, runs: bool = False) -> type[Tensor]:
+    def class_for(
+        self, kind: type[Tensor], *, streams: bool, runs: bool = False, is_inside: bool = False
+    ) -> type[Tensor]:
         """The guarded class of tensors whose own class is `kind`.
 
         Args:
             kind: their own class.
             streams: whether it is for streamed parameters.
             runs: whether it is for parameters whose unit runs.
+            is_inside: whether it is for what wrappers are made of.
         """
-        return self._class(_Watched if runs else _Guarded, kind, streams)
+        return self._class(_Watched if runs else _Guarded, kind, streams, is_inside)
 
     def opened(self, guarded: type[Any]) -> type[Tensor]:
         """The class that tensors of a guarded class have while they are used."""
-        return self._class(_Opened, guarded._kind, guarded._guards_ref is self._streamed_ref)
+        return self._class(_Opened, guarded._kind, guarded._guards_ref is self._streamed_ref, guarded._is_inside)
 
-    def _class(self, base: type[_Held], kind: type[Tensor], streams: bool) -> type[Tensor]:
-        key = base, kind, streams
-        is_sharded = kind is torch_private.dtensor_class()
-        if is_sharded and base is not _Guarded:
+    def _class(self, base: type[_Held], kind: type[Tensor], streams: bool, is_inside: bool) -> type[Tensor]:
+        key = base, kind, streams, is_inside
+        if (is_inside or is_wrapper(kind)) and base is not _Guarded:
             return kind
         if key not in self._classes:
             ref = self._streamed_ref if streams else self._resident_ref
-            names = {"_kind": kind, "_guards_ref": ref, "__module__": __name__, "__slots__": ()}
-            if is_sharded:
-                names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
+            names = {
+                "_kind": kind,
+                "_guards_ref": ref,
+                "_is_inside": is_inside,
+                "__module__": __name__,
+                "__slots__": (),
+            }
+            if is_wrapper(kind):
+                names |= {name: _seen(method) for name, method in _methods_of(kind)}
                 # `module.to()` swaps subclasses that can be taken apart for new tensors; this one has to stay.
                 names["__tensor_flatten__"] = property(_cannot)
             # Torch asks the tensor, or its class. A property of a class is found in the class of that.
@@ -379,7 +414,8 @@ class Guards:
 
     def plainly(self, tensor: Any, use: Callable[[Tensor], Any]) -> Any:
         """Calls `use(tensor)`, while a guarded tensor is plain and has its current values."""
-        with self.entries.lock, self._units.used(self._units_of([tensor])), _Plain(self, [tensor]):
+        opened = self._with_inner([tensor])
+        with self.entries.lock, self._units.used(self._units_of([tensor])), _Plain(self, opened):
             result = use(tensor)
         self.entries.pause()
         return result
@@ -395,8 +431,6 @@ class Guards:
         self._streamed_ref.is_elsewhere = not are_here
         if are_here:
             self._parameters.stop_guarding()
-            for tensor in self._aliases:
-                tensor.__class__ = Tensor
 
     def _dispatch(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         answer = _ANSWERS.get(func) or _ANSWERS.get(kind)
@@ -442,19 +476,20 @@ class Guards:
         if not self._is_ours(one):
             return NotImplemented
         device = moved_to(func, args, kwargs)
-        if device == device_of(one):
+        is_wrapped = is_wrapper(own_kind_of(one))
+        module = module_on_the_move() if device is not None or is_wrapped else None
+        # A quantised wrapper may answer another call by what it stands for, even if that has its dtype and its device.
+        if device == device_of(one) and (module is not None or not is_wrapped or is_dtensor(one)):
             return one
-        is_sharded = is_dtensor(one)
-        module = module_on_the_move() if device is not None or is_sharded else None
         if module is None:
             return NotImplemented
         moves = self._moves()
         if device is not None and moves is not None and moves(module, device):
             return one
-        number = self._parameters.number_of(one) if is_sharded else None
+        number = self._parameters.number_of(one) if is_wrapped else None
         if number is None:
             return NotImplemented
-        # For other tensors `module.to()` would set `p.data` next; DTensors it would swap for new ones.
+        # For other tensors `module.to()` would set `p.data` next; wrappers it would swap for new ones.
         raise moved_elsewhere(self._names[number], one, self._run(func, args, kwargs))
 
     def _export(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -513,13 +548,21 @@ class Guards:
         used = list(self._guarded_in((args, kwargs)))
         is_saved = self._is_saved(used)
         units = self._units_of(used)
-        with self._units.used(units), _Plain(self, used):
+        opened = self._with_inner(used)
+        with self._units.used(units), _Plain(self, opened):
             result = func(*args, **kwargs)
         if units:
             self._guard_result(result, units)
             if is_saved:
                 self._units.keep(units)
         return result
+
+    def _with_inner(self, used: Sequence[Any]) -> Sequence[Any]:
+        """These tensors, and what the wrappers among them are made of."""
+        if not self._parameters.wrappers:
+            return used
+        wrappers = [one for one in used if is_wrapper(own_kind_of(one)) and not is_dtensor(one)]
+        return [*used, *(leaf for one in wrappers for leaf in leaves_of(one) if self._is_ours(leaf))]
 
     def _is_saved(self, used: Sequence[Any]) -> bool:
         """Whether an operation is part of a function or a checkpoint that may save these tensors for an unseen node.
@@ -580,7 +623,9 @@ class Guards:
         number = self._parameters.number_of(tensor)
         runs = number is not None and self._units.running.watches(self._unit_of[number], number)
         streams = guarded._guards_ref is self._streamed_ref
-        return self.class_for(guarded._kind, streams=streams, runs=True) if runs else guarded
+        if not runs:
+            return guarded
+        return self.class_for(guarded._kind, streams=streams, runs=True, is_inside=guarded._is_inside)
 
     def _units_of(self, used: Iterable[Any]) -> list[Unit]:
         """The units that have to be fetched for a use of these tensors.
@@ -603,7 +648,8 @@ class Guards:
         number = self._aliases.get(tensor) if number is None else number
         if number is not None:
             return self._unit_of[number], self._parameters.streams(number)
-        flat = self._parameters.flat_at(tensor)
+        flats = (self._parameters.flat_at(leaf) for leaf in leaves_of(tensor))
+        flat = next((flat for flat in flats if flat is not None), None)
         return None if flat is None else (self._unit_of_flat[flat], True)
 
     def _is_ours(self, value: Any) -> bool:
@@ -629,8 +675,8 @@ class Guards:
             if self._parameters.number_of(tensor) is not None:
                 continue
             kind = type(tensor)
-            if kind in (Tensor, torch_private.dtensor_class()) and self._parameters.flat_at(tensor) is not None:
-                tensor.__class__ = self.class_for(kind, streams=True)
+            if kind is Tensor or (is_wrapper(kind) and not issubclass(kind, _Held)):
+                self._guard_alias(tensor)
             if not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with torch_private.PastSubclasses():
@@ -638,6 +684,19 @@ class Guards:
             for node in nodes:
                 assert node is not None
                 self._units.fetch_before(node, units)
+
+    def _guard_alias(self, tensor: Any) -> None:
+        """Guards a tensor that lies in a streamed parameter, and what it is made of. Others stay as they are."""
+        kind = type(tensor)
+        if is_wrapper(kind):
+            if not self._parameters.lies_in_streamed(tensor):
+                return
+            for leaf in () if is_dtensor(tensor) else leaves_of(tensor):
+                if type(leaf) is Tensor and self._parameters.flat_at(leaf) is not None:
+                    leaf.__class__ = self.class_for(Tensor, streams=True, is_inside=True)
+        elif self._parameters.flat_at(tensor) is None:
+            return
+        tensor.__class__ = self.class_for(kind, streams=True)
 
     # Uses that need more than current values.
 
@@ -650,8 +709,8 @@ class Guards:
             runs: whether its unit runs.
         """
         number = self._parameters.number_of(tensor)
-        if number is None:
-            alias: Tensor = self._run(Tensor.detach, (tensor,), {})
+        if number is None or self._parameters.wrapper_of(tensor) is not None:
+            alias: Tensor = _DATA.__get__(tensor) if runs else self._run(Tensor.detach, (tensor,), {})
             return alias
         streams = self._parameters.streams(number)
         if not streams:
@@ -674,12 +733,13 @@ class Guards:
         with torch_private.PastSubclasses():
             if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
                 raise moved_elsewhere(name, tensor, value)
-            if is_dtensor(tensor):
-                if local_of(value).data_ptr() == local_of(tensor).data_ptr():
+            if is_wrapper(own_kind_of(tensor)):
+                pairs = zip(leaves_of(value), leaves_of(tensor), strict=False)
+                if all(one.data_ptr() == other.data_ptr() for one, other in pairs):
                     return
                 raise ConfigError(
-                    f"{name} is a DTensor, of which p.data = ... would move no value: write into it with p.copy_(...) "
-                    "under torch.no_grad()"
+                    f"{name} is a {own_kind_of(tensor).__name__}, of which p.data = ... would move no value: write "
+                    "into it with p.copy_(...) under torch.no_grad()"
                 )
             if _memory_of(value) == _memory_of(tensor):
                 return
@@ -693,6 +753,9 @@ class Guards:
 
     def _version_of(self, tensor: Any) -> int:
         number = self._parameters.number_of(tensor)
+        if (wrapper := self._parameters.wrapper_of(tensor)) is not None:
+            with torch_private.PastSubclasses():
+                return wrapper.version
         if number is not None:
             return self._parameters.version_of(number)
         return int(torch_private.past_subclasses(_VERSION.__get__, tensor))

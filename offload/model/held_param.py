@@ -1,9 +1,19 @@
 """A held parameter: its tensor, where its elements lie, its versions, and the classes that guard it.
 
+A flat parameter holds inner tensors ([Note: inner tensors] in inner.py), and there is a HeldParam for each. It knows
+the tensor that others use: the model's parameter, for the elements that are its own, or else the inner tensor itself,
+which they can get at as well (`weight.quant_state.absmax`). Both are one object, but for a DTensor.
+
 [Note: sharded parameters]
 Of a DTensor the flat parameter holds this rank's part, which is a plain tensor inside of it, its *local* tensor. That
 one is pointed into the flat parameter, and autograd, guards and the module go on with the DTensor. Each of the two has
 a version of its own, and writes bump the one, the other, or both: their sum tells whether anybody wrote.
+
+[Note: wrappers]
+A wrapper has no memory, and none of its inner tensors is what the module uses. So a HeldWrapper lies beside the
+HeldParams of these. Its class changes with their unit, as theirs do. Its version is NO_VERSION while they are released,
+since autograd may have saved the wrapper and not what is in it. A write to the wrapper is one to inner tensors, whose
+versions stay, as torch does not count inside of a wrapper: `spread_writes` counts there.
 
 [Note: versions]
 Autograd raises where a saved tensor has another version than when it was saved. The version of a parameter grows with
@@ -15,18 +25,18 @@ another one tells that somebody else has written.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload import torch_private
 from offload.layout import ParamSpec
 from offload.model.dense import flattened, with_strides
+from offload.model.inner import Inner, is_wrapper, kind_of
 from offload.model.unit import Unit
 from offload.optim.rule import NEVER
-from offload.ranks.tensor_parallel import is_dtensor, local_of
 
 NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
@@ -82,15 +92,18 @@ class HeldParam:
     Args:
         number: its place in `Layout.specs`.
         spec: what the layout knows of it.
-        tensor: the model's parameter.
+        inner: the inner tensor that it holds.
         unit: the unit that it belongs to.
         flat: the index of the flat parameter that it lies in.
         offset: the element of that at which it begins.
         streams: whether its memory comes and goes.
 
     Attributes:
+        param: the model's parameter that it belongs to.
+        tensor: the tensor that others use, which is a leaf of autograd if it is trained.
         local: the tensor whose memory is in the flat parameter; see [Note: sharded parameters].
         is_sharded: whether `tensor` is a DTensor.
+        is_inside: whether a wrapper is made of it.
         strides: those of its elements in the flat parameter, also while it is pointed elsewhere (`p.data = x`).
         version: see [Note: versions].
         gradient: what is known of its gradient.
@@ -115,10 +128,12 @@ class HeldParam:
         "flat",
         "gradient",
         "has_stored_write",
+        "is_inside",
         "is_sharded",
         "local",
         "number",
         "offset",
+        "param",
         "progress",
         "spec",
         "streams",
@@ -131,17 +146,19 @@ class HeldParam:
     )
 
     def __init__(
-        self, number: int, spec: ParamSpec, tensor: nn.Parameter, unit: Unit, flat: int, offset: int, *, streams: bool
+        self, number: int, spec: ParamSpec, inner: Inner, unit: Unit, flat: int, offset: int, *, streams: bool
     ) -> None:
         self.number = number
         self.spec = spec
-        self.tensor = tensor
+        self.param = inner.param
+        self.tensor = tensor = inner.used
         self.unit = unit
         self.flat = flat
         self.offset = offset
         self.streams = streams
-        self.local: Tensor = local_of(tensor)
-        self.is_sharded = is_dtensor(tensor)
+        self.local: Tensor = inner.tensor
+        self.is_sharded = inner.tensor is not tensor
+        self.is_inside = inner.key != "" and is_wrapper(kind_of(inner.param))
         # A weak reference makes `torch.utils.swap_tensors` refuse a DTensor: it would take the local tensor away.
         self._pin = weakref.ref(tensor) if self.is_sharded else None
         self.strides: tuple[int, ...] = ()
@@ -222,17 +239,17 @@ class HeldParam:
 
     def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
         """Makes its guarded classes, and guards it from now on. Args and result of `class_for` are in guard.py."""
-        self._guarded = class_for(self._kind, streams=self.streams)
-        self._watched = class_for(self._kind, streams=self.streams, runs=True)
+        self._guarded = class_for(self._kind, streams=self.streams, is_inside=self.is_inside)
+        self._watched = class_for(self._kind, streams=self.streams, is_inside=self.is_inside, runs=True)
         self.guard()
 
     def guard(self) -> None:
         """Makes each use of it be seen, because its unit does not run any more."""
-        self.tensor.__class__ = self._guarded  # type: ignore[assignment]
+        self.tensor.__class__ = self._guarded
 
     def watch(self) -> None:
         """Makes only `p.data` be seen, because its unit runs."""
-        self.tensor.__class__ = self._watched  # type: ignore[assignment]
+        self.tensor.__class__ = self._watched
 
     # Versions and writes.
 
@@ -266,6 +283,80 @@ class HeldParam:
         """Whether others wrote to it since `forget_writes`; it is here."""
         alias = self._alias
         return self.version_now != self.version or (alias is not None and alias[0]._version != alias[1])
+
+
+class HeldBeside:
+    """A tensor whose class changes with a unit, beside the unit's HeldParams: a wrapper, or a view that a module has.
+
+    Args:
+        tensor: the tensor.
+        streams: whether the memory that it shows comes and goes.
+
+    Attributes:
+        kind: its own class.
+    """
+
+    __slots__ = ("_guarded", "_watched", "kind", "streams", "tensor")
+
+    def __init__(self, tensor: Tensor, *, streams: bool) -> None:
+        self.tensor = tensor
+        self.streams = streams
+        self.kind: type[Tensor] = type(tensor)
+        self._guarded = self._watched = self.kind
+
+    def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
+        """As HeldParam.guard_with."""
+        self._guarded = class_for(self.kind, streams=self.streams)
+        self._watched = class_for(self.kind, streams=self.streams, runs=True)
+        self.guard()
+
+    def guard(self) -> None:
+        """Makes each use of it be seen, because its unit does not run any more."""
+        self.tensor.__class__ = self._guarded
+
+    def watch(self) -> None:
+        """Makes its uses be seen no more, because its unit runs."""
+        self.tensor.__class__ = self._watched
+
+
+class HeldWrapper(HeldBeside):
+    """What is known of a parameter that is a wrapper around held inner tensors; see [Note: wrappers].
+
+    Args:
+        tensor: the parameter.
+        inners: its inner tensors that are held.
+        streams: whether their memory comes and goes.
+    """
+
+    __slots__ = ("_inners", "_is_hidden", "_version")
+
+    def __init__(self, tensor: Tensor, inners: Sequence[Tensor], *, streams: bool) -> None:
+        super().__init__(tensor, streams=streams)
+        self._inners = tuple(inners)
+        self._version: int = tensor._version  # up to which writes are known
+        self._is_hidden = False
+
+    @property
+    def version(self) -> int:
+        """Its version, which is known while its inner tensors are released, too."""
+        return self._version if self._is_hidden else self.tensor._version
+
+    def spread_writes(self) -> None:
+        """Makes writes to the wrapper count as writes to all of its inner tensors."""
+        if self.version != self._version:
+            self._version = self.version
+            torch.autograd.graph.increment_version(self._inners)
+
+    def hide_version(self) -> None:
+        """Gives it NO_VERSION, because its inner tensors are released. Writes to it are known."""
+        self._is_hidden = True
+        torch_private.set_version_counters((self.tensor,), (NO_VERSION,))
+
+    def return_version(self) -> None:
+        """Gives it the version that it had."""
+        if self._is_hidden:
+            torch_private.set_version_counters((self.tensor,), (self._version,))
+            self._is_hidden = False
 
 
 def set_versions(held: Iterable[HeldParam], version: int | None) -> None:

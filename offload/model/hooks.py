@@ -25,6 +25,7 @@ from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.gradient import Answers
 from offload.model.guard import is_held, is_released
+from offload.model.inner import needs_check, require_kept
 from offload.model.plain_copy import LeftBehind, PlainState, refuse_script
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import Hook, hook_forward, numbered_alike
@@ -125,6 +126,10 @@ def require_free(model: nn.Module) -> None:
             )
 
 
+def _require_kept(param: nn.Parameter, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    require_kept(param, name, module, args[0] if args else None)
+
+
 class Hooks:
     """The hooks of one optimizer on its model; `remove` takes all of them away.
 
@@ -177,6 +182,7 @@ class Hooks:
         setattr(model, NotToWrap.NAME, NotToWrap(self._ignored_by_ddp))
         self._states += [PlainState(module) for module in model.modules() if PlainState.serves(module)]
         self._hook_units(model, choice, parameters, unit_of, access)
+        self._hook_formats(model, parameters)
 
         def model_begins() -> None:
             require_unwrapped(model)
@@ -253,6 +259,15 @@ class Hooks:
                 self._handles.append(module.register_load_state_dict_pre_hook(loads))
             for register, hook in access.hooks_of(module, ends=module is model or module in blocks.values()):
                 self._handles.append(register(hook))
+
+    def _hook_formats(self, model: nn.Module, parameters: FlatParameters) -> None:
+        """Refuses forwards that would give streamed parameters other inner tensors."""
+        for prefix, module in model.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                if param in parameters.index and needs_check(param):
+                    full = f"{prefix}.{name}" if prefix else name
+                    check = partial(_require_kept, param, full)
+                    self._handles.append(module.register_forward_pre_hook(Hook(check, is_inside=True), prepend=True))
 
     def _cast_inputs(self, module: nn.Module, hook: _CastsInputs) -> None:
         casts = module.register_forward_pre_hook(hook, with_kwargs=True)

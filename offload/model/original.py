@@ -34,6 +34,7 @@ from offload.interrupts import uninterrupted_entry
 from offload.model.aliases import Alias
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
+from offload.model.inner import inner_tensors
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import become
 from offload.native.memory import return_freed
@@ -44,11 +45,11 @@ _DATA: Any = Tensor.data  # as torch has it, without guards
 
 @dataclass(eq=False)
 class _Param:
-    """A parameter before it was taken.
+    """A parameter, an inner tensor of one, or a wrapper, before it was taken.
 
     Attributes:
         name: its name in the model.
-        param: the parameter.
+        param: the tensor that others use.
         kind: its class.
         version: its version.
         hooks: its hooks for accumulated gradients.
@@ -62,7 +63,7 @@ class _Param:
     """
 
     name: str
-    param: nn.Parameter
+    param: Tensor
     kind: type[Tensor]
     version: int | None
     hooks: dict[Any, Any] | None
@@ -97,7 +98,7 @@ def _is_table(key: str, value: object) -> bool:
     return key.startswith("_") and isinstance(value, dict) and key not in ("_parameters", "_modules")
 
 
-def _before(name: str, param: nn.Parameter) -> _Param:
+def _before(name: str, param: Tensor) -> _Param:
     local, hooks = local_of(param), _hooks_of(param)
     return _Param(
         name,
@@ -117,7 +118,10 @@ class _Kept:
     def __init__(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         self.aliases = aliases
         self.modules = [_Module(module) for module in model.modules()]
-        self.params: Mapping[Tensor, _Param] = {param: _before(name, param) for name, param in model.named_parameters()}
+        names = {param: name for name, param in model.named_parameters()}
+        self.params: Mapping[Tensor, _Param] = {param: _before(name, param) for param, name in names.items()}
+        inners = [one for one in inner_tensors(names) if one.key]
+        self.params |= {one.tensor: _before(one.name_in(names[one.param]), one.tensor) for one in inners}
         for alias in aliases:  # they have the memory anyway
             self.params[alias.param].is_to_keep = True
 
@@ -160,24 +164,24 @@ class Original:
         """Views of parameters, which modules have; none once the model is taken for good."""
         return () if self.kept is None else self.kept.aliases
 
-    def changes(self, param: nn.Parameter) -> None:
-        """Keeps what a parameter has now, before it gets other memory or values."""
+    def changes(self, param: Tensor) -> None:
+        """Keeps what a parameter, or an inner tensor, has now, before it gets other memory or values."""
         before = self._before(param)
         if not before.is_changed and before.device.type != "meta":
             with torch_private.PastSubclasses():
                 before.data = _DATA.__get__(local_of(param))
             before.is_changed = True
 
-    def was_meta(self, param: nn.Parameter) -> bool:
+    def was_meta(self, param: Tensor) -> bool:
         """Whether a parameter was on the meta device, so that there are no values to give back."""
         return self._before(param).device.type == "meta"
 
-    def keep(self, param: nn.Parameter) -> None:
+    def keep(self, param: Tensor) -> None:
         """Keeps the memory of a parameter to the end, because nothing else has its values."""
         self.changes(param)
         self._before(param).is_to_keep = True
 
-    def give_up(self, param: nn.Parameter, *, master: int | None) -> None:
+    def give_up(self, param: Tensor, *, master: int | None) -> None:
         """Drops the memory of a parameter, which has other memory now.
 
         Args:
@@ -189,7 +193,7 @@ class Original:
             before.master = master
             before.data = None
 
-    def _before(self, param: nn.Parameter) -> _Param:
+    def _before(self, param: Tensor) -> _Param:
         assert self.kept is not None
         return self.kept.params[param]
 
@@ -203,7 +207,7 @@ class Original:
             return
         with torch_private.PastSubclasses(), torch.no_grad():
             for before in self.kept.params.values():
-                before.param.__class__ = before.kind  # type: ignore[assignment]
+                before.param.__class__ = before.kind
             lost = [before.name for before in self._in_order(self.kept.params) if not self._is_given_back(before)]
         for alias in self.kept.aliases:
             alias.go_back()
@@ -220,7 +224,8 @@ class Original:
         for flat in parameters.layout.flats:
             yield from (params[parameters.params[number]] for number in flat.params)
             parameters.flats[flat.index] = torch.empty(0, device="cpu")
-        yield from (before for param, before in params.items() if param not in parameters.index)
+        taken = set(parameters.params)
+        yield from (before for param, before in params.items() if param not in taken)
 
     def _is_given_back(self, before: _Param) -> bool:
         param, is_meta = before.param, before.device.type == "meta"
@@ -230,6 +235,7 @@ class Original:
         try:
             if is_meta and not param.is_meta:
                 memory = torch.empty_strided(param.shape, before.strides, dtype=before.dtype, device="meta")
+                assert isinstance(param, nn.Parameter)
                 become(param, memory, before.name)
             elif before.is_changed:
                 data, has_values = self._data_of(before)

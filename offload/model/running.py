@@ -86,7 +86,7 @@ class RunningUnits:
             here.watched = torch_private.disabled_torch_function
             here.owner = self.entries.pass_begins()
         if not unit.forwards:
-            self._parameters.watch(unit.watched)
+            self._parameters.watch(unit)
             self._units[unit] = None
         unit.forwards += 1
         here.entered[unit] = here.entered.get(unit, 0) + 1
@@ -109,7 +109,7 @@ class RunningUnits:
             self._end_pass()
         if unit.forwards == 1:
             del self._units[unit]
-            self._parameters.guard(unit.watched)
+            self._parameters.guard(unit)
         unit.forwards = max(unit.forwards - 1, 0)  # it is 0 where another thread has forgotten all forwards
 
     def _end_pass(self) -> None:
@@ -139,7 +139,7 @@ class RunningUnits:
     def reset(self) -> None:
         """Counts no unit as running, since a forward that raised, or was interrupted, never ended."""
         for unit in self._units:
-            self._parameters.guard(unit.watched)
+            self._parameters.guard(unit)
             unit.forwards = 0
         self._units.clear()
         if self.here.entered:

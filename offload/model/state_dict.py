@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -23,8 +23,10 @@ from offload.entries import entry
 from offload.errors import BudgetError, ConfigError
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.inner import is_composite, is_wrapper, kind_of, rebuilt
 from offload.model.torch_helpers import Hook
 from offload.model.unit import Unit
+from offload.ranks.tensor_parallel import is_dtensor
 from offload.run import Owner
 from offload.sizes import format_bytes
 
@@ -46,6 +48,14 @@ def _is_outermost() -> bool:
         calls += frame.f_code is nn.Module.state_dict.__code__
         frame = frame.f_back
     return calls == 1
+
+
+def _in_ram(value: Tensor) -> Tensor:
+    """A copy in RAM. A quantised wrapper may make something else of itself where it is asked to move, or to copy."""
+    if is_wrapper(kind_of(value)) and not is_dtensor(value):
+        made: Tensor = rebuilt(value, _in_ram)
+        return made
+    return value.detach().to("cpu", copy=True)
 
 
 class Access:
@@ -80,7 +90,8 @@ class Access:
         """A context for `OffloadZero.gathered`."""
         params = list(dict.fromkeys(self._params_of(target)))
         units = list(dict.fromkeys(self._unit_of[param] for param in params))
-        return self._units.gathered(units, [self._parameters.index[param] for param in params], writable=writable)
+        numbers = [number for param in params for number in self._parameters.numbers_of(param)]
+        return self._units.gathered(units, numbers, writable=writable)
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Hooks for saving and loading a module's own parameters, if they are streamed.
@@ -112,6 +123,8 @@ class Access:
         def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             saved = {prefix + name: param for name, param in own.items()}
             self._copy({k: param for k, param in saved.items() if state_dict.get(k, param) is not param}, state_dict)
+            if any(map(is_composite, own.values())):
+                self._copy_inner(units, [key for key in state_dict if key.startswith(prefix)], state_dict)
             after()
             if _is_outermost():
                 self._make_alike()
@@ -144,6 +157,22 @@ class Access:
                 state_dict[key] = self._copy_of(param, state_dict[key], state_dict)
 
     @entry
+    def _copy_inner(self, units: Sequence[Unit], keys: Iterable[str], state_dict: dict[str, Any]) -> None:
+        """Puts copies of inner tensors into a state_dict, where a module has saved some under keys of their own.
+
+        Args:
+            units: those of the module's parameters.
+            keys: the keys to look at.
+            state_dict: written.
+        """
+        with self._units.used(units if self.entries.is_beside() else ()):
+            for key in keys:
+                value = state_dict[key]
+                is_ours = isinstance(value, Tensor) and self._parameters.number_of(value) is None  # else a variable
+                if is_ours and self._parameters.lies_in_streamed(value):
+                    state_dict[key] = _in_ram(value)
+
+    @entry
     def _make_alike(self) -> None:
         """Copies again what was copied at another step; see [Note: one state_dict]."""
         step = self._owner.step()
@@ -165,17 +194,19 @@ class Access:
             value: what the state_dict has of it.
             state_dict: what was made so far.
         """
-        number = self._parameters.index[param]  # type: ignore[index]
+        number = self._parameters.index[param]
         known = self._copies.get(number, lambda: None)()
         if known is not None and any(other is known for other in state_dict.values()):
             return known
-        made = value.detach().to("cpu", copy=True)
+        made = _in_ram(value)
         self._copies[number] = weakref.ref(made)
         self._made.copies.append((param, self._copies[number], self._owner.step()))
         return made
 
     def _require_room(self, params: Collection[Tensor]) -> None:
-        needed = sum(param.numel() * param.element_size() for param in params)
+        specs = self._parameters.layout.specs
+        of_params = [specs[number] for param in params for number in self._parameters.numbers_of(param)]
+        needed = sum(spec.numel * spec.dtype.itemsize for spec in of_params)
         if needed > self._budget_bytes:
             raise BudgetError(
                 f"a state_dict of these streamed parameters takes {format_bytes(needed)} of RAM and cpu_memory allows "

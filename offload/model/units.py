@@ -19,6 +19,7 @@ from offload.devices.copies import accelerator, finish_queue
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 from offload.model.aliases import extent_of, overlaps_itself
+from offload.model.inner import Inner, inner_tensors, is_composite, table_bytes
 from offload.model.plain_copy import LeftBehind
 from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
 
@@ -26,8 +27,6 @@ ROOT = ""
 """The name of the root unit."""
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
-_QUANTISED = ("quant_state", "SCB")
-"""Attributes of bitsandbytes' parameters, which hold a part of their values."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Chosen = Sequence[type[nn.Module] | str] | None
@@ -92,10 +91,10 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
     ]
 
 
-def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
-    """The length of a row of each of `params` that can be tiled, by its number.
+def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
+    """The length of a row of each of `inners` that can be tiled, by its number.
 
-    A parameter can be tiled if it is the weight of one nn.Linear and is used by nothing else.
+    It can be tiled if it is all of the weight of one nn.Linear, and is used by nothing else.
     """
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -103,11 +102,11 @@ def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
             if param is not None:
                 holders.setdefault(param, []).append((module, name))
     rows = {}
-    for number, param in enumerate(params):
-        (module, name), *more = holders[param]
-        is_own = type(module) is nn.Linear and name == "weight" and not more and not is_dtensor(param)
-        if is_own and param.is_contiguous():
-            rows[number] = param.shape[1]
+    for number, one in enumerate(inners):
+        (module, name), *more = holders[one.param]
+        is_own = type(module) is nn.Linear and name == "weight" and not more and one.tensor is one.param
+        if is_own and not one.is_part and one.param.is_contiguous():
+            rows[number] = one.param.shape[1]
     return rows
 
 
@@ -192,10 +191,10 @@ def specs_of(
     *,
     chosen: Chosen = None,
     planned: bool = False,
-) -> tuple[list[ParamSpec], list[nn.Parameter]]:
-    """The model's parameters: those that the optimizer's `groups` train, then those that need no gradient.
+) -> tuple[list[ParamSpec], list[Inner]]:
+    """The inner tensors of the parameters that the optimizer's `groups` train, then of those that need no gradient.
 
-    Both are in the model's order. A parameter that needs a gradient and is in no group is left out.
+    Both are in the model's order. A parameter that needs a gradient and is in no group is left out, and so are tables.
 
     Args:
         model: the model.
@@ -223,51 +222,52 @@ def specs_of(
     units = units_of(model, chosen)
     dtypes = compute_dtypes(model, keep_fp32, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
-    _refuse_overlaps(names, trained)
+    inners = inner_tensors(names)
+    moved = set(trained)
+    _refuse_overlaps((one.tensor, one.name_in(names[one.param]), one.param in moved) for one in inners)
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
-    params = trained + [param for param in names if not param.requires_grad]
+    taken = [one for one in inners if not one.is_table and (one.param in group_of or not one.param.requires_grad)]
+    taken.sort(key=lambda one: not one.param.requires_grad)
     specs = [
         ParamSpec(
-            names[p],
-            local_of(p).numel(),
-            units[p],
-            dtype_of(p, dtypes[p]),
-            group_of[p] if p.requires_grad else None,
-            shard_dim=shard_dim_of(p),
+            one.name_in(names[one.param]),
+            one.tensor.numel(),
+            units[one.param],
+            dtypes[one.param] if one.param.requires_grad else dtype_of(one, dtypes[one.param]),
+            group_of[one.param] if one.param.requires_grad else None,
+            shard_dim=shard_dim_of(one.param),
         )
-        for p in params
+        for one in taken
     ]
-    return specs, params
+    return specs, taken
 
 
-def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Requires that parameters can stream, of which only the elements would.
+def require_streamable(specs: Sequence[ParamSpec], inners: Sequence[Inner]) -> None:
+    """Requires that inner tensors of frozen parameters can stream.
 
     Raises:
-        ConfigError: naming the first one that is more than its elements: quantised, sparse, or a wrapper around other
-            tensors.
+        ConfigError: naming the first one that is sparse, or an inference tensor.
     """
-    for spec, param in zip(specs, params, strict=True):
-        quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
-        if quantised or torch_private.is_wrapper_subclass(local_of(param)) or param.layout is not torch.strided:
+    for spec, one in zip(specs, inners, strict=True):
+        if one.tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{spec.name} is a {type(param).__name__} ({param.layout}), of which more than its own bytes "
+                f"{spec.name} is a {type(one.tensor).__name__} ({one.tensor.layout}), of which more than its own bytes "
                 'would have to stream: give param_tier="device", so that frozen parameters stay there'
             )
-        if param.is_inference():
+        if one.tensor.is_inference():
             raise ConfigError(
                 f"{spec.name} is an inference tensor, which torch does not let change: build the model outside of "
                 'inference_mode, or give param_tier="device", so that frozen parameters stay where they are'
             )
-    _refuse_overlaps({param: spec.name for spec, param in zip(specs, params, strict=True)}, params)
+    _refuse_overlaps((one.tensor, spec.name, True) for spec, one in zip(specs, inners, strict=True))
 
 
-def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
+def require_movable(moved: Mapping[Tensor, str]) -> None:
     """Requires that parameters can get other memory.
 
     Args:
-        moved: the parameters, and their names.
+        moved: the parameters, or inner tensors of them, and their names.
 
     Raises:
         ConfigError: naming the first one that cannot.
@@ -286,16 +286,16 @@ def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
             )
 
 
-def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
+def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], inners: Sequence[Inner]) -> None:
     """Requires that DTensors stay on the device of their mesh.
 
     Raises:
         ConfigError: naming the first one that would leave it.
     """
-    for spec, param in zip(specs, params, strict=True):
-        if is_dtensor(param) and param.device != device:
+    for spec, one in zip(specs, inners, strict=True):
+        if is_dtensor(one.param) and one.param.device != device:
             raise ConfigError(
-                f"{spec.name} is a DTensor on {param.device}, and device={device}: leave device out, and shard the "
+                f"{spec.name} is a DTensor on {one.param.device}, and device={device}: leave device out, and shard the "
                 "model over a mesh of the devices to train on"
             )
 
@@ -376,12 +376,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
         raise ConfigError(f"the model is spread by a device map over {set(devices.values())}: load it on one device")
 
 
-def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Parameter]) -> None:
-    """Refuses two Parameters over one memory (`b.weight.data = a.weight.data`): moving one would separate them."""
-    those = set(moved)
-    strided = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
-    plain = (p for p in strided if not torch_private.is_wrapper_subclass(p))
-    spans = sorted((p.data_ptr(), extent_of(p) * p.element_size(), names[p], p in those) for p in plain)
+def _refuse_overlaps(tensors: Iterable[tuple[Tensor, str, bool]]) -> None:
+    """Refuses two Parameters over one memory (`b.weight.data = a.weight.data`): moving one would separate them.
+
+    Args:
+        tensors: each with its name, and whether it is moved.
+    """
+    with torch_private.PastSubclasses():
+        strided = [one for one in tensors if one[0].numel() and not one[0].is_meta and one[0].layout is torch.strided]
+        spans = sorted((p.data_ptr(), extent_of(p) * p.element_size(), name, moves) for p, name, moves in strided)
     for (start, size, name, moves), (following, _, other, also) in pairwise(spans):
         if following < start + size and (moves or also):
             raise ConfigError(f"{name} and {other} share memory: tie them as one Parameter, b.weight = a.weight")
@@ -403,14 +406,20 @@ def _refuse_untrainable(
             raise ConfigError(f"{name} is on {param.device}: models are trained on {' or '.join(_device_types())} here")
         if len(devices) > 1:
             raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")
-        if hasattr(param, "quant_state"):
-            raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")
         if nn.parameter.is_lazy(param):
             raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
-        kind = _unusual(param, is_trained=param in trained and param.requires_grad)
+        is_trained = param in trained and param.requires_grad
+        kind = _unusual(param, is_trained=is_trained)
         if kind is not None:
             raise ConfigError(f"{name} is {kind}: only plain dense parameters can be trained here, so make it one")
-        if param in trained and param.dtype not in _DTYPES:
+        if is_trained and is_composite(param):
+            keys = ", ".join(one.key for one in inner_tensors([param]) if one.key)
+            raise ConfigError(
+                f"{name} is a {type(param).__name__}, which is made of {keys}: such parameters are not trained here. "
+                "Freeze it (requires_grad_(False)) and train an adapter beside it (LoRA), or give the model before it "
+                "was quantised"
+            )
+        if is_trained and param.dtype not in _DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}: only float32, bfloat16 and float16 have an fp32 master")
         if param.grad is not None:
             raise ConfigError(f"{name} already has a gradient: call model.zero_grad() before OffloadZero(model, ...)")
@@ -418,6 +427,11 @@ def _refuse_untrainable(
         if nn.parameter.is_lazy(buffer):
             raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
     for name, module in model.named_modules():
+        if type(module).__name__ == "Mxfp4GptOssExperts":  # its weights are in tensors of Triton, and no parameters
+            raise ConfigError(
+                f"{name} has weights in MXFP4, through which transformers does not train: load the model with "
+                "quantization_config=Mxfp4Config(dequantize=True)"
+            )
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
 
@@ -433,11 +447,11 @@ def _unusual(param: nn.Parameter, *, is_trained: bool) -> str | None:
     return None
 
 
-def move_param(param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves and casts a parameter that is not held."""
-    moved = local_of(param).data.to(device, dtype)
+def move_param(one: Inner, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves and casts an inner tensor of a parameter that is not held."""
+    moved = one.tensor.data.to(device, dtype)
     finish_queue(device)
-    repoint(param, moved)
+    repoint(one.used, moved)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -464,31 +478,50 @@ def _is_quantised(param: Tensor) -> bool:
     return not param.is_floating_point() or param.element_size() == 1
 
 
-def dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter has on the device.
+def dtype_of(one: Inner, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that an inner tensor has on the device.
 
-    It is `dtype`, the compute dtype, but quantised weights keep their own.
+    It is `dtype`, the compute dtype, but quantised weights, and what they are made of, keep their own.
     """
-    return param.dtype if _is_quantised(param) else dtype
+    return one.tensor.dtype if one.is_part or _is_quantised(one.tensor) else dtype
 
 
-def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
-    """How many bytes a parameter of `numel` elements takes on the device in its compute dtype.
+def untrained_bytes(model: nn.Module, counted: Iterable[Inner], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """How many bytes tables, buffers, and parameters none of which are `counted`, take on the device."""
+    inners = inner_tensors(model.parameters())
+    known = {one.param for one in counted}
+    left = [one for one in inners if one.param not in known and not one.is_table]
+    of_params = sum(one.tensor.numel() * dtype_of(one, dtypes[one.param]).itemsize for one in left)
+    of_buffers = sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
+    return of_params + table_bytes(inners) + of_buffers
 
-    A wrapper around other tensors (a quantised weight) takes what these take.
+
+def unquantised(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> tuple[int, list[str]]:
+    """What was left out where a frozen base was quantised: its matrices, and larger tensors, in 16 or 32 bits.
+
+    Args:
+        model: the model.
+        dtypes: what it computes with; see `compute_dtypes`.
+
+    Returns:
+        The bytes that they take, and their names, the largest first; nothing if no matrix is quantised.
     """
-    if not torch_private.is_wrapper_subclass(local_of(param)):
-        return numel * dtype.itemsize
-    names, _ = local_of(param).__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = (getattr(local_of(param), name) for name in names)
-    return sum(resident_bytes_of(tensor, tensor.numel(), tensor.dtype) for tensor in inner)
+    names = {param: name for name, param in model.named_parameters() if not param.requires_grad}
+    inners = inner_tensors(names)
+    if not any(one.is_part or (_is_quantised(one.tensor) and one.tensor.dim() > 1) for one in inners):
+        return 0, []
+    left = [one for one in inners if not one.is_part and one.tensor.dim() > 1 and not _is_quantised(one.tensor)]
+    beside = set(_of_quantised(model))  # scales
+    left = sorted((one for one in left if one.param not in beside), key=lambda one: -one.tensor.numel())
+    nbytes = sum(one.tensor.numel() * dtypes[one.param].itemsize for one in left)
+    return nbytes, [names[one.param] for one in left]
 
 
-def untrained_bytes(model: nn.Module, counted: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
-    """How many bytes buffers, and parameters that are not among `counted`, take on the device."""
-    left = set(model.parameters()) - set(counted)
-    of_params = sum(resident_bytes_of(p, local_of(p).numel(), dtype_of(p, dtypes[p])) for p in left)
-    return of_params + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
+def bytes_on(model: nn.Module, device: torch.device) -> int:
+    """How many bytes of a model's parameters and buffers are on a device now."""
+    inners = inner_tensors(model.parameters())
+    tensors = [*(one.tensor for one in inners if not one.is_table), *model.buffers()]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == device) + table_bytes(inners)
 
 
 def device_for(given: torch.device | str | None, model_device: torch.device) -> torch.device:

@@ -19,17 +19,18 @@ from offload.errors import BudgetError, ConfigError, ResumeError
 from offload.model.dense import flattened
 from offload.model.fetch import HeldUnits
 from offload.model.held_param import HeldParam
+from offload.model.inner import inner_by_name
 from offload.model.state_dict import Access
-from offload.ranks.tensor_parallel import local_of, repoint
+from offload.ranks.tensor_parallel import repoint
 from offload.sizes import format_bytes
 
 NAME = "written frozen parameters"
 """The name under which a commit carries them."""
 
 
-def digest_of(param: Tensor) -> str:
-    """The XXH3-64 of a parameter's elements, in the order of its memory."""
-    values = flattened(local_of(param).detach()).cpu()
+def digest_of(local: Tensor) -> str:
+    """The XXH3-64 of the elements of an inner tensor, in the order of its memory."""
+    values = flattened(local.detach()).cpu()
     return xxhash.xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.numel() else ""
 
 
@@ -44,20 +45,20 @@ def was_frozen(state: object) -> Container[str]:
 
 
 @torch.no_grad()
-def write(model: nn.Module, state: object, keep: Callable[[nn.Parameter], None]) -> None:
+def write(model: nn.Module, state: object, keep: Callable[[Tensor], None]) -> None:
     """Gives a model that is not held yet the values that were committed, in memory of their own.
 
     Args:
         model: the model.
         state: what the commit has.
-        keep: called with each parameter before its memory is replaced.
+        keep: called with each parameter, or inner tensor, before its memory is replaced.
     """
-    params = dict(model.named_parameters())
+    inners = inner_by_name(model)
     for name, values in state["values"].items() if isinstance(state, dict) else ():
-        param = params.get(name)
-        if param is not None and not param.is_meta and local_of(param).shape == values.shape:
-            keep(param)
-            repoint(param, local_of(param).data.clone().copy_(values))
+        one = inners.get(name)
+        if one is not None and not one.tensor.is_meta and one.tensor.shape == values.shape:
+            keep(one.used)
+            repoint(one.used, one.tensor.data.clone().copy_(values))
 
 
 def require_same(digests: Mapping[str, str], state: object) -> None:
@@ -98,7 +99,7 @@ class WrittenFrozen:
         access: Access,
         budget_bytes: int,
     ) -> None:
-        self._named = dict(model.named_parameters())
+        self._named = inner_by_name(model)
         self._held = held
         self._digests = digests_of(held)
         self._units = units
@@ -114,7 +115,7 @@ class WrittenFrozen:
             BudgetError: if the copies take too much RAM.
         """
         names = sorted(self._loaded | self._written())
-        needed = sum(local_of(self._named[name]).nbytes for name in names)
+        needed = sum(self._named[name].tensor.nbytes for name in names)
         if needed > self._budget_bytes:
             raise BudgetError(
                 f"a commit carries the frozen parameters that were written to, {names[0]} among them, which takes "
@@ -126,9 +127,9 @@ class WrittenFrozen:
             )
         values = {}
         for name in names:
-            param = self._named[name]
-            with self._access.gathered(param, writable=False), torch_private.PastSubclasses():
-                values[name] = local_of(param).detach().to("cpu", copy=True)
+            one = self._named[name]
+            with self._access.gathered(one.param, writable=False), torch_private.PastSubclasses():
+                values[name] = one.tensor.detach().to("cpu", copy=True)
         return {"values": values, "digests": self._digests}
 
     def _written(self) -> set[str]:
@@ -147,11 +148,11 @@ class WrittenFrozen:
         require_same(self._digests, state)
         values, digests = state["values"], state["digests"]
         for name, saved in values.items():
-            param = self._named.get(name)
-            if param is None or local_of(param).shape != saved.shape:
+            one = self._named.get(name)
+            if one is None or one.tensor.shape != saved.shape:
                 raise ConfigError(f"the commit has {name} of shape {tuple(saved.shape)}: build a model that has it")
-            with self._access.gathered(param, writable=False):
-                local_of(param).copy_(saved)
+            with self._access.gathered(one.param, writable=False):
+                one.tensor.copy_(saved)
         self._loaded |= values.keys()
         self._digests = {**digests, **self._digests}
         if lost := sorted(self._written() - values.keys()):

@@ -14,11 +14,11 @@ from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, ParamSpec, Whole, build, tiled
 from offload.model.dense import is_dense
+from offload.model.inner import Inner
 from offload.model.units import (
     ROOT,
     compute_dtypes,
     device_for,
-    resident_bytes_of,
     rows_of,
     specs_of,
     untrained_bytes,
@@ -49,13 +49,13 @@ class ModelShape:
 
     Attributes:
         specs: of trained parameters, then of frozen ones.
-        params: the parameters, in the same order.
+        inners: the inner tensors of parameters that these are of, in the same order.
         rows: the elements of a row of each parameter that can be tiled, by its index.
         resident_bytes: of buffers and of parameters that always stay on the device.
     """
 
     specs: Sequence[ParamSpec]
-    params: Sequence[nn.Parameter]
+    inners: Sequence[Inner]
     rows: Mapping[int, int]
     resident_bytes: int
 
@@ -75,15 +75,15 @@ class ModelShape:
             ConfigError: as `OffloadZero` does.
         """
         keep_fp32, dtype = options.fp32_modules, options.compute_dtype
-        specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
-        resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
-        return cls(specs, params, rows_of(model, params), resident_bytes)
+        specs, inners = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
+        resident_bytes = untrained_bytes(model, inners, compute_dtypes(model, keep_fp32, dtype))
+        return cls(specs, inners, rows_of(model, inners), resident_bytes)
 
     def with_groups_by_kind(self) -> ModelShape:
         """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
         specs = [
-            spec if spec.group is None else replace(spec, group=int(param.dim() != 2 or spec.unit == ROOT))
-            for spec, param in zip(self.specs, self.params, strict=True)
+            spec if spec.group is None else replace(spec, group=int(one.param.dim() != 2 or spec.unit == ROOT))
+            for spec, one in zip(self.specs, self.inners, strict=True)
         ]
         return replace(self, specs=specs)
 
@@ -98,7 +98,7 @@ class ModelShape:
             ConfigError: one steps whole parameters, of which a rank or a tile has a part only.
         """
         specs, rows = [], dict(self.rows)
-        for number, (spec, param) in enumerate(zip(self.specs, self.params, strict=True)):
+        for number, (spec, one) in enumerate(zip(self.specs, self.inners, strict=True)):
             if spec.group is None:
                 specs.append(spec)
                 continue
@@ -117,9 +117,9 @@ class ModelShape:
                     "tile is a part of it: leave tile out, or give that parameter another optimizer"
                 )
             rows.pop(number, None)
-            kept = rule.kept(tuple(param.shape))
-            strides = tuple(param.stride()) if is_dense(param) and not param.is_contiguous() else ()
-            whole = Whole(tuple(param.shape), strides, kept.small, kept.has_slices and not strides)
+            kept = rule.kept(tuple(one.param.shape))
+            strides = tuple(one.param.stride()) if is_dense(one.param) and not one.param.is_contiguous() else ()
+            whole = Whole(tuple(one.param.shape), strides, kept.small, kept.has_slices and not strides)
             specs.append(replace(spec, states=kept.states, whole=whole))
         return replace(self, specs=specs, rows=rows)
 
@@ -144,7 +144,8 @@ class ModelShape:
 
         The rank has a part of each matrix in a block, and all of everything else (embeddings, head, norms, biases).
         """
-        of_blocks = [param.dim() > 1 and spec.unit != ROOT for spec, param in zip(self.specs, self.params, strict=True)]
+        both = zip(self.specs, self.inners, strict=True)
+        of_blocks = [one.tensor.dim() > 1 and spec.unit != ROOT for spec, one in both]
         specs = [
             replace(spec, numel=-(-spec.numel // parts), shard_dim=0) if is_cut else spec
             for spec, is_cut in zip(self.specs, of_blocks, strict=True)
@@ -153,10 +154,7 @@ class ModelShape:
 
     def nbytes(self, *, is_frozen: bool) -> int:
         """How many bytes the trained, or the frozen, parameters take on the device."""
-        both = zip(self.specs, self.params, strict=True)
-        return sum(
-            resident_bytes_of(param, spec.numel, spec.dtype) for spec, param in both if spec.is_frozen is is_frozen
-        )
+        return sum(spec.numel * spec.dtype.itemsize for spec in self.specs if spec.is_frozen is is_frozen)
 
     def situation(self, *, ranks: int = 1, ranks_on_node: int = 1, slices: int = 1) -> Situation:
         """What the options are read for; see `Situation` for the arguments."""
@@ -330,7 +328,7 @@ def least_cpu_memory(
     rules = rules_of(optimizers, given.states) if optimizers else [AdamRule(given.states)]
     shape = shape.with_rules(rules, given)
     situation, wish = shape.situation(ranks=ranks), wish_of(given)
-    direct = device_for(device, shape.params[0].device).type == "cpu"
+    direct = device_for(device, shape.inners[0].param.device).type == "cpu"
     threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
     situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)

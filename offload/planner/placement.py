@@ -153,13 +153,20 @@ class Placement:
         """After how many steps a common drive has been written as much as its warranty covers; None: never."""
         return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
 
-    def describe(self, layout: Layout, paths: Sequence[Path], given: Collection[torch.dtype]) -> str:
+    def describe(
+        self,
+        layout: Layout,
+        paths: Sequence[Path],
+        given: Collection[torch.dtype],
+        unquantised: tuple[int, Sequence[str]] = (0, ()),
+    ) -> str:
         """The placement in one line, for people.
 
         Args:
             layout: of all parameters that are trained or stream.
             paths: the directories of the swap files, in their order.
             given: the dtypes that the trained parameters had in the model.
+            unquantised: bytes and names of what a quantised base has in 16 or 32 bits.
         """
         choice = self.choice
         dtype = _DTYPES[choice.model.compute_dtype]
@@ -179,7 +186,8 @@ class Placement:
             where += f", activations {choice.activations.tier.where}"
         return (
             f"offload: {layout.trained.numel:,} parameters in {dtype}{where}; "
-            f"{self._frozen(layout)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
+            f"{self._frozen(layout)}{in_words(*unquantised)}"
+            f"peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"{self._states()}{self._forms(layout)}{self._files(paths)}"
         )
@@ -227,6 +235,19 @@ class Placement:
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
         where = choice.params.frozen_tier.words
         return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
+
+
+def in_words(nbytes: int, names: Sequence[str]) -> str:
+    """In words: what a quantised base has in 16 or 32 bits; nothing if there is none.
+
+    Args:
+        nbytes: what it takes.
+        names: the parameters, the largest first.
+    """
+    if not names:
+        return ""
+    others = f" and {len(names) - 2} other{'s' if names[3:] else ''}" if names[2:] else ""
+    return f"{format_bytes(nbytes)} of frozen ones not quantised ({', '.join(names[:2])}{others}); "
 
 
 def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:

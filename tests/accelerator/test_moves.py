@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from offload import ConfigError, GradientMovedError, OffloadZero, ReleasedParameterError, Tuning
 from tests import simulated_device
 from tests.support import models
+from tests.support.quantised import TABLE, Codes, quantised, weights_of
 from tests.support.streamed import state_of
 from tests.support.toy import Net, batch, squares, take_step
 
@@ -407,3 +408,45 @@ def test_a_model_as_transformers_loads_it_trains_on_the_device(tmp_path: Path) -
                 take_step(optimizer, loss)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
     assert losses[1][2] < losses[1][0]
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme", "device"])
+def test_a_quantised_base_in_ram_trains_on_the_device(param_tier: str, tmp_path: Path) -> None:
+    model, plain = quantised(), quantised()
+    on_disk = {"path": tmp_path / "run"} if param_tier == "nvme" else {}
+    options = {"tier": "cpu", "param_tier": param_tier, "compute_dtype": torch.float32, "commit_every": None, **on_disk}
+    trained, own = ([param for param in one.parameters() if param.requires_grad] for one in (model, plain))
+    with OffloadZero(model, torch.optim.AdamW(trained), device=DEVICE, tuning=TUNING, **options) as optimizer:
+        weight = weights_of(model)[0]
+        assert weight.device == weight.scales.device == weight.table.device == DEVICE
+        assert TABLE.device == CPU  # others use it
+        for step in range(3):
+            with torch.no_grad():
+                for mine, other in zip(own, trained, strict=True):
+                    mine.copy_(other.cpu())
+                    mine.grad = None
+            found, expected = squares(model, batch(step).to(DEVICE)), squares(plain, batch(step))
+            assert found.item() == expected.item()
+            found.backward()
+            expected.backward()
+            for mine, other in zip(own, trained, strict=True):
+                assert torch.equal(optimizer.grad(other).cpu(), mine.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        if param_tier != "device":
+            with pytest.raises(ConfigError, match=r"is a part of a Codes, which stays on simulated:0"):
+                model.cpu()
+
+
+def test_a_wrapper_that_keeps_its_device_is_refused_before_it_is_moved() -> None:
+    class Fixed(Codes):
+        @classmethod
+        def __tensor_unflatten__(cls, inner: Any, dtype: Any, size: Any, stride: Any) -> Any:
+            return Codes.of(torch.ones(size))
+
+    model = quantised()
+    model.blocks[1].down.weight.__class__ = Fixed  # type: ignore[union-attr]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with pytest.raises(ConfigError, match=r"blocks\.1\.down\.weight is a Fixed, which keeps the device"):
+        OffloadZero(model, torch.optim.AdamW(trained), device=DEVICE, tuning=TUNING, tier="cpu", param_tier="cpu")
+    assert {one.codes.device for one in weights_of(model)} == {CPU}

@@ -533,6 +533,33 @@ def test_adapters_train_beside_a_frozen_model() -> None:
     assert run("--lora-rank", "0").exit_code == 2
 
 
+@pytest.mark.parametrize(("form", "bits"), [("nf4", 4 + 8 / 64 + 32 / 64 / 256), ("int8", 8), ("fp8", 8)])
+def test_a_quantised_base_takes_so_many_bits_a_weight(form: str, bits: float) -> None:
+    model = GPT(PRESETS["1m"], device="meta")
+    layers = [module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    rows = 0 if form == "nf4" else sum(32 * one.out_features for one in layers)
+    saved = sum(16 * one.weight.numel() for one in layers) - sum(bits * one.weight.numel() for one in layers) - rows
+    plain, found = run_json("--lora-rank", "8"), run_json("--lora-rank", "8", "--quantise", form)
+    of_frozen = [
+        {row["kind"]: row["nbytes"] for row in one["rows"] if row["tier"] == "device"} for one in (plain, found)
+    ]
+    assert of_frozen[0]["frozen"] - of_frozen[1]["frozen"] == saved / 8
+    assert found["parameters"] == plain["parameters"]
+    left = {f"{name}.weight": getattr(model, name).weight.numel() for name in ("positions", "embed", "head")}
+    assert found["unquantised"] == sorted(left, key=lambda name: -left[name])
+    assert found["unquantised_bytes"] == 2 * sum(left.values())
+    shown = " ".join(run("--lora-rank", "8", "--quantise", form).stdout.split())
+    first, second, _ = found["unquantised"]
+    assert f"of frozen ones not quantised ({first}, {second} and 1 other)." in shown
+
+
+def test_what_is_trained_is_not_quantised() -> None:
+    assert "give --lora-rank, or --frozen" in run("--quantise", "nf4").stderr
+    assert "choose one of nf4, int8, fp8" in run("--lora-rank", "8", "--quantise", "int4").stderr
+    half = run_json("--frozen", "2", "--quantise", "int8")
+    assert half["parameters"] == run_json("--frozen", "2")["parameters"]
+
+
 def test_each_layer_gets_one_adapter_also_in_nested_blocks_and_where_it_is_a_block() -> None:
     with torch.device("meta"):
         experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))

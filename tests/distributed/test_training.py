@@ -16,6 +16,7 @@ from offload.model.units import specs_of
 from offload.storage.chunk_cache import Use
 from tests.support import models, sharded
 from tests.support.cases import products
+from tests.support.quantised import quantised
 from tests.support.ranks import Worlds
 from tests.support.run_files import swaps_in
 from tests.support.toy import Net, batch, squares, take_step
@@ -378,6 +379,46 @@ def test_frozen_parameters_stream_on_every_rank(worlds: Worlds, tmp_path: Path, 
         assert run.stats["rank"] == number
         assert run.stats["param_tier"] == ("cpu" if stage == 3 else "device")
         assert run.stats["peak_device_bytes"] < 4 * 67 * 67 * 2
+
+
+def _over_a_quantised_base(options: dict[str, Any]) -> list[tuple[float, float]]:
+    """The loss of each step on this rank, and that of plain torch from the same values. Gradients are compared here."""
+    model, plain = quantised(), quantised()
+    mine, own = ([param for param in one.parameters() if param.requires_grad] for one in (model, plain))
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    options = {"compute_dtype": torch.float32, "tier": "cpu", **options}
+    losses = []
+    with OffloadZero(model, torch.optim.AdamW(mine, lr=1e-2), tuning=TUNING, **options) as optimizer:
+        for step in range(4):
+            with optimizer.gathered(model), torch.no_grad():
+                for one, other in zip(own, mine, strict=True):
+                    one.copy_(other)
+            grads = []
+            for other_rank in range(ranks):
+                plain.zero_grad()
+                expected = squares(plain, batch(10 * step + other_rank))
+                expected.backward()
+                grads.append([one.grad for one in own])
+                if other_rank == rank:
+                    value = expected.item()
+            loss = squares(model, batch(10 * step + rank))
+            loss.backward()
+            losses.append((loss.item(), value))
+            for number, other in enumerate(mine):
+                total = sum(of_rank[number] for of_rank in grads)  # type: ignore[misc]
+                assert torch.equal(optimizer.grad(other), total / ranks)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "param_tier"), [(1, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_a_quantised_base_streams_on_every_rank(worlds: Worlds, tmp_path: Path, stage: int, param_tier: str) -> None:
+    options: dict[str, Any] = {"stage": stage, "param_tier": param_tier}
+    if param_tier == "nvme":
+        options |= {"path": str(tmp_path / "run"), "commit_every": None, "cpu_memory": "172KiB"}
+    for losses in worlds(2).run(_over_a_quantised_base, options):
+        assert all(found == expected for found, expected in losses)
 
 
 @pytest.mark.slow

@@ -390,14 +390,6 @@ def test_a_wrapper_around_quantised_tensors_is_planned_by_what_it_takes(tmp_path
     assert whole + trained_bytes <= planned < whole + trained_bytes + 4096
 
 
-def test_a_quantised_parameter_with_more_than_its_bytes_is_refused_by_name(tmp_path: Path) -> None:
-    model = halves()
-    model.blocks[0].up.weight.SCB = torch.ones(1)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r'blocks\.0\.up\.weight is a Parameter .* give param_tier="device"'):
-        OffloadZero(model, **options("cpu", "cpu", tmp_path))
-    OffloadZero(model, **options("cpu", "device", tmp_path)).close()
-
-
 def test_a_trained_parameter_over_the_memory_of_a_frozen_one_is_refused(tmp_path: Path) -> None:
     model = halves()
     model.blocks[2].up.weight = nn.Parameter(model.blocks[0].up.weight.data)

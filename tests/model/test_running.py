@@ -11,6 +11,7 @@ from offload.devices.copies import HostCopier
 from offload.entries import Entries
 from offload.layout import ParamSpec, build
 from offload.model.flat_param import FlatParameters
+from offload.model.inner import inner_tensors
 from offload.model.running import RunningUnits
 from offload.model.unit import Unit
 from tests.support.toy import Net, batch
@@ -35,8 +36,8 @@ def running(params: list[nn.Parameter]) -> RunningUnits:
     units = ["", "block", "block"]
     specs = [ParamSpec(f"p{n}", 4, unit, torch.float32, 0) for n, unit in enumerate(units)]
     layout = build(specs, 1024)
-    parameters = FlatParameters(layout, params, torch.device("cpu"), HostCopier())
-    parameters.guard_with(lambda kind, *, streams, runs=False: Unseen if runs else Guarded)
+    parameters = FlatParameters(layout, inner_tensors(params), torch.device("cpu"), HostCopier())
+    parameters.guard_with(lambda kind, *, runs=False, **_: Unseen if runs else Guarded)
     return RunningUnits(parameters, Entries())
 
 

@@ -96,7 +96,7 @@ def test_specs_follow_the_model_trained_ones_first_and_leave_out_what_nobody_tra
         {"params": [model.head.weight]},
         {"params": [*model.blocks[1].parameters(), *model.blocks[0].parameters()]},
     ]
-    specs, params = specs_of(model, groups, (), torch.bfloat16)
+    specs, inners = specs_of(model, groups, (), torch.bfloat16)
     assert [(spec.name, spec.group) for spec in specs] == [
         ("blocks.1.0.weight", 1),
         ("blocks.1.0.bias", 1),
@@ -108,7 +108,7 @@ def test_specs_follow_the_model_trained_ones_first_and_leave_out_what_nobody_tra
         ("blocks.0.2.weight", None),
         ("blocks.0.2.bias", None),
     ]
-    assert [param.numel() for param in params] == [spec.numel for spec in specs]
+    assert [one.tensor.numel() for one in inners] == [spec.numel for spec in specs]
 
 
 CPU, FIRST, SECOND, META = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "meta"))

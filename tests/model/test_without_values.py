@@ -18,6 +18,7 @@ from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.held_param import HeldParam
+from offload.model.inner import Inner
 from offload.model.running import Here
 from offload.model.states import StateTensor
 from offload.model.torch_functions import Kind, kind_of
@@ -72,9 +73,10 @@ class OneParameter:
         )
         self.units, self.tiles = {"unit": UNIT}, {}
         self.params, self.locals, self.trained = (param,), (param,), 1
+        self.wrappers: dict[Any, Any] = {}
         spec: Any = self.layout.specs[0]
         unit: Any = UNIT
-        self.held = (HeldParam(0, spec, param, unit, 0, 0, streams=streams),)
+        self.held = (HeldParam(0, spec, Inner(param, "", param), unit, 0, 0, streams=streams),)
         self.held[0].remember()
         self.home = self.device = torch.device("cpu")
         self.is_parked = False
@@ -82,6 +84,9 @@ class OneParameter:
 
     def number_of(self, tensor: Any) -> int | None:
         return 0 if tensor is self.params[0] else None
+
+    def wrapper_of(self, tensor: Any) -> None:
+        return None
 
     def streams(self, number: int) -> bool:
         return self.streams_any
