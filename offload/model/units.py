@@ -105,7 +105,7 @@ def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
     for number, one in enumerate(inners):
         (module, name), *more = holders[one.param]
         is_own = type(module) is nn.Linear and name == "weight" and not more and one.tensor is one.param
-        if is_own and not one.is_part and one.param.is_contiguous():
+        if is_own and not one.is_part and one.param.dim() == 2 and one.param.is_contiguous():
             rows[number] = one.param.shape[1]
     return rows
 
@@ -521,7 +521,8 @@ def bytes_on(model: nn.Module, device: torch.device) -> int:
     """How many bytes of a model's parameters and buffers are on a device now."""
     inners = inner_tensors(model.parameters())
     tensors = [*(one.tensor for one in inners if not one.is_table), *model.buffers()]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == device) + table_bytes(inners)
+    here = (tensor for tensor in tensors if tensor.device == device)
+    return sum(tensor.numel() * tensor.element_size() for tensor in here) + table_bytes(inners)
 
 
 def device_for(given: torch.device | str | None, model_device: torch.device) -> torch.device:

@@ -104,10 +104,12 @@ def test_adam_compares_every_kernel_with_its_limit(
 def test_rules_compares_each_optimizer_with_torch_and_its_bytes(
     capsys: pytest.CaptureFixture[str], results: Path
 ) -> None:
-    rules.main(n="5000", threads="1", rounds=2, as_json=True, save=True)
+    rules.main(n="5000", threads="1", rounds=2, matrices="8x16", as_json=True, save=True)
     rows = {row["optimizer"]: row for row in json.loads(capsys.readouterr().out)["results"]}
-    assert list(rows) == list(rules.MAKES)
-    assert {name for name, row in rows.items() if row["block"] is None} == {"AdamW"}
+    assert list(rows) == [*rules.MAKES, "Muon, 8 x 16", "Adafactor, 8 x 16"]
+    assert {name for name, row in rows.items() if row["piece"] == "C kernel"} == {"AdamW"}
+    assert {name for name, row in rows.items() if row["piece"] == rules.WHOLE} == {"Muon, 8 x 16", "Adafactor, 8 x 16"}
+    assert [name for name, row in rows.items() if row["planned_s"] is not None] == ["Muon, 8 x 16"]
     # Of the gradient 4; of masters and arrays 8 each.
     wanted = {"SGD": 12, "SGD momentum": 20, "RMSprop": 20, "AdamW": 28, "AdamW amsgrad": 36}
     assert {name: rows[name]["bytes_per_element"] for name in wanted} == wanted

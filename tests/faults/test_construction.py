@@ -453,12 +453,6 @@ def quantised() -> nn.Module:
     return model
 
 
-def with_quant_state() -> nn.Module:
-    model = Tiny()
-    model.middle.weight.quant_state = object()  # type: ignore[attr-defined]
-    return model
-
-
 def partly_double() -> nn.Module:
     model = Tiny()
     model.middle.double()
@@ -524,8 +518,6 @@ def made_for_inference() -> nn.Module:
         (with_device_map, "device map"),
         (lambda: Tiny().double(), "first.weight has dtype torch.float64"),
         (partly_double, "middle.weight has dtype torch.float64"),
-        (quantised, "middle.weight has dtype torch.uint8"),
-        (with_quant_state, "middle.weight is a Parameter: only plain dense"),
         (lambda: nn.Linear(2, 2, dtype=torch.complex64), "weight has dtype torch.complex64"),
         (with_gradient, "middle.weight already has a gradient"),
         (sparse, "0 makes sparse gradients"),
@@ -563,6 +555,13 @@ def qint8() -> Tensor:
 def inference() -> Tensor:
     with torch.inference_mode():
         return torch.zeros(3)
+
+
+def test_a_frozen_weight_of_integers_stays_as_it_is(make: Make) -> None:
+    model = quantised()
+    optimizer = make(model)
+    assert torch.equal(model.middle.weight, torch.zeros(3, dtype=torch.uint8))
+    optimizer.close()
 
 
 @pytest.mark.parametrize(
