@@ -421,7 +421,9 @@ class OffloadZero(torch.optim.Optimizer):
             placement = placed()
         if self._comm.size > 1 and self._choice.params.streams:
             counts = self._comm.all_gather(torch.tensor([len(placement.staying)]))
-            placement = placed(most_staying=int(counts.min()))
+            if counts.min() < counts.max():
+                with together(self._comm):  # the RAM that is free may be less by now
+                    placement = placed(most_staying=int(counts.min()))
         return placement
 
     # Step.

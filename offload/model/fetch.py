@@ -528,10 +528,8 @@ class StreamedUnits(HeldUnits):
         Raises:
             BudgetError: if they do not.
         """
+        self._make_room(units)
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
-        if missing > 0 and not self.entries.is_beside():
-            self._release_all_but(units)
-            missing = self.transfers.missing_bytes(units)
         if limit is not None and missing > 0:
             why = self._policy.why_more_stays or "one operation uses"
             raise BudgetError(
@@ -562,8 +560,8 @@ class StreamedUnits(HeldUnits):
         if is_beside:
             self._require_no_ranks(units)
             self._require_room(units)
-        elif self.transfers.missing_bytes(units) > 0:
-            self._release_all_but(units)
+        else:
+            self._make_room(units)
         for unit in units:
             self._pending.apply(unit)
         for unit in units:
@@ -633,6 +631,14 @@ class StreamedUnits(HeldUnits):
         """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""
         for unit in self._policy.unused(self.transfers.with_memory, wanted):
             self._release(unit)
+
+    def _make_room(self, units: Sequence[Unit]) -> None:
+        """Makes units that stay leave, if these have no room otherwise. Only the thread that trains may.
+
+        Others do not know what a pass that is between two entries uses.
+        """
+        if not self.entries.is_beside() and self.transfers.missing_bytes(units) > 0:
+            self._release_all_but(units)
 
     def _release_all_but(self, wanted: Collection[Unit] = ()) -> None:
         """Releases the units that are neither in use nor wanted, also those that stay."""

@@ -78,9 +78,14 @@ class UnitOrder:
 
     def _fetched(self, order: Sequence[Unit]) -> Sequence[Unit]:
         """What of an order of uses is fetched: units that stay once, unless they are there."""
-        stay = [unit for unit in order if unit.stays]
-        first = {unit: order.index(unit) for unit in stay if not unit.is_here}
-        return tuple(u for place, u in enumerate(order) if not u.stays or first.get(u) == place)
+        fetched: list[Unit] = []
+        there = {unit for unit in order if unit.stays and unit.is_here}
+        for unit in order:
+            if unit not in there:
+                fetched.append(unit)
+                if unit.stays:
+                    there.add(unit)
+        return tuple(fetched)
 
     def enter(self, unit: Unit) -> None:
         """Records that a unit is entered."""
