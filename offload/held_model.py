@@ -114,16 +114,7 @@ class HeldModel:
         self.pending = PendingUpdates(run, parts.step, parameters, transfers, owner)
         self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
         if parameters.streams_any:
-            self.units = StreamedUnits(
-                run,
-                parameters,
-                transfers,
-                self.pending,
-                parts.masters,
-                owner,
-                parts.gradients,
-                ahead=choice.params.prefetch_units,
-            )
+            self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         undo.callback(self.remove)
         self._take_model(values, transfers)
         transfers.expect(())  # training fetches in another order than that in which the model was taken
@@ -302,6 +293,7 @@ class HeldModel:
             StreamedStores([(stores[kind], first) for kind, first in streamed.items()]),
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
+            ahead=self._choice.params.prefetch_units,
             limit=None if limit is None else limit - placement.device_bytes + placement.streamed_bytes,
         )
         self._parts.params.chunk_updated = transfers.chunk_updated

@@ -248,7 +248,6 @@ class StreamedUnits(HeldUnits):
         masters: the master weights.
         owner: the optimizer.
         gradients: is told which units a backward has left, where ranks share the parameters.
-        ahead: how many units are prefetched.
     """
 
     def __init__(
@@ -260,14 +259,12 @@ class StreamedUnits(HeldUnits):
         masters: MasterWeights,
         owner: Owner,
         gradients: GradientBuffer,
-        *,
-        ahead: int,
     ) -> None:
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
         self._gradients = gradients
         self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
-        self._policy = UnitPolicy(ahead)
+        self._policy = UnitPolicy(transfers.ahead)
         self._replicas = run.layout.replicas
 
     # Forward and backward.

@@ -112,6 +112,7 @@ class UnitTransfers:
         store: the parameters that this rank keeps and streams, by chunk.
         owner: the optimizer.
         leases: how many chunks of the store may be on their way to the device at once.
+        ahead: how many units are fetched ahead of the one in use.
         limit: how many bytes streamed parameters may take on the device; None: any number.
     """
 
@@ -123,6 +124,7 @@ class UnitTransfers:
         owner: Owner,
         *,
         leases: int,
+        ahead: int,
         limit: int | None,
     ) -> None:
         self._layout = parameters.layout
@@ -133,6 +135,7 @@ class UnitTransfers:
         self._store = store
         self._owner = owner
         self._leases = leases
+        self.ahead = ahead
         self.limit = limit
         self.units = [unit for unit in parameters.units.values() if unit.slices]
         self._tiles_of: dict[int, list[Unit]] = {}  # by flat parameter

@@ -147,7 +147,7 @@ class Traffic(RuleBasedStateMachine):
         owner: Any = SimpleNamespace(require_usable=lambda: None, step=lambda: 1)
         store: Any = self.store
         memory: Any = self.memory
-        self.transfers = UnitTransfers(run, memory, store, owner, leases=leases, limit=None)
+        self.transfers = UnitTransfers(run, memory, store, owner, leases=leases, ahead=1, limit=None)
         self.expected = dict.fromkeys(self.transfers.units, RELEASED)
         self.to_update: dict[Unit, list[Chunk]] = {}  # of updates that have begun
 
