@@ -13,9 +13,10 @@ is in it.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.reshard import copy_ranges
 from offload.choices import Choice, CommitChoice
 from offload.errors import CorruptionError, ResumeError
-from offload.io.files import Files, unusable
+from offload.io.files import Files, Host, unusable
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.dense import is_dense
@@ -84,7 +85,7 @@ from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, RECORD_START, check_directory, swap_name, tag_name
-from offload.storage.directory_lock import claim
+from offload.storage.directory_lock import Claimant, Claims
 from offload.storage.swap_file import make_directory, new_run_id, remove_if_empty
 
 
@@ -128,25 +129,27 @@ class _Told(NamedTuple):
 
     Attributes:
         run_id: 32 hex digits, the id of a new run. That of rank 0 counts.
+        host: the rank's machine.
         paths: the rank's directories, as it was given them.
         origins: the directories in its `resume`, as it was given them.
     """
 
     run_id: str
+    host: Host
     paths: tuple[Path, ...]
     origins: tuple[Path, ...]
 
 
-def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, bytes]:
+def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, Claimant]:
     """What ranks have to know of each other before they look for a commit.
 
     Returns:
-        The directories of all ranks, and the id of a new run: 16 bytes, those of rank 0.
+        The directories of all ranks, and who takes them. The id of the start is that of a new run, and rank 0's.
 
     Raises:
         RankError: another rank failed, or cannot be reached.
     """
-    told = all_gather_object(comm, _Told(new_run_id().hex(), choice.paths, choice.origins), _Told)
+    told = all_gather_object(comm, _Told(new_run_id().hex(), files.host(), choice.paths, choice.origins), _Told)
     known = {files.real(path) for path in choice.paths}
     found: list[tuple[Path, ...]] = []
     for given in ([one.paths for one in told], [one.origins for one in told]):
@@ -154,7 +157,8 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
         known |= {files.real(path) for path in new}
         found.append(tuple(new))
     others, named = found
-    return RunDirectories(choice.paths, others, named, choice.origins), bytes.fromhex(told[0].run_id)
+    claimant = Claimant(bytes.fromhex(told[0].run_id), tuple(one.host for one in told))
+    return RunDirectories(choice.paths, others, named, choice.origins), claimant
 
 
 def look_together(directories: RunDirectories, comm: Communicator, files: Files) -> Views:
@@ -472,12 +476,14 @@ class Start(NamedTuple):
             anew.
         run_id: 16 bytes, the id of a new run.
         files: the file system, which holds those of this rank's directories that exist.
+        claims: the directories, which no other run can take.
     """
 
     paths: tuple[Path, ...]
     found: RecoveryPlan | None
     run_id: bytes
     files: Files
+    claims: Claims
 
 
 def find_together(
@@ -512,10 +518,12 @@ def find_together(
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
-    directories, run_id = meet(choice, comm, files)
+    directories, claimant = meet(choice, comm, files)
+    run_id = claimant.start
     undo.callback(files.let_go)
+    claims = Claims(claimant, files, wait_s=choice.lock_timeout_s, say=_say)
     with together(comm):
-        _enter(undo, directories, run_id, files)
+        _enter(undo, directories, claims, files)
         if not choice.resume:
             _require_no_strange_record(choice.paths, files)
     seen = look_together(directories, comm, files)
@@ -526,21 +534,21 @@ def find_together(
     if target is None:
         collect_together(choice.paths, None, seen.runs.dead, comm, files)
         _tag(undo, choice.paths, run_id, comm, files)
-        return Start(choice.paths, None, run_id, files)
+        return Start(choice.paths, None, run_id, files, claims)
     found = _plan(undo, choice, comm, layout, wanted, files, frozen, target, seen)
     with together(comm):
         for path in target.owned:
             if path not in choice.paths and LOCK_NAME in names_in(path, files):
-                _take(undo, path, run_id, files)
+                _take(undo, path, claims, files)
     found.collect(target.here, comm)
     with together(comm):
         found.lock(alone=comm.size == 1)
     if choice.paths:
         _tag(undo, found.paths, run_id if found.slots is None else found.slots[0], comm, files)
-    return Start(found.paths, found, run_id, files)
+    return Start(found.paths, found, run_id, files, claims)
 
 
-def _enter(undo: ExitStack, directories: RunDirectories, start: bytes, files: Files) -> None:
+def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: Files) -> None:
     """Makes and locks this rank's directories, and holds open those of `resume`.
 
     Raises:
@@ -553,20 +561,25 @@ def _enter(undo: ExitStack, directories: RunDirectories, start: bytes, files: Fi
         if make_directory(path, files):
             undo.callback(remove_if_empty, path, files)
         files.hold(path)
-        _take(undo, path, start, files)
+        _take(undo, path, claims, files)
     for path in directories.origins:
         if files.is_directory(path, follows=True):
             files.hold(path)
 
 
-def _take(undo: ExitStack, path: Path, start: bytes, files: Files) -> None:
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+        print(f"offload: {line}", file=sys.stderr, flush=True)
+
+
+def _take(undo: ExitStack, path: Path, claims: Claims, files: Files) -> None:
     """Takes the lock of a directory. Giving it back removes it, too, if there is nothing else of ours.
 
     Raises:
         PathInUseError: a live run, or another start, has the directory.
         PathError: it cannot be locked.
     """
-    undo.callback(claim(path, start, files).close)
+    undo.callback(claims.take(path))
     undo.callback(leave, path, files)
 
 
