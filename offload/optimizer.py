@@ -298,6 +298,12 @@ class OffloadZero(torch.optim.Optimizer):
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 paths, left = self._parts.run.paths, self._plan.unquantised
                 print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
+                if self._everyone.size > self._everyone.ranks_on_node:
+                    print(
+                        "offload: ranks on several machines: one that is lost is found after "
+                        f"{self._everyone.timeout_s:.0f} s; a shorter init_process_group(timeout=...) finds it sooner",
+                        file=sys.stderr,
+                    )
                 if found is not None:
                     states = "; the optimizer's states begin anew" if found.begins_states else ""
                     at = f"step {self._step}, committed {found.committed_at}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -241,7 +242,8 @@ class Group(Communicator):
         return self._shared.health.fail(
             RankError(
                 f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
-                "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit",
+                "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit"
+                f"{_advice() if self.size > self.ranks_on_node else ''}",
                 collective=name,
                 waited_s=waited_s,
             )
@@ -572,6 +574,21 @@ def _new_group(ranks: list[int], **options: Any) -> object:
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False, **options)
     return dist.new_group(torch_2_11.in_this_order(ranks), use_local_synchronization=True, **options)
+
+
+def _advice() -> str:
+    """What helps where this machine tells the others an address of its own that they cannot reach."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = ""
+    if named or not address.startswith("127."):
+        return ""
+    return (
+        f"; the name of this machine leads to {address}, where no other machine reaches it: set GLOO_SOCKET_IFNAME to "
+        "the network interface, such as eth0"
+    )
 
 
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
