@@ -40,6 +40,7 @@ from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.live import (
     ON_OTHER_MACHINES,
     Live,
+    OtherStep,
     Tag,
     collect,
     collect_homes,
@@ -52,9 +53,11 @@ from offload.checkpoint.live import (
     manifests_in,
     merge,
     names_in,
+    other_steps,
     ranks_in,
     ranks_named,
     read_tag,
+    refuse_step,
     require_manifests,
     swaps,
     untag,
@@ -211,7 +214,15 @@ def read_together(
     flags = [[number in those for number in range(count)] for those in (lying, swapping, wanted)]
     rows = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
     seen, swapped, lacking = rows[:, 0], rows[:, 1], rows[:, 2] & ~rows[:, 0]
-    require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), directories, home)
+    if not seen.any(0).all():
+        with together(comm):
+            others = {
+                rank: one._replace(where=f"{one.where} on {files.host().name}" if comm.size > 1 else one.where)
+                for rank, one in other_steps(directories, commit, files).items()
+            }
+        told = all_gather_object(comm, [*others.items()], list[tuple[int, OtherStep]])
+        others = {rank: one for those in reversed(told) for rank, one in those}
+        require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), others, directories, home)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
     with together(comm):
@@ -711,7 +722,7 @@ def _plan(
         taken = {"of_masters": choice.begins_states, "converts": choice.converts_states}
         first = _require_this_model(target, manifests, wanted, files, frozen, **taken)
         _require_no_other(choice.paths, target, seen.runs)
-        _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
+        _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], *target.last, files)
         # States that begin anew would be written over committed ones.
         can_stay = not (target.is_elsewhere or target.last[1].is_older or choice.begins_states)
         manifest = _own_of(manifests, wanted) if can_stay else None
@@ -751,17 +762,20 @@ def _require_no_other(paths: Sequence[Path], target: Target, runs: Live) -> None
             )
 
 
-def _require_current(paths: Iterable[Path], commit: Commit, files: Files) -> None:
+def _require_current(paths: Iterable[Path], home: Path, commit: Commit, files: Files) -> None:
     """Checks that no directory of a run is a copy from before the commit, which lacks the manifest.
 
     Raises:
-        CorruptionError: one is.
+        ResumeError: one is.
+        CorruptionError: the manifest is gone from one.
     """
     for path in paths:
-        there = {*names_in(path, files)}
+        there, others = {*names_in(path, files)}, other_steps([path], commit, files)
         for rank in range(len(commit.files)):
             name = manifest_name(commit, rank)
             if tag_name(commit.run_id, rank) in there and name not in there:
+                if rank in others:
+                    refuse_step(rank, others[rank], commit, home)
                 problem = f"is missing: is {path} a copy from before the commit of step {commit.step}?"
                 raise CorruptionError(problem, file=str(path / name))
 
