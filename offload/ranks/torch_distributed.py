@@ -101,6 +101,7 @@ class Group(Communicator):
         self._tensor_parallel: Communicator | None = None
         self._everyone: Group | None = None
         self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
+        self._live_groups = 0  # when it had been made
         self._side_group: Communicator | None = None
         self._ends = math.inf
 
@@ -159,6 +160,7 @@ class Group(Communicator):
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
             self._own, self._side_group = made, self._subgroup(made)
+            self._live_groups = torch_private.live_groups()
         assert self._side_group is not None
         return self._side_group
 
@@ -210,8 +212,17 @@ class Group(Communicator):
         quiet = [work.arrives_by(self._ends) for work in self._shared.under_way]
         if self._everyone is not None:
             self._everyone.close()
-        # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
-        if self._own is not None and self.size == dist.get_world_size() and self._shared.health.is_sound and all(quiet):
+        # Unless it is of the whole world in its order, a group is named by its ranks and by how many groups there are.
+        # If it went, or another that was made before it, the next of the same ranks would get the name of one that was
+        # there, and would meet at its addresses.
+        is_newest = torch_private.live_groups() == self._live_groups
+        if (
+            self._own is not None
+            and _is_whole(self._ranks)
+            and is_newest
+            and self._shared.health.is_sound
+            and all(quiet)
+        ):
             dist.destroy_process_group(self._own)
             self._own = None
         return all(quiet)
@@ -591,10 +602,15 @@ def _advice() -> str:
     )
 
 
+def _is_whole(ranks: list[int]) -> bool:
+    """Whether these are all ranks of the world, in its order."""
+    return ranks == list(range(dist.get_world_size()))
+
+
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Makes another group of `ranks`, in this order. All of them call this."""
     timeout = timedelta(seconds=timeout_s)
-    if ranks == list(range(dist.get_world_size())):
+    if _is_whole(ranks):
         made = dist.new_group(timeout=timeout, backend=backend)
     else:
         made = _new_group(ranks, timeout=timeout, backend=backend)
