@@ -367,6 +367,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._commits = Commits(
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
             )
+            undo.callback(self._commits.stop_copy)
             self._commits.read_ahead()
             if parts.slots is not None and found is None:
                 parts.slots.shut_out_older()
@@ -1098,6 +1099,8 @@ class OffloadZero(torch.optim.Optimizer):
           in the step of an optimizer that it runs is counted as it was planned.
         - activation_bytes, peak_activation_bytes: the size of the region for activations, and the most that was in it
           at once.
+        - snapshot_copied_step: the step of the last snapshot that was copied to another `path`, 0: none.
+          snapshot_left_bytes: what of the one under way is not copied yet. snapshot_copied_bytes: of all of them.
         - disk_bytes: the size of the swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0
           to 1.
         - held_param_bytes, held_grad_bytes, held_master_bytes, held_exp_avg_bytes, held_exp_avg_sq_bytes: what this
@@ -1134,6 +1137,8 @@ class OffloadZero(torch.optim.Optimizer):
             "device_budget_bytes": placement.device_budget_bytes,
             "arena_utilisation": placement.states.utilisation,
             "disk_bytes": placement.disk_bytes,
+            **self._commits.copies_of_snapshots,
+            "snapshot_copied_bytes": counted("snapshot_copied_bytes"),
             **{name: self._timeline.seconds(name) for name in _SPANS},
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,
@@ -1361,7 +1366,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
 
     @exclusive_entry("snapshot")
-    def snapshot(self, *, keep: int | None = None) -> tuple[Path, ...]:
+    def snapshot(self, *, keep: int | None = None, path: PathLike | None = None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; the copy is durable when this returns.
 
         Each directory of this run gets a directory with its part of the snapshot. `resume=[...]` and `offload inspect`,
@@ -1370,7 +1375,10 @@ class OffloadZero(torch.optim.Optimizer):
 
         Args:
             keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those that
-                were made because a state dict names their commit. None: all.
+                were made because a state dict names their commit. None: all. With a `path` those in it are meant.
+            path: a directory that all ranks see, on storage that outlives a machine. The snapshot is copied there while
+                training goes on, and is there when `stats()["snapshot_copied_step"]` says so, or after `close()`. Then
+                it is removed from this run's directories. None: it stays in these.
 
         Returns:
             The directories of the snapshot, one for each of this rank's in `path`.
@@ -1391,7 +1399,7 @@ class OffloadZero(torch.optim.Optimizer):
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
         with self._together():
-            return self._commits.snapshot(keep)
+            return self._commits.snapshot(keep, None if path is None else Path(path))
 
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
@@ -1787,6 +1795,7 @@ class OffloadZero(torch.optim.Optimizer):
                 if self._is_commit_due():
                     self._parts.gradients.reset()  # no step will use them; all ranks have sent the same then
                     self._commit_if_due()
+                self._commits.finish_copy(waits=True)
                 is_parked = self._parts.parameters.is_parked
                 self._held.keep_parameters(self._plan.room_at_end(self._placement, is_parked))
         finally:

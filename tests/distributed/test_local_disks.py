@@ -336,6 +336,40 @@ def test_machines_go_back_to_a_snapshot_that_each_has_a_part_of(worlds: Worlds, 
     assert len([*tmp_path.glob("machine*/run/swap-*")]) == 2
 
 
+def _copied(base: str, shared: str) -> tuple[dict[str, Tensor], str, list[str]]:
+    """A snapshot that is copied to what both machines see: its bits, its directory, what is left on this machine."""
+    with on(base, TWO):
+        training = Training(RUN, stage=2)
+        training.go_to(AT)
+        training.optimizer.commit()
+        expected = training.bits()
+        (directory,) = training.optimizer.snapshot(path=shared)
+        training.go_to(AT + MORE)
+        training.optimizer.close()
+        return expected, str(directory), [name for name in os.listdir(RUN) if name.startswith("snapshot-")]
+
+
+def _elsewhere(path: str, directory: str) -> tuple[int, dict[str, Tensor]]:
+    training = Training(path, stage=2, resume=[directory])
+    assert training.optimizer.resumed is not None
+    with training.optimizer:
+        return training.optimizer.resumed.step, training.bits()
+
+
+def test_a_snapshot_on_shared_storage_outlives_the_disks_and_goes_on_with_any_number_of_ranks(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    found = worlds(2).run(_copied, str(tmp_path), str(tmp_path / "shared"))
+    expected, directory, _ = found[0]
+    assert all(one == directory and not left for _, one, left in found)
+    for machine in tmp_path.glob("machine*"):
+        shutil.rmtree(machine)
+    for ranks in (1, 3):
+        for step, again in worlds(ranks).run(_elsewhere, str(tmp_path / f"new{ranks}"), directory):
+            assert step == AT
+            assert same(again, expected)
+
+
 def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) -> None:
     worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
     first, second = (tmp_path / f"machine{number}" / "run" for number in range(2))
