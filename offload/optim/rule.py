@@ -297,6 +297,10 @@ class Rule(ABC):
             scale: the factor of the gradients.
         """
 
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """The floating-point operations of a step of a whole parameter, where they are known and many; else 0."""
+        return 0.0
+
     def decay_in_gradient(self, group: Mapping[str, Any]) -> float:
         """By what a step multiplies a parameter before it adds that to its gradient."""
         return 0.0

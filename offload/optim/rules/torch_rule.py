@@ -38,6 +38,7 @@ from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.native import Kernels, Task
+from offload.optim.flops import FLOPS
 from offload.optim.on_device import is_stepped_there
 from offload.optim.rule import ONE, Kept, Method, Progress, Rule, Scalar, SegmentMemory, Span, scalars_of
 
@@ -91,6 +92,11 @@ class Blank:
     def name(self) -> str:
         """The name of its class."""
         return self._kind.__name__
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """Its class."""
+        return self._kind
 
     @property
     def methods(self) -> list[str]:
@@ -316,6 +322,11 @@ class TorchRule(Rule):
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
         """See Rule.scalars."""
         return _with_copies(group), before, scale
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """See Rule.flops. A subclass may compute something else."""
+        count = FLOPS.get(self._blank.kind)
+        return 0.0 if count is None else count(shape, self._group)
 
     def temporary_bytes(self, numel: int, threads: int) -> int:
         """See Rule.temporary_bytes. A method takes copies of a piece, and is counted with as much again."""
