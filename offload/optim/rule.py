@@ -118,7 +118,8 @@ class SegmentMemory(NamedTuple):
         spans: where the segment's parameters lie. What is between them is a gap.
         current: shape (n,): the bf16 parameters before the step, if the master is split and has the low halves only;
             None: it is whole.
-        matrices: where a rule of whole parameters steps matrices; None: where the arrays are.
+        matrices: where a rule of whole parameters steps matrices; None: where the arrays are. Tasks run in the context
+            of its `steps`.
     """
 
     arrays: Sequence[Tensor]

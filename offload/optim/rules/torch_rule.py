@@ -375,17 +375,17 @@ class TorchRule(Rule):
             self._step(kinds, copies, grad, copies[0], *scalars)
 
         def work(low: int, high: int) -> None:
-            with memory.matrices.steps() if memory.matrices else nullcontext() as begin:
-                master, *states = memory.arrays
-                for span in memory.spans:
-                    assert span.whole is not None
-                    kinds = self.kept(span.whole.shape).states
-                    arrays = [span.seen(master), *span.states(kinds, states)]
-                    grad, out = span.seen(memory.grad), span.seen(memory.out)
-                    if begin is None or not is_stepped_there(span.whole.shape):
-                        self._step(kinds, arrays, grad, out, *scalars)
-                    else:
-                        begin(arrays, grad, partial(step_there, kinds), partial(_write_rounded, arrays[0], out))
+            master, *states = memory.arrays
+            for span in memory.spans:
+                assert span.whole is not None
+                kinds = self.kept(span.whole.shape).states
+                arrays = [span.seen(master), *span.states(kinds, states)]
+                grad, out = span.seen(memory.grad), span.seen(memory.out)
+                if memory.matrices is None or not is_stepped_there(span.whole.shape):
+                    self._step(kinds, arrays, grad, out, *scalars)
+                else:
+                    then = partial(_write_rounded, arrays[0], out)
+                    memory.matrices.begin(arrays, grad, partial(step_there, kinds), then)
 
         # The caller alone calls torch, whose threads share.
         return Task(work, 0, 1, written=(*memory.arrays, memory.out))
