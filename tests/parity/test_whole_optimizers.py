@@ -432,7 +432,7 @@ def test_a_parameter_that_the_class_refuses_is_refused_when_it_is_added(tmp_path
     model, optimizer = held(muon(), tmp_path / "run", tier="cpu")
     with optimizer:
         groups = len(optimizer.param_groups)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="parameters cannot be added after OffloadZero took the model"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, device=DEVICE))]})
         assert len(optimizer.param_groups) == groups
         step(model, optimizer, 0)
