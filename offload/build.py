@@ -60,6 +60,7 @@ from offload.planner.placement import (
     STAGED,
     Placement,
     Room,
+    dithered_room_of,
 )
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
@@ -344,7 +345,7 @@ def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> Kernels:
     direct = plan.copier.direct
     if plan.choice.states.tier == DEVICE and not direct:
         (scratch,) = memory.take(SCRATCH)
-        kernels = load_on(scratch, partial(stream_handle, scratch.device))
+        kernels = load_on(scratch, partial(stream_handle, scratch.device), dithered_room_of(plan.held))
     else:
         kernels = load(kernel_threads(plan.threads, ranks_on_node=plan.room.ranks_on_node, direct=direct))
     undo.callback(kernels.close)

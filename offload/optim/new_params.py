@@ -99,6 +99,10 @@ class NewParameters(ABC):
         """
 
     @abstractmethod
+    def lends_several(self, chunk: Chunk) -> bool:
+        """Whether `target` lends memory for a chunk that no other chunk needs."""
+
+    @abstractmethod
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         """The 16-bit parameters of a chunk before the step.
 
@@ -198,6 +202,9 @@ class InPlace(NewParameters):
             if self.direct:
                 self._exchange.send(chunk, values, step)
 
+    def lends_several(self, chunk: Chunk) -> bool:
+        return self._params.is_resident(chunk.index)
+
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         return target
 
@@ -222,6 +229,9 @@ class ToDevice(NewParameters):
 
     def target(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
         return nullcontext(self._in_gradient(chunk)) if self._fits_gradient(chunk) else self._bounced(chunk)
+
+    def lends_several(self, chunk: Chunk) -> bool:
+        return self._fits_gradient(chunk)
 
     @contextmanager
     def _bounced(self, chunk: Chunk) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
-from offload.native.torch_kernels import dithered_bytes, scratch_bytes
+from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
 from offload.optim import new_params, on_device
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
@@ -609,9 +609,9 @@ class Needs:
         if choice.states.tier == DEVICE and not self.direct:
             largest = max((spec.numel for spec in self.layout.specs), default=0)
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
-            dithered = max((spec.numel for spec in self.layout.specs if is_dithered(spec.states)), default=0)
-            if dithered:  # also where they are compiled: the driver may refuse that
-                found.append(Region(DEVICE, TEMPORARIES, dithered_bytes(dithered), is_lent=False))
+            if room := dithered_room_of(self.layout):  # also where they are compiled: the driver may refuse that
+                dithered = max(spec.numel for spec in self.layout.specs if is_dithered(spec.states))
+                found.append(Region(DEVICE, TEMPORARIES, dithered_bytes(dithered, room), is_lent=False))
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
@@ -744,6 +744,13 @@ class Needs:
         found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
         both = streamed[ChunkKind.STATES] + micro_batches * streamed[ChunkKind.GRADS]
         return both + 2 * micro_batches * (new + streamed[ChunkKind.FROZEN]) - found, both + new
+
+
+def dithered_room_of(layout: Layout) -> int:
+    """How many elements with moments of one or two bytes a device steps at a time by torch; 0: it has none."""
+    largest = max((spec.numel for spec in layout.specs if is_dithered(spec.states)), default=0)
+    numel = sum(chunk.numel for chunk in layout.chunks if is_dithered(layout.flats[chunk.flat].states))
+    return dithered_room(largest, numel) if largest else 0
 
 
 def _slot(kind: ChunkKind, one: SlotArrays, names: Sequence[str], *, is_moved: bool) -> Region:

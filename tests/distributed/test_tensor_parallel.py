@@ -242,9 +242,16 @@ def _refused(kind: str) -> str:
     if kind == "two meshes":
         model.norm.weight = nn.Parameter(distribute_tensor(model.norm.weight.detach(), mesh["dp"], [Replicate()]))
     group = {"no group": None, "that of tensor parallelism": mesh["tp"], "both": mesh}.get(kind, group)
+    given: list[torch.optim.Optimizer] = []
+    if kind == "whole parameters":
+        matrices = [param for name, param in model.named_parameters() if "blocks." in name and param.dim() == 2]
+        rest = [param for param in model.parameters() if all(param is not one for one in matrices)]
+        given = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    before = {name: (id(param), param.dtype) for name, param in model.named_parameters()}
     try:
-        OffloadZero(model, process_group=group)
+        OffloadZero(model, *([given] if given else []), process_group=group)
     except ConfigError as error:
+        assert {name: (id(param), param.dtype) for name, param in model.named_parameters()} == before
         return str(error)
     return ""
 
@@ -257,6 +264,10 @@ def _refused(kind: str) -> str:
         ("both", 'process_group=mesh["dp"]'),
         ("two dimensions", "shard parameters over the tensor-parallel one alone"),
         ("two meshes", "shard all over one mesh"),
+        (
+            "whole parameters",
+            "is cut by tensor parallelism, and Muon steps whole parameters: give it another optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(worlds: Worlds, kind: str, says: str) -> None:
