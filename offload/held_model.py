@@ -411,7 +411,10 @@ class HeldModel:
         """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
         left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)
-        unheld = {one.param: (one, dtype) for one, dtype in self._others()}
+        unheld: dict[Tensor, list[tuple[Inner, torch.dtype]]] = {}
+        for one, dtype in self._others():
+            if not one.is_table:
+                unheld.setdefault(one.param, []).append((one, dtype))
         freed = 0
         for module, fresh in chain([(None, ())], materialise(self._model, source)):
             owned.update(fresh)
@@ -423,7 +426,8 @@ class HeldModel:
                     freed = _left_free(freed + nbytes)
             if module is not None:
                 for param in module.parameters(recurse=False):
-                    if param in unheld and self._original.was_meta(param):
-                        nbytes = param.nbytes
-                        self._move_other(*unheld[param])
-                        freed = _left_free(freed + nbytes)
+                    for one, dtype in unheld.get(param, ()):
+                        if self._original.was_meta(one.used):
+                            nbytes = one.tensor.nbytes
+                            self._move_other(one, dtype)
+                            freed = _left_free(freed + nbytes)

@@ -61,7 +61,7 @@ from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
 from offload.model.inner import is_wrapper, kind_of
-from offload.model.meta_init import Init, Source, source_of
+from offload.model.meta_init import Init, Source, check_source, source_of
 from offload.model.original import Original
 from offload.model.states import States
 from offload.model.torch_helpers import Hook
@@ -331,7 +331,7 @@ class OffloadZero(torch.optim.Optimizer):
             if options.every is not None:
                 stored(groups)
             source = source_of(options.init, init_missing=options.init_missing)
-            source.check(model)
+            check_source(source, model)
             self._plan = plan_run(model, groups, rules, options, self._comm, files)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = [one.param for one in self._plan.inners[: len(self._layout.specs)]]
