@@ -7,15 +7,18 @@ value exists. Then, module by module, it gets the module with its values, and wh
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.model.inner import inner_tensors
-from offload.model.meta_init import Init, PartOfModel, Parts, meta_tensors, source_of
+from offload.model.meta_init import FromSafetensors, Init, Kept, PartOfModel, Parts, meta_tensors, source_of
 
 
 class Quantised(PartOfModel):
@@ -36,13 +39,25 @@ class Quantised(PartOfModel):
             the whole model.
         model: the model, on the meta device. It is quantised when this returns, and may then become a part of another
             one.
+        settings: text that names the quantiser, its settings and the version of its library. With it, a base that
+            streams from NVMe is kept in a file of its own, and used by every run of the same values and settings.
+        base: the directory of that file; None: the run's first one.
 
     Raises:
         ConfigError: if `init` has no values for the model, or `quantise` added some that it cannot give values.
     """
 
-    def __init__(self, init: Init, quantise: Callable[[nn.Module], object], model: nn.Module) -> None:
-        super().__init__(source_of(init), model)
+    def __init__(
+        self,
+        init: Init,
+        quantise: Callable[[nn.Module], object],
+        model: nn.Module,
+        *,
+        settings: str | None = None,
+        base: str | os.PathLike[str] | None = None,
+    ) -> None:
+        source = source_of(init)
+        super().__init__(source, model)
         self._quantise = quantise
         shells = {name: _shell(module) for name, module in model.named_modules() if meta_tensors(module)}
         quantise(model)
@@ -53,6 +68,14 @@ class Quantised(PartOfModel):
                     raise ConfigError(f"{name or 'the model'} was added by the quantiser, and nothing has its values")
                 self._shells[module] = name, _with_memory(shells[name], "meta")
         self._know(model)
+        self._kept = None
+        if settings is not None and isinstance(source, FromSafetensors):
+            self._kept = kept_as(source, settings, base, model)
+        elif base is not None or settings is not None:
+            raise ConfigError(
+                f"base={base!r}, settings={settings!r}: a base is kept if its values come from files, init=DIR, and "
+                "settings names its quantiser"
+            )
         self._made: tuple[nn.Module, nn.Module] | None = None
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
@@ -80,6 +103,27 @@ class Quantised(PartOfModel):
             self._quantise(root)
             self._made = module, root.get_submodule(name)
         return self._made[1]
+
+    def kept(self) -> Kept | None:
+        return self._kept
+
+
+def kept_as(source: FromSafetensors, settings: str, base: str | os.PathLike[str] | None, model: nn.Module) -> Kept:
+    """How the base of a quantised model is kept.
+
+    Args:
+        source: of the values before they are quantised.
+        settings: all else that the quantised values come from.
+        base: see `Quantised`.
+        model: the quantised model, on the meta device.
+    """
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    told = f"{settings}; torch {torch.__version__}"
+
+    def key() -> str:
+        return str(xxhash.xxh3_128_hexdigest(f"{source.digest()}; {told}".encode()))
+
+    return Kept(key, None if base is None else Path(base).absolute(), names)
 
 
 def parts_of(tensor: Any) -> Parts:

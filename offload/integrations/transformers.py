@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -19,10 +21,13 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.quantizers.auto import get_hf_quantizer
 
 from offload import ConfigError, OffloadZero
-from offload.integrations.quantised import parts_of, skeleton
+from offload.integrations.quantised import kept_as, parts_of, skeleton
 from offload.io.regular import check_file
 from offload.model.inner import is_composite
-from offload.model.meta_init import FromSafetensors, PartOfModel, Parts, Source
+from offload.model.meta_init import FromSafetensors, Kept, PartOfModel, Parts, Source
+
+LIBRARIES = ("transformers", "bitsandbytes", "torchao")
+"""Those whose versions decide what a quantised weight is."""
 
 
 def from_pretrained(
@@ -31,6 +36,7 @@ def from_pretrained(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     *,
     quantization_config: Any = None,
+    base: str | os.PathLike[str] | Literal[False] | None = None,
     adapt: Callable[[Any], Any] | None = None,
     init_missing: bool = False,
     **options: Any,
@@ -52,6 +58,8 @@ def from_pretrained(
         quantization_config: how transformers quantises the model, such as a BitsAndBytesConfig or a TorchAoConfig. It
             is done matrix by matrix, so that at most one is in RAM before it is quantised. Of files that hold a
             quantised model it is not needed.
+        base: the directory where a quantised base that streams from NVMe is kept, for this run and others; None: the
+            run's first one. False: it is not kept, and so may be written to.
         adapt: called with the model while its weights have no values; returns the model to train, such as
             `partial(get_peft_model, peft_config=LoraConfig(...))` for adapters on a base that is never in memory.
         init_missing: whether weights that the files lack are made by the model's own initialisation.
@@ -77,6 +85,8 @@ def from_pretrained(
     files = PretrainedFiles(path, init_missing=init_missing)
     if quantization_config is not None or getattr(model.config, "quantization_config", None) is not None:
         files.quantiser = Quantiser(model, quantization_config, files)
+        if base is not False:
+            files.keep(model, base)
     source: Source = files
     params = list(model.parameters())
     if adapt is not None:
@@ -248,6 +258,7 @@ class PretrainedFiles(FromSafetensors):
     def __init__(self, path: Path, *, init_missing: bool = False) -> None:
         super().__init__(path, init_missing=init_missing)
         self.quantiser: Quantiser | None = None
+        self._kept: Kept | None = None
         self._model: Any = None
         self._keys: dict[str, str] = {}  # of what is only renamed, by name in the model
         self._converters: dict[str, Any] = {}  # by the first name that they make
@@ -280,6 +291,16 @@ class PretrainedFiles(FromSafetensors):
             first = converter.target_patterns[0]
             self._made_by |= {name.replace(first, other): name for other in converter.target_patterns}
         super().check(model)
+
+    def keep(self, model: Any, base: str | os.PathLike[str] | None) -> None:
+        """Keeps the quantised base of a model, which has its quantised parameters now."""
+        assert self.quantiser is not None
+        settings = [self.quantiser.transformers.quantization_config.to_json_string(), type(model).__name__, model.dtype]
+        settings += [f"{name} {version(name)}" for name in LIBRARIES if find_spec(name) is not None]
+        self._kept = kept_as(self, "; ".join(map(str, settings)), base, model)
+
+    def kept(self) -> Kept | None:
+        return self._kept
 
     def has(self, name: str) -> bool:
         return name in self._keys or name in self._made_by

@@ -12,21 +12,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, UntypedStorage, nn
 
 from offload import torch_private
 from offload.errors import ConfigError
+from offload.io.files import LOCAL
 from offload.io.regular import check_file, read_json
 from offload.model.dense import flattened
-from offload.model.inner import inner_tensors, is_composite, replace_table
+from offload.model.inner import Inner, inner_tensors, is_composite, replace_table
 from offload.sizes import MIB
 
 Parts = Mapping[str, Tensor]
 """The inner tensors of a parameter, by key."""
+
+
+class Kept(NamedTuple):
+    """How a base that a source quantises is kept; see [Note: kept base] in storage/kept_base.py.
+
+    Attributes:
+        key: gives the digest of all that the values come from, 32 hex digits. It reads all of that.
+        directory: where the base lies; None: in the run's first directory.
+        names: the parameters that the source gives values, and their names in it.
+    """
+
+    key: Callable[[], str]
+    directory: Path | None
+    names: Mapping[Tensor, str]
 
 
 class Source(ABC):
@@ -67,6 +83,10 @@ class Source(ABC):
         """
         raise _not_made(prefix + min(names))
 
+    def kept(self) -> Kept | None:
+        """How the base that it quantises is kept on NVMe; None: it is not."""
+        return None
+
 
 def _not_made(name: str) -> ConfigError:
     return ConfigError(
@@ -75,6 +95,8 @@ def _not_made(name: str) -> ConfigError:
     )
 
 
+DIGESTED_BYTES = 4 * MIB
+"""Of a file, read at once for its digest."""
 MOST_INDEX_BYTES = 64 * MIB
 
 Init = Callable[[str, Tensor], None] | str | os.PathLike[str] | Source | None
@@ -182,6 +204,23 @@ class FromSafetensors(Source):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{name} cannot be read from {self.files[name]}: {error}") from error
         return values
+
+    def digest(self) -> str:
+        """The XXH3-128 of all bytes of the files.
+
+        Raises:
+            ConfigError: if one cannot be read.
+        """
+        hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(DIGESTED_BYTES))
+        for path in sorted(set(self.files.values())):
+            try:
+                with LOCAL.open_followed(path) as file, LOCAL.stream(file) as stream:
+                    hasher.update(LOCAL.require_regular(file).to_bytes(8, "little"))
+                    while count := stream.readinto(buffer):  # type: ignore[attr-defined]
+                        hasher.update(buffer[:count])
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read: {error}") from error
+        return str(hasher.hexdigest())
 
     def _file(self, path: Path) -> Any:
         """Opens a file, which stays open until another one is asked for."""
@@ -306,6 +345,46 @@ class PartOfModel(Source):
 
     def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
         return self._source.make(self._prefixes[module], module, names)
+
+    def kept(self) -> Kept | None:
+        return self._source.kept()
+
+
+class KeptValues(Source):
+    """The values of a model whose base is kept already: of parameters in it no value is made.
+
+    Args:
+        source: of all other values.
+        names: the parameters that are in the base, and their names there.
+        tables: the tables of these, by name.
+    """
+
+    def __init__(self, source: Source, names: Mapping[Tensor, str], tables: Mapping[str, Tensor]) -> None:
+        self._source = source
+        self._names = names
+        self._tables = tables
+
+    def check(self, model: nn.Module) -> None:
+        self._source.check(model)
+
+    def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
+        if others := {name: tensor for name, tensor in fresh.items() if tensor not in self._names}:
+            self._source.fill(prefix, module, others)
+
+    def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
+        own = {name: module._parameters[name] for name in names}
+        others = [name for name, param in own.items() if param not in self._names]
+        made = dict(self._source.make(prefix, module, others)) if others else {}
+        for name in own.keys() - made.keys():
+            inners = inner_tensors([cast(nn.Parameter, own[name])])
+            made[name] = {one.key: self._of(one) for one in inners}
+        return made
+
+    def _of(self, one: Inner) -> Tensor:
+        name = one.name_in(self._names[one.param])
+        if name in self._tables:
+            return self._tables[name]
+        return torch.empty_strided(one.tensor.shape, one.tensor.stride(), dtype=one.tensor.dtype, device="cpu")
 
 
 def _weight_map(index: Path) -> dict[str, Path]:
