@@ -305,7 +305,9 @@ def build(
     # Before there are files: it may be refused its threads.
     kernels = _kernels_for(undo, plan, memory)
     entries = Entries(comm.everyone.size)
-    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries, health)
+    run = Run(
+        choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, start.claims, entries, health
+    )
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
     base = None
     if plan.base is not None:

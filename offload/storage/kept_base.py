@@ -151,7 +151,7 @@ class KeptBase(WrittenSlots):
                 require_file_size(str(name.path), table.nbytes, option="base", advice="keep the base elsewhere")
                 self._remove_leftovers()
                 self._made = name.path.with_name(f"{name.path.name}-{secrets.token_hex(8)}{TEMPORARY}")
-                file = engine.open(str(self._made), dir_fd=dir_fd)
+                file = engine.open(str(self._made), dir_fd=dir_fd, is_new=True)
                 undo.callback(self._remove_made)
                 lock_shared(file, files)
                 reserve(file, files, table.nbytes, table.nbytes, 0, lambda: None)
