@@ -5,6 +5,7 @@ The oracle is plain torch over the base quantised as a whole.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -241,6 +242,22 @@ def test_a_construction_that_fails_leaves_no_base_and_leftovers_go(
     run(weights, tmp_path, path=tmp_path / "one")[0].close()
     assert not left.exists()
     assert other.exists()
+
+
+def test_a_base_is_locked_while_it_is_made(weights: Path, tmp_path: Path) -> None:
+    refused = []
+
+    def watched(model: nn.Module) -> None:
+        for path in (tmp_path / "base").glob("base-*"):
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    refused.append(path.name.endswith(".offload.new"))
+        quantise(model)
+
+    run(weights, tmp_path, watched, path=tmp_path / "one")[0].close()
+    assert refused == [True] * 8
 
 
 def test_nobody_writes_to_a_kept_base(weights: Path, tmp_path: Path) -> None:
