@@ -207,7 +207,7 @@ class Quantiser:
             )
         except (ImportError, ValueError, TypeError) as error:
             raise ConfigError(f"transformers cannot quantise {type(model).__name__}: {error}") from error
-        if "bitsandbytes" in str(self.transformers.quantization_config.quant_method):
+        if self.transformers.quantization_config.quant_method == "bitsandbytes":
             _make_bitsandbytes_tables()
         self.plain: Any = skeleton(model)
         """The model with the modules that it will have, before weights are quantised."""
