@@ -66,6 +66,7 @@ class ParamChoice:
         prefetch_units: how many units are fetched ahead of the one in use.
         tile_bytes: weights larger than this run in tiles; 0: none do.
         is_chosen: whether the planner chose the tiers, since the user named none.
+        keeps_base: whether frozen ones on NVMe are in a file of their own, which other runs may use.
     """
 
     tier: Tier
@@ -75,6 +76,7 @@ class ParamChoice:
     prefetch_units: int = 1
     tile_bytes: int = 0
     is_chosen: bool = False
+    keeps_base: bool = False
 
     @property
     def streams(self) -> bool:

@@ -38,6 +38,7 @@ from offload import interrupts, torch_private
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
+from offload.checkpoint.commit import spelled
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
@@ -62,7 +63,7 @@ from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
 from offload.model.inner import is_wrapper, kind_of
-from offload.model.meta_init import Init, Source, source_of
+from offload.model.meta_init import Init, Source, check_source, source_of
 from offload.model.original import Original
 from offload.model.states import States
 from offload.model.torch_helpers import Hook
@@ -342,8 +343,8 @@ class OffloadZero(torch.optim.Optimizer):
             if options.every is not None:
                 stored(groups)
             source = source_of(options.init, init_missing=options.init_missing)
-            source.check(model)
-            self._plan = plan_run(model, groups, rules, options, self._comm, files)
+            check_source(source, model)
+            self._plan = plan_run(model, groups, rules, options, self._comm, files, source)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = [one.param for one in self._plan.inners[: len(self._layout.specs)]]
             self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
@@ -353,6 +354,8 @@ class OffloadZero(torch.optim.Optimizer):
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
             if any(rule.name != ADAM for rule in rules):
                 wanted = replace(wanted, rules=tuple(rule.name for rule in rules))
+            if (base := self._plan.base) is not None:
+                wanted = replace(wanted, base=(spelled(base.directory), base.path.name))
         interrupts.hold()
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)

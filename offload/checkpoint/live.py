@@ -51,13 +51,12 @@ from offload.checkpoint.atomic_file import failing, read_whole, sync_directory, 
 from offload.checkpoint.commit import (
     MAX_COMMIT_BYTES,
     Commit,
-    Directory,
     manifest_name,
     path_of,
     read_commit,
     spelled,
 )
-from offload.checkpoint.manifest import MAX_WORLD, Manifest, Natural, Schema, canonical, decode, digest
+from offload.checkpoint.manifest import MAX_WORLD, Directory, Manifest, Natural, Schema, canonical, decode, digest
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.files import LOCAL, Files, unusable

@@ -61,6 +61,7 @@ ACTIVATIONS, SPILLED = "activations", "activations that the device has no room f
 SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
+BASE = "kept base, which other runs may share"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
 ARRAYS = {ChunkKind.PARAMS: "param", ChunkKind.GRADS: "grad", ChunkKind.FROZEN: "frozen"}
@@ -233,7 +234,7 @@ class Placement:
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
         in_ram = self.pools[ChunkKind.FROZEN].resident_bytes if choice.params.frozen_tier.is_durable else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
-        where = choice.params.frozen_tier.words
+        where = choice.params.frozen_tier.words + (", kept for other runs" if choice.params.keeps_base else "")
         return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
 
 
@@ -479,6 +480,8 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
     is_committed = {ChunkKind.STATES: commits.every is not None, ChunkKind.PARAMS: commits.holds_params}
     tiers = tiers_of(choice).items()
     kinds = {kind: arrays[kind] for kind, tier in tiers if tier.is_durable or is_committed.get(kind, False)}
+    if choice.params.keeps_base:
+        kinds.pop(ChunkKind.FROZEN)
     # With replicas the other parameters are committed by other ranks.
     committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
     return SlotMap(kinds, commits.slots_per_chunk, None if commits.every is None else committed)
@@ -695,6 +698,8 @@ class Needs:
                 # Parameters that are not on NVMe are in slots for commits only.
                 stays = chunk in states.resident if kind is ChunkKind.STATES else not self.tiers[kind].is_durable
                 found.append(_slot(kind, one, names, is_moved=not stays))
+        if self.choice.params.keeps_base:
+            found.append(Region(NVME, BASE, PAGE_BYTES + sum(self._sizes(ChunkKind.FROZEN))))
         second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
         found += [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
         return found if self.choice.commits.every is None else found + self._of_room()
