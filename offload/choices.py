@@ -193,4 +193,6 @@ class Choice:
     def with_states_on(self, tier: Tier) -> Choice:
         """The same choice with the states on another tier, which must not be the device."""
         grads = max(CPU, self.grads.tier)
-        return replace(self, states=replace(self.states, tier=tier), grads=replace(self.grads, tier=grads))
+        tries = self.states.tries_steps and tier.is_durable
+        states = replace(self.states, tier=tier, tries_steps=tries)
+        return replace(self, states=states, grads=replace(self.grads, tier=grads))

@@ -242,7 +242,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
-        "recompute",
+        "recompute", "speculate",
     ]  # fmt: skip
 
 

@@ -653,6 +653,11 @@ class Needs:
         streamed = [chunk for chunk in range(len(self.states)) if chunk not in states.resident]
         return trials.regions(self.layout, self.memory, streamed)
 
+    @cached_property
+    def tried_bytes(self) -> int:
+        """RAM for new parameters of steps that are tried, if all states stream."""
+        return total_bytes(self.of_trials(NO_POOL), CPU)
+
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
         """What activations take while they wait.
 
@@ -694,8 +699,7 @@ class Needs:
         """
         largest = max((slot.nbytes for slot in self.states), default=0)
         fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
-        fixed += self.of_trials(Pool([one.nbytes for one in self.states], frozenset(), 0))
-        return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        return total_bytes(fixed, CPU) + self.tried_bytes + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     def of_files(self, states: Pool) -> list[Region]:
         """What the slots of this rank take in its swap files, one superblock, and what commits write beside them.
