@@ -51,7 +51,7 @@ def write_or_add(kernels: Kernels | None, values: Tensor, into: Tensor, *, is_fi
         kernels.call(ACCUMULATE, into, values)
 
 
-def _nobody(param: int) -> None:
+def nobody(param: int) -> None:
     """Stands in for `SquareSums.on_whole` where nobody wants to know."""
 
 
@@ -132,7 +132,7 @@ class SquareSums:
         self._sums = self._split(self._all)
         self._is_current = [[False] * len(spans) for spans in self.spans]
         self._generations = [0] * len(self.spans)
-        self.on_whole: Callable[[int], None] = _nobody
+        self.on_whole: Callable[[int], None] = nobody
         (self._memory,) = run.memory.take(CARRIED) or (torch.empty(0, dtype=torch.uint8, device="cpu"),)
         self._carried: _Carried | None = None
 

@@ -88,7 +88,9 @@ class Step:
         self._health = run.health
         self._worker = None if params.direct else Workers(1, "offload-step")
         # Parameters and gradients need not be waited for, and no part of a master is in a parameter.
-        self.trials = Trials(run, rules, store, gradients, self._tasks) if choice.tries_steps else None
+        self.trials: Trials | None = None
+        if choice.tries_steps:
+            self.trials = Trials(run, rules, store, gradients, self._tasks)
         self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
 
     @property
@@ -219,6 +221,7 @@ class Step:
         """Ends the workers. What they have not begun is dropped."""
         if self.trials is not None:
             self.trials.close()
+            self.trials = None  # which knows this object: they are no cycle
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
         self._bound.clear()

@@ -52,6 +52,7 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.grads.base import GradientBuffer
+from offload.grads.sums import nobody
 from offload.interrupts import uninterrupted, wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
@@ -330,5 +331,6 @@ class Trials:
         self._round = None
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Ends the worker, and lets go of the gradients."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._gradients.watch(nobody)
