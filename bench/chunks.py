@@ -28,10 +28,11 @@ from offload.devices.copies import HostCopier
 from offload.grads.local import LocalGradients, regions
 from offload.io.select import open_engine
 from offload.layout import ParamSpec, build
+from offload.optim.chunk_work import StepKey
 from offload.optim.new_params import new_parameters
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
-from offload.optim.step import Step, StepKey
+from offload.optim.step import Step
 from offload.options import Options
 from offload.planner.decide import Situation, decide
 from offload.profiling import Timeline

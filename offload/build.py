@@ -186,6 +186,15 @@ def plan_run(
     unsplit = next((rule.name for rule in rules if not rule.splits_masters), None)
     if first_choice.states.split_master and unsplit is not None:
         raise ConfigError(f"Tuning.split_master=True with {unsplit}: only Adam's masters can be split; leave it out")
+    if options.tuned.speculate:
+        untried = next((rule.name for rule in rules if not rule.can_try), None)
+        if untried is not None:
+            raise ConfigError(f"Tuning.speculate=True with {untried}: only steps of Adam can be tried; leave it out")
+        if not copier.direct:
+            raise ConfigError(
+                f"Tuning.speculate=True with a model on {on}: steps are tried beside a backward on the CPU only; leave "
+                "it out"
+            )
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     threads = kernel_threads(options.tuned.threads, ranks_on_node=nodes, direct=copier.direct)
     situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, options, threads))

@@ -41,6 +41,7 @@ class StateChoice:
         tier: where they live.
         split_master: whether only the low halves of bf16 parameters' masters are kept.
         form: how states are kept by rules that can do it; see `OffloadZero`.
+        tries_steps: whether steps of chunks that stream are tried in backward.
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
@@ -52,6 +53,7 @@ class StateChoice:
     in_flight: int | None
     temporary_bytes: int = 0
     form: str = "fp32"
+    tries_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,6 @@ class CommitChoice:
     converts_states: bool = False
     lock_timeout_s: float = 120.0
 
-    @property
-    def slots_per_chunk(self) -> int:
-        """How many slots a chunk of states has."""
-        return 1 if self.every is None else 2
-
     def is_due(self, step: int) -> bool:
         """Whether a commit of `step` is due."""
         every = self.every or 0
@@ -184,6 +181,11 @@ class Choice:
     commits: CommitChoice
 
     @property
+    def slots_per_chunk(self) -> int:
+        """How many slots a chunk of states has: for the last step, the last commit, and a step that is tried."""
+        return 1 + (self.commits.every is not None) + self.states.tries_steps
+
+    @property
     def grads_of_resident_params_on_nvme(self) -> bool:
         """Whether gradients are on NVMe while their parameters stay on the device.
 
@@ -195,4 +197,6 @@ class Choice:
     def with_states_on(self, tier: Tier) -> Choice:
         """The same choice with the states on another tier, which must not be the device."""
         grads = max(CPU, self.grads.tier)
-        return replace(self, states=replace(self.states, tier=tier), grads=replace(self.grads, tier=grads))
+        tries = self.states.tries_steps and tier.is_durable
+        states = replace(self.states, tier=tier, tries_steps=tries)
+        return replace(self, states=states, grads=replace(self.grads, tier=grads))

@@ -83,18 +83,18 @@ from offload.optim.adopt import (
     rules_of,
     take_options,
 )
+from offload.optim.chunk_work import StepKey
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.optim.method import MethodCall
 from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
-from offload.optim.step import StepKey
 from offload.options import Options, PathLike, Tuning
 from offload.planner.placement import Placement, place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import all_gather_shards, require_alike, together
 from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
-from offload.run import DISK, Owner
+from offload.run import DISK, Expected, Owner
 from offload.sizes import format_bytes
 from offload.tiers import CPU, DEVICE
 
@@ -397,8 +397,11 @@ class OffloadZero(torch.optim.Optimizer):
             require_usable=self._require_usable,
             collect=self._finalize_gradients,
             unscale=self._unscale,
+            expected=self._expected,
         )
         parts, aliases = self._parts, aliases_of(self._model, self._plan.moved)
+        if parts.step.trials is not None:
+            parts.step.trials.owner = self._owner
         undo.push(original := Original(self._model, parts.parameters, parts.masters, aliases))
         values = Values(source)
         if found is not None:
@@ -509,6 +512,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.step_begins()
         # First, because ranks may have sent different gradients so far: from here on all have sent the same.
         active = self._finalize_gradients()
+        self._end_trials(reopens=False)
         self._commit_if_due()
         update = self._agreed_update(active) if self._is_to_step(active) else None
         if update is not None and not self._fits_states(active, update.factor):
@@ -544,9 +548,22 @@ class OffloadZero(torch.optim.Optimizer):
             self._begin_step(active, update)
         self._consume(active)
 
+    def _expected(self) -> Expected:
+        """What is expected of the step whose first gradient comes: what clips nothing, and unscales as the last one."""
+        scale = self._parts.scale
+        return Expected(self._step + 1, self.param_groups, scale.usual, self._key_of, scale.most_squares)
+
+    def _key_of(self, number: int) -> StepKey:
+        """What decides, for the elements of a parameter, how a step changes them."""
+        progress = self._parts.parameters.held[number].progress
+        return StepKey(self._layout.groups[number], progress, self._parts.scale.relative(number))
+
+    def _end_trials(self, *, reopens: bool = True) -> None:
+        if self._parts.step.trials is not None:
+            self._parts.step.trials.end(reopens=reopens)
+
     def _begin_step(self, active: Sequence[int], update: _Update) -> None:
-        held, groups, scale = self._parts.parameters.held, self._layout.groups, self._parts.scale
-        keys = {n: StepKey(groups[n], held[n].progress, scale.relative(n)) for n in active}
+        keys = {n: self._key_of(n) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, update.factor, flats)
@@ -554,6 +571,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._health.fail(error)
             raise
         self._step += 1
+        self._parts.scale.step_begins(update.factor)
         self._make_changes(active, update.changes)
 
     def _make_changes(self, numbers: Iterable[int], changes: _Changes) -> None:
@@ -951,6 +969,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.answers.begin_anew(used)
         self._parts.scale.reset()
         self._parts.gradients.clear_all()
+        if self._parts.step.trials is not None:
+            self._parts.step.trials.begin_anew()
 
     # Look.
 
@@ -1088,6 +1108,8 @@ class OffloadZero(torch.optim.Optimizer):
         - param_tier, grad_tier, activation_tier: the tier of each (None: activations are not moved).
         - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: read and written since
           then.
+        - tried_bytes, kept_bytes: states of steps that were tried in backward, and those of them that `step()` kept
+          (`Tuning.speculate`).
         - host_to_device_bytes, device_to_host_bytes: parameters and gradients copied between RAM and the device, those
           of streamed units, too. gathered_bytes: parameters of streamed units brought to where they are used, wherever
           the model is.
@@ -1131,6 +1153,8 @@ class OffloadZero(torch.optim.Optimizer):
             "nvme_init_bytes": initial,
             "nvme_read_bytes": counted("nvme_read_bytes"),
             "nvme_written_bytes": counted("nvme_written_bytes") - initial,
+            "tried_bytes": counted("tried_bytes"),
+            "kept_bytes": counted("kept_bytes"),
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
             "gathered_bytes": counted("gathered_bytes"),
@@ -1350,6 +1374,7 @@ class OffloadZero(torch.optim.Optimizer):
         if self._first is not None:
             extra = carried_in(extra)._replace(source=self._first.name)
         prepare = self._held.take_outside_writes
+        self._end_trials()
         with self._together():
             require_sound(self._plan.rules, self.param_groups)
             self._commits.commit(prepare, self._step, self._parts.parameters.progress, self.param_groups, extra)

@@ -57,6 +57,11 @@ class Tuning:
             ModuleList or Sequential of blocks is a unit.
         recompute: with an activation tier, whether a unit keeps only what enters it, and its forward runs again in its
             backward. False: all that autograd saves in a unit waits in the tier, from 1 KiB a tensor on.
+        speculate: whether chunks of states that stream from NVMe are stepped in backward already, with the scalars that
+            are expected, while the disk would wait. `step()` keeps what has the right ones, and makes the others anew:
+            the bits are those of False. It takes one more slot a chunk on the disk, 12 bytes a parameter, and 2 bytes
+            of RAM for most parameters, and writes up to twice as much where most steps are clipped. It is for one rank,
+            a model on the CPU, Adam and AdamW, gradients in RAM and whole masters.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
             after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
             few tiles as `device_memory` allows.
@@ -72,6 +77,7 @@ class Tuning:
     units: Sequence[str | type[nn.Module]] | None = None
     tile: int | str | None = None
     recompute: bool = True
+    speculate: bool = False
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         if "prefetch" in options:
@@ -174,6 +180,7 @@ class Options:
         yield _none_of("activation_tier", self.activation_tier, None, *TIERS)
         yield _none_of("partition_activations", self.partition_activations, True, False)
         yield _none_of("Tuning.recompute", tuning.recompute, True, False)
+        yield _none_of("Tuning.speculate", tuning.speculate, True, False)
         yield _none_of("compute_dtype", self.compute_dtype, *COMPUTE_DTYPES)
         yield _none_of("nonfinite", self.nonfinite, "raise", "skip")
         yield _none_of("stage", self.stage, None, 1, 2, 3)
@@ -269,6 +276,22 @@ class Options:
             bool(self.tuned.split_master) and self.state_tier == DEVICE,
             'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
             "leave it out",
+        )
+
+        yield (
+            self.tuned.speculate and not self.state_tier.is_durable,
+            f'Tuning.speculate=True with tier="{self.state_tier}": it hides the disk, and no states are there; '
+            'leave it out, or choose tier="nvme"',
+        )
+        yield (
+            self.tuned.speculate and bool(self.tuned.split_master),
+            "Tuning.speculate=True with Tuning.split_master=True: half of each master is in the model then, and a step "
+            "that is tried must not change it; leave one of them out",
+        )
+        yield (
+            self.tuned.speculate and self.grads.is_durable,
+            'Tuning.speculate=True with grad_tier="nvme": steps are tried with gradients that are in RAM; leave one of '
+            "them out",
         )
 
     # Tiers.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -129,6 +129,24 @@ class Stores(dict[ChunkKind, Store]):
         return [store for kind, store in self.items() if kind is not ChunkKind.FROZEN]
 
 
+class Expected(NamedTuple):
+    """What the optimizer expects of a step whose gradients come.
+
+    Attributes:
+        step: its number.
+        groups: the param groups.
+        factor: that of all gradients.
+        key_of: the key of a parameter's elements in the step, by its number.
+        most_squares: the sum of the gradients' squares above which they are clipped; inf: it is not known.
+    """
+
+    step: int
+    groups: Sequence[Mapping[str, Any]]
+    factor: float
+    key_of: Callable[[int], Any]
+    most_squares: float
+
+
 @dataclass
 class Owner:
     """The optimizer, as the parts of a held model call it until it is closed. All calls upwards are here.
@@ -138,12 +156,14 @@ class Owner:
         require_usable: raises if the run cannot go on.
         collect: waits for all gradients, on all ranks together; returns the numbers of the parameters that have one.
         unscale: called with a GradScaler's found_inf and inverse scale, 0-dim fp32 tensors; writes the first.
+        expected: returns what is expected of the step whose first gradient comes.
     """
 
     step: Callable[[], int]
     require_usable: Callable[[], None]
     collect: Callable[[], list[int]]
     unscale: Callable[[Tensor, Tensor], None]
+    expected: Callable[[], Expected]
 
     def let_go(self) -> None:
         """Drops all references to the optimizer, which is closed.
@@ -151,7 +171,7 @@ class Owner:
         So it and its model are no cycle. Both are freed as soon as nobody uses them, not when Python's collector next
         runs.
         """
-        self.step = self.require_usable = self.collect = self.unscale = _closed
+        self.step = self.require_usable = self.collect = self.unscale = self.expected = _closed
 
 
 def _closed(*_: object) -> NoReturn:

@@ -36,13 +36,13 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert choice.model.compute_dtype is torch.bfloat16
     assert (choice.grads.micro_batches, options.nonfinite, choice.model.keep_fp32) == (1, "raise", ())
     assert (choice.states.chunk_numel, choice.states.in_flight, options.tuned.threads) == (16 * MIB, None, None)
-    assert (choice.commits.every, choice.commits.slots_per_chunk) == (None, 1)
+    assert (choice.commits.every, choice.slots_per_chunk) == (None, 1)
 
 
 def test_where_there_is_a_path_every_hundredth_step_is_committed(tmp_path: Path) -> None:
     for options in ({}, {"tier": "nvme"}, {"tier": "cpu"}, {"resume": "auto"}):
-        commits = decided(path=tmp_path, **options).commits
-        assert (commits.every, commits.slots_per_chunk) == (100, 2)
+        choice = decided(path=tmp_path, **options)
+        assert (choice.commits.every, choice.slots_per_chunk) == (100, 2)
     assert Options(tier="cpu", resume=[tmp_path]).every is None
     for given in (None, 0, 7):
         assert Options(path=tmp_path, commit_every=given).every == given
@@ -246,7 +246,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
-        "recompute",
+        "recompute", "speculate",
     ]  # fmt: skip
 
 

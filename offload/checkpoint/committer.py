@@ -953,7 +953,7 @@ class Commits:
             rows = []
             for chunk in self._layout.chunks:
                 at, slot = versions[chunk.index], slots.map.at(kind, chunk.index)
-                checksum = slots.checksum(slot) if at.checksum is None else at.checksum
+                checksum = slots.checksum(slot, at.slot) if at.checksum is None else at.checksum
                 path = slots.chosen[slot]
                 rows.append(
                     ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.slot, at.step, f"{checksum:016x}")

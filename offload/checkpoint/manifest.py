@@ -5,7 +5,7 @@ One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
                        another form than fp32; 5 if one has another shape than its parameter; 6 if frozen parameters
-                       are in a kept base
+                       are in a kept base; 7 if a chunk has three slots
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -16,9 +16,9 @@ One JSON object, spelled as `canonical` spells it, with these fields:
                        the innermost, null if that is their own order; age: steps that this parameter has taken
     flats              {params: numbers of its parameters, offsets, numel, owned: [start, stop)}: all ranks have the
                        same flats, and each owns a shard of each
-    chunks             rows of flat, start, numel, path, slot (A: 0, B: 1), step it was written at, checksum of its
-                       slot's data (XXH3-64, 16 hex digits); by flat and start. A row's number is the chunk's number
-                       in its slot.
+    chunks             rows of flat, start, numel, path, slot (A, B, C: 0, 1, 2), step that it was written at,
+                       checksum of its slot's data (XXH3-64, 16 hex digits); by flat and start. A row's number is the
+                       chunk's number in its slot.
     copies             with a split master as many rows of the same kind: of the slots that hold the same chunks' 16-bit
                        parameters, which are the other halves. They are numbered on: chunk c has slot c and slot
                        len(chunks) + c, each with a step of its own. Without one: none
@@ -113,6 +113,8 @@ VERSION_OF_SHAPES = 5
 """That of manifests with states of other shapes than their parameter's."""
 VERSION_OF_BASES = 6
 """That of manifests of runs with a kept base."""
+VERSION_OF_TRIALS = 7
+"""That of manifests with three slots a chunk: in one of them steps are tried."""
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -243,7 +245,7 @@ class ChunkFacts(NamedTuple):
         start: its first element in the flat.
         numel: its elements.
         path: the number of its swap file.
-        slot: the version of its slot, A (0) or B (1).
+        slot: the place of its version, A (0), B (1) or C (2).
         step: the step that this version was written at.
         xxh3: the XXH3-64 of its slot after the header, in 16 hex digits.
     """
@@ -495,6 +497,8 @@ def serialise(manifest: Manifest) -> bytes:
         version = VERSION_OF_SHAPES
     if manifest.base is not None:
         version = VERSION_OF_BASES
+    if manifest.places == MAX_PLACES:
+        version = VERSION_OF_TRIALS
     return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
@@ -509,7 +513,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_BASES), file, least_version=VERSION)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_TRIALS), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest

@@ -465,7 +465,7 @@ def describe(
         world=slices * layout.ranks,
         slices=slices,
         paths=max(len(choice.commits.paths), 1),
-        places=choice.commits.slots_per_chunk,
+        places=choice.slots_per_chunk,
         compute_dtype=str(choice.model.compute_dtype).removeprefix("torch."),
         split_master=choice.states.split_master,
         groups=tuple(dict(group) for group in groups),

@@ -150,6 +150,7 @@ class PlanOptions(RunOptions):
     optimizer: str = "adamw"
     no_commits: bool
     split_master: bool
+    speculate: bool
     ranks: int
     stage: int | None
     tensor_parallel: int

@@ -69,6 +69,9 @@ def plan(
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="States on NVMe are stepped in backward: one slot a chunk more.")
+    ] = False,
     commit_every: Annotated[
         int | None, typer.Option(help="Steps between commits: two slots a chunk.", show_default="100")
     ] = None,
@@ -132,8 +135,8 @@ def plan(
         preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, quantise=quantise,
         batch=batch, seq=seq, accumulation=_whole(accumulation), dtype=dtype, optimizer=optimizer, tier=tier,
         param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, activation_tier=activation_tier,
-        cpu_memory=cpu_memory, chunk=chunk, states=states, split_master=split_master, commit_every=commit_every,
-        no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
+        cpu_memory=cpu_memory, chunk=chunk, states=states, split_master=split_master, speculate=speculate,
+        commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
         partition_activations=partition_activations, gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram,
         flops=flops, disk_gb_per_s=disk_gb_per_s,
     )  # fmt: skip
@@ -233,6 +236,9 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     rules = rules_named(options.optimizer, options.states)
     if options.split_master and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
+    direct = accelerator() is None and not options.gpu
+    if options.speculate and not (direct and rules[0].can_try):
+        raise ConfigError("--speculate is for AdamW and a model on the CPU: leave it out")
     a_block = options.entering_bytes(model.width)
     if waiting is not None:
         a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
@@ -241,7 +247,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     given: dict[str, Any] = {} if options.commit_every is None else {"commit_every": options.commit_every}
     planned = plan_of(
         model.module,
-        direct=accelerator() is None and not options.gpu,
+        direct=direct,
         free_cpu_bytes=options.free_cpu_bytes,
         rules=rules,
         states=options.states,
@@ -253,7 +259,9 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         device_memory=_device_memory(options, model, waiting),
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
-        tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=options.split_master),
+        tuning=Tuning(
+            chunk=options.chunk or Tuning().chunk, split_master=options.split_master, speculate=options.speculate
+        ),
         activation_tier=options.activation_tier,
         activation_memory=activation_memory(options.activation_tier, model.blocks, a_block),
         partition_activations=options.partition_activations,
@@ -355,6 +363,7 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "accumulation": planned.choice.grads.declared,
         "states": planned.choice.states.form,
         "split_master": planned.choice.states.split_master,
+        "speculate": planned.choice.states.tries_steps,
         "commit_every": planned.choice.commits.every,
         "optimizer": options.optimizer,
         "activation_tier": options.activation_tier,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 
@@ -222,7 +222,19 @@ class GradientBuffer(ABC):
         rows = self._everyone.all_gather(torch.tensor(once, dtype=torch.float64, device="cpu"))
         return torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64, device="cpu")
 
-    # For the step.
+    # For trials, and the step.
+
+    def watch(self, on_whole: Callable[[int], None]) -> None:
+        """Has `on_whole` called with each parameter whose gradient has come, as often as is expected."""
+        self._shards.sums.on_whole = on_whole
+
+    def generation(self, param: int) -> int | None:
+        """A number that changes with the gradient of `param`; None: there is none, or it is not whole."""
+        return self._shards.sums.generation(param) if self.has(param) else None
+
+    def squares(self, param: int) -> float:
+        """The sum of the squares of a gradient, as far as they have been summed, on this rank."""
+        return self._shards.sums.squares(param)
 
     def outlives_step(self, param: int) -> bool:
         """Whether the gradient of `param` stays in its memory after the step, until the next gradient comes.

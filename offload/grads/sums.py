@@ -16,6 +16,7 @@ that are not current: after fewer, or more, micro-batches than were expected.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
 
@@ -48,6 +49,10 @@ def write_or_add(kernels: Kernels | None, values: Tensor, into: Tensor, *, is_fi
         kernels.call(CAST, values, into)
     else:
         kernels.call(ACCUMULATE, into, values)
+
+
+def nobody(param: int) -> None:
+    """Stands in for `SquareSums.on_whole` where nobody wants to know."""
 
 
 class Span(NamedTuple):
@@ -112,6 +117,7 @@ class SquareSums:
 
     Attributes:
         spans: for each parameter, its tiles.
+        on_whole: called with a parameter when a gradient of it, or a tile, has been summed.
         norms: norms that were computed of these sums, by the numbers of their parameters. It is a new dict whenever a
             sum changes: what somebody computes of older ones meanwhile goes with the older dict.
     """
@@ -125,6 +131,8 @@ class SquareSums:
         self._all = sums.view(torch.float64)
         self._sums = self._split(self._all)
         self._is_current = [[False] * len(spans) for spans in self.spans]
+        self._generations = [0] * len(self.spans)
+        self.on_whole: Callable[[int], None] = nobody
         (self._memory,) = run.memory.take(CARRIED) or (torch.empty(0, dtype=torch.uint8, device="cpu"),)
         self._carried: _Carried | None = None
 
@@ -143,6 +151,16 @@ class SquareSums:
     def changes(self, param: int, tile: int = 0) -> None:
         """Says, before it is so, that elements of a gradient change: its sums are not current."""
         self._is_current[param][tile] = False
+        self._generations[param] += 1
+
+    def generation(self, param: int) -> int | None:
+        """A number that changes with a gradient; None: some of it has changed, and is not summed yet."""
+        generation = self._generations[param]  # first: whoever changes it afterwards makes the number another one
+        return generation if all(self._is_current[param]) else None
+
+    def squares(self, param: int) -> float:
+        """The sum of squares of this rank's elements of a gradient, as far as they are summed."""
+        return sum(float(sums.sum()) for sums in self._sums[param])
 
     def stale(self, param: int) -> list[int]:
         """The tiles of a parameter whose sums are not current."""
@@ -165,6 +183,7 @@ class SquareSums:
         if span.first < span.stop:
             self._sum(self._sums[param][tile], span.first - span.begin, values)
         self._is_current[param][tile] = True
+        self.on_whole(param)
 
     def sum_part(self, param: int, first: int, values: Tensor) -> None:
         """Makes sums of elements as they come: whole blocks in any order, the parts of a block from the last one on.

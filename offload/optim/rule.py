@@ -247,6 +247,8 @@ class Rule(ABC):
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
         is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
+        can_try: whether what its task computes depends on nothing but the arrays and `scalars`, which are plain bytes:
+            see `scalar_bytes`.
         methods: what else its class does with parameters and states, by the name of the method.
     """
 
@@ -255,6 +257,7 @@ class Rule(ABC):
     initial: Progress = NEVER
     splits_masters: bool = False
     is_whole: bool = False
+    can_try: bool = False
     methods: Mapping[str, Method] = MappingProxyType({})
 
     @abstractmethod
@@ -301,6 +304,10 @@ class Rule(ABC):
     def flops(self, shape: tuple[int, ...]) -> float:
         """The floating-point operations of a step of a whole parameter, where they are known and many; else 0."""
         return 0.0
+
+    def scalar_bytes(self, scalars: Any) -> bytes:
+        """What `scalars` gave, as the kernel gets it. Called only if `can_try`."""
+        raise NotImplementedError
 
     def decay_in_gradient(self, group: Mapping[str, Any]) -> float:
         """By what a step multiplies a parameter before it adds that to its gradient."""

@@ -36,11 +36,15 @@ class StepScale:
     Attributes:
         unscaled: the inverse of the loss scale; None until a GradScaler has set it.
         clip: the factor of clipping; None if the gradients were not clipped.
+        usual: the factor of the last step, but for clipping.
+        most_norm: the last norm that gradients were clipped to; inf: they never were.
     """
 
     def __init__(self) -> None:
         self.unscaled: float | None = None
         self.clip: float | None = None
+        self.usual = 1.0
+        self.most_norm = math.inf
         # What one parameter's factor is beside the common one, where that is not 1.
         self._relative: dict[int, float] = {}
 
@@ -58,6 +62,14 @@ class StepScale:
     def of(self, param: int) -> float:
         """The number by which the step multiplies the gradient of `param`."""
         return self.common * self._relative.get(param, 1.0)
+
+    @property
+    def most_squares(self) -> float:
+        """The sum of squares, before unscaling, above which gradients would be clipped as the last ones were."""
+        try:
+            return (self.most_norm / self.usual) ** 2
+        except (OverflowError, ZeroDivisionError):
+            return math.inf
 
     @property
     def is_common(self) -> bool:
@@ -134,6 +146,7 @@ class StepScale:
             max_norm: the largest norm that they have afterwards.
             norm: what they have now, all factors included. NaN clips nothing.
         """
+        self.most_norm = max_norm
         factor = min(1.0, max_norm / (norm + CLIP_EPSILON)) if norm == norm else 1.0
         self.clip = (1.0 if self.clip is None else self.clip) * factor
 
@@ -181,6 +194,13 @@ class StepScale:
             )
         for param in ((least == most) & (most != 1.0)).nonzero().flatten().tolist():
             self._relative[param] = most[param].item()
+
+    def step_begins(self, factor: float) -> None:
+        """Takes note of the factor of all gradients in a step."""
+        if self.clip is None or self.clip == 1.0:
+            self.usual = factor
+        elif self.unscaled is not None:
+            self.usual = self.unscaled
 
     def reset(self) -> None:
         """Drops all factors: the step takes the gradients as they are."""

@@ -21,9 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +32,12 @@ from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Segment, part_of, segments
-from offload.native import Task
+from offload.native import CAST, Task
+from offload.optim.chunk_work import ChunkWork, StepKey
 from offload.optim.new_params import NewParameters
 from offload.optim.on_device import MatrixMemory
-from offload.optim.rule import Progress, Rule, SegmentMemory, Span, spans_of
+from offload.optim.rule import Rule, SegmentMemory, Span, spans_of
+from offload.optim.trials import Trials
 from offload.profiling import ADAM
 from offload.run import Run
 from offload.sizes import MIB
@@ -45,41 +46,6 @@ from offload.storage.chunk_cache import Lease, Store, Use
 MOST_TOGETHER = 64 * MIB // 4
 """Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
 _Addresses = tuple[int, int, list[tuple[int, int, int]]]
-
-
-class StepKey(NamedTuple):
-    """What the parameters of a segment have in common.
-
-    Attributes:
-        group: the number of their param group.
-        before: their progress before the step.
-        factor: that of their gradients, beside the one of all gradients.
-    """
-
-    group: int
-    before: Progress
-    factor: float = 1.0
-
-
-@dataclass
-class _Work:
-    """One chunk's part of a step.
-
-    Attributes:
-        step: the number of the step.
-        chunk: the chunk.
-        is_whole: whether all parameters of the chunk are stepped.
-        runs: the elements that are stepped, with the key of each.
-        scalars: what the rule takes in this step, by key.
-        done: the future of the worker that runs it; None: no worker does.
-    """
-
-    step: int
-    chunk: Chunk
-    is_whole: bool
-    runs: Sequence[Segment[StepKey]]
-    scalars: Mapping[StepKey, Any]
-    done: Future[None] | None = None
 
 
 class Step:
@@ -92,6 +58,9 @@ class Step:
         store: the store of the states.
         gradients: the gradient buffer.
         params: takes the new parameters.
+
+    Attributes:
+        trials: steps of chunks that are made in backward; None: none are.
     """
 
     def __init__(
@@ -112,7 +81,7 @@ class Step:
         self._store = store
         self._gradients = gradients
         self._params = params
-        self._pending: dict[int, list[_Work]] = {}
+        self._pending: dict[int, list[ChunkWork]] = {}
         # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
         self._bound: dict[int, tuple[_Addresses, list[Callable[[Any], Task]]]] = {}
         self._spans: dict[tuple[int, int, int], list[Span]] = {}  # of each run of a chunk, from its first step on
@@ -121,6 +90,9 @@ class Step:
         self._health = run.health
         self._worker = None if params.direct else Workers(1, "offload-step")
         # Parameters and gradients need not be waited for, and no part of a master is in a parameter.
+        self.trials: Trials | None = None
+        if choice.tries_steps:
+            self.trials = Trials(run, rules, store, gradients, self._tasks)
         self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
 
     @property
@@ -150,18 +122,22 @@ class Step:
             key: self._rules[key.group].scalars(groups[key.group], key.before, scale * key.factor)
             for key in set(keys.values())
         }
-        queue: dict[int, list[_Work]] = {flat: [] for flat in flats}
+        queue: dict[int, list[ChunkWork]] = {flat: [] for flat in flats}
         for chunk in self._layout.chunks:
             runs = segments(chunk, keys.get)
             if runs:
                 is_whole = all(piece.param in keys for piece in chunk.pieces)
-                queue[chunk.flat].append(_Work(step, chunk, is_whole, runs, scalars))
+                queue[chunk.flat].append(ChunkWork(step, chunk, is_whole, runs, scalars))
         # All ranks apply the same flats, also where a rank's own shard of one does not change.
         changed = {self._layout.locations[param][0] for param in keys if self._layout.specs[param].numel}
         self._pending = {flat: works for flat, works in queue.items() if flat in changed}
         works = [work for works in self._pending.values() for work in works]
         self._params.step_begins()
-        self._store.expect(work.chunk.index for work in works)
+        if self.trials is not None:
+            self.trials.keep(works)
+            self.trials.pending = self._pending
+        repeats = self.trials is None or not self.trials.is_on
+        self._store.expect((work.chunk.index for work in works if work.tried is None), repeats=repeats)
         self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
             before: Future[None] | None = None
@@ -225,14 +201,20 @@ class Step:
         self._params.finish(flat)
         self._started.discard(flat)
         del self._pending[flat]
+        if self.trials is not None and not self._pending:
+            self.trials.announce()
 
     def abandon(self) -> None:
         """Drops the step under way, and waits for the parts of it that have started."""
+        if self.trials is not None:
+            self.trials.abandon()
         works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
         for done in works:
             done.cancel()
         wait_for_all(works)
         self._pending = {}
+        if self.trials is not None:
+            self.trials.pending = self._pending
         self._started.clear()
         self._params.abandon()
 
@@ -241,7 +223,10 @@ class Step:
         self._bound.clear()
 
     def close(self) -> None:
-        """Ends the worker. What it has not begun is dropped."""
+        """Ends the workers. What they have not begun is dropped."""
+        if self.trials is not None:
+            self.trials.close()
+            self.trials = None  # which knows this object: they are no cycle
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
         self._bound.clear()
@@ -253,7 +238,7 @@ class Step:
                 wait_for_all([done])
         done.result()
 
-    def _goes_with(self, work: _Work) -> tuple[int, int | None]:
+    def _goes_with(self, work: ChunkWork) -> tuple[int, int | None]:
         """What chunks have in common that a worker steps together: see [Note: a step does not block]."""
         chunk = work.chunk
         goes = (
@@ -265,7 +250,7 @@ class Step:
         )
         return chunk.flat, None if goes else chunk.index
 
-    def _run_after(self, before: Future[None] | None, works: Sequence[_Work]) -> None:
+    def _run_after(self, before: Future[None] | None, works: Sequence[ChunkWork]) -> None:
         """Steps chunks in the worker, after those before them.
 
         Args:
@@ -277,9 +262,14 @@ class Step:
             before.result()
         self._run_together(works) if len(works) > 1 else self._run(works[0])
 
-    def _run(self, work: _Work) -> None:
+    def _run(self, work: ChunkWork) -> None:
         # A split master is half in its lease and half in the parameter, which is read too.
         is_whole = work.is_whole and not self._split_master
+        if work.tried is not None:
+            with self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target:
+                for run in work.runs:
+                    self._kernels.call(CAST, work.tried[run.start : run.stop], target[run.start : run.stop])
+            return
         with (
             self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target,
             self._store.lease(work.chunk.index, Use.UPDATE, step=work.step) as lease,
@@ -297,13 +287,13 @@ class Step:
     def _steps_of_matrices(self) -> AbstractContextManager[None]:
         return nullcontext() if self._matrices is None else self._matrices.steps()
 
-    def _batches(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
+    def _batches(self, works: Iterable[ChunkWork]) -> Iterator[list[ChunkWork]]:
         """Parts the queue into batches whose kernels run together.
 
         Chunks that are in RAM, with all that their kernels need, are in batches of several. A chunk that has to be
         waited for is a batch of its own.
         """
-        batch: list[_Work] = []
+        batch: list[ChunkWork] = []
         size = 0
         for work in works:
             is_ready = self._is_in_ram and self._store.is_ready(work.chunk.index)
@@ -318,7 +308,7 @@ class Step:
         if batch:
             yield batch
 
-    def _run_together(self, works: Sequence[_Work]) -> None:
+    def _run_together(self, works: Sequence[ChunkWork]) -> None:
         """Steps several chunks that are in RAM.
 
         A chunk is leased while the kernels of others run, so no thread waits between two chunks.
@@ -331,7 +321,7 @@ class Step:
         ):
             self._kernels.run(self._drawn(works, leases))
 
-    def _drawn(self, works: Sequence[_Work], leases: ExitStack) -> Iterator[Task]:
+    def _drawn(self, works: Sequence[ChunkWork], leases: ExitStack) -> Iterator[Task]:
         for work in works:
             lease = leases.enter_context(self._store.lease(work.chunk.index, Use.UPDATE, step=work.step))
             target = leases.enter_context(self._params.target(work.chunk, step=work.step, is_whole=work.is_whole))
@@ -339,7 +329,7 @@ class Step:
             yield from self._tasks(work, lease, grads, target)
 
     def _tasks(
-        self, work: _Work, lease: Lease, grads: Tensor, target: Tensor, current: Tensor | None = None
+        self, work: ChunkWork, lease: Lease, grads: Tensor, target: Tensor, current: Tensor | None = None
     ) -> list[Task]:
         number = work.chunk.index
         if current is not None:

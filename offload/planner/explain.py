@@ -8,7 +8,7 @@ state kind (param, grad, master, and the optimizer's, as exp_avg and exp_avg_sq)
     buffers   that streamed chunks pass through, and in which replicas exchange new parameters
     activation what enters units, or is saved in them, on its way from the forward to the backward
     slots     reserved on the disk, and not written in every step: those of resident chunks; with commits, the second
-              slot of each chunk, and both of parameters that live elsewhere
+              slot of each chunk, and both of parameters that live elsewhere; where steps are tried, one more
     rest      headers, padding, bounce buffers of copies to and from a device, temporaries of a device's kernels and of
               optimizers that torch runs, and what commits write beside slots
 
@@ -119,7 +119,8 @@ class Planned:
             share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
         """
         everything, states = self._all_in_ram(), self.needs.state_bytes
-        return min(everything - states + self._buffer_bytes() + round(share * states), everything)
+        left = states - self.needs.tried_bytes  # what streams takes RAM too, where its steps are tried
+        return min(everything - left + self._buffer_bytes() + round(share * left), everything)
 
     def largest_share(self, cpu_memory: int) -> float | None:
         """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if the run does not fit."""
@@ -128,7 +129,7 @@ class Planned:
         if cpu_memory >= self._all_in_ram():
             return 1.0
         room = cpu_memory - self.cpu_memory_for(0.0)
-        return max(0.0, min(1.0, room / self.needs.state_bytes))
+        return max(0.0, min(1.0, room / (self.needs.state_bytes - self.needs.tried_bytes)))
 
     def _all_in_ram(self) -> int:
         return self.on(CPU).least()

@@ -23,7 +23,7 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
-from offload.optim import new_params, on_device
+from offload.optim import new_params, on_device, trials
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
 from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
@@ -62,6 +62,7 @@ SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 BASE = "kept base, which other runs may share"
+TRIED_SLOTS = "slots for steps that are tried"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
 ARRAYS = {ChunkKind.PARAMS: "param", ChunkKind.GRADS: "grad", ChunkKind.FROZEN: "frozen"}
@@ -484,7 +485,9 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
         kinds.pop(ChunkKind.FROZEN)
     # With replicas the other parameters are committed by other ranks.
     committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
-    return SlotMap(kinds, commits.slots_per_chunk, None if commits.every is None else committed)
+    # Where steps are tried masters are whole, so the first slots, those of states, are what is committed, too.
+    several = len(arrays[ChunkKind.STATES]) if choice.states.tries_steps else None
+    return SlotMap(kinds, choice.slots_per_chunk, None if commits.every is None else committed, several)
 
 
 @dataclass(frozen=True)
@@ -642,6 +645,22 @@ class Needs:
         staged = [] if self.staged is None else self.staged.regions(CPU, STAGED, BUFFERS)
         return [*states.regions(self.memory, ChunkKind.STATES, REST, holds), *staged]
 
+    def of_trials(self, states: Pool) -> list[Region]:
+        """What new parameters of steps that are tried take.
+
+        Args:
+            states: the pool of the states.
+        """
+        if not self.choice.states.tries_steps:
+            return []
+        streamed = [chunk for chunk in range(len(self.states)) if chunk not in states.resident]
+        return trials.regions(self.layout, self.memory, streamed)
+
+    @cached_property
+    def tried_bytes(self) -> int:
+        """RAM for new parameters of steps that are tried, if all states stream."""
+        return total_bytes(self.of_trials(NO_POOL), CPU)
+
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
         """What activations take while they wait.
 
@@ -683,7 +702,7 @@ class Needs:
         """
         largest = max((slot.nbytes for slot in self.states), default=0)
         fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
-        return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        return total_bytes(fixed, CPU) + self.tried_bytes + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     def of_files(self, states: Pool) -> list[Region]:
         """What the slots of this rank take in its swap files, one superblock, and what commits write beside them.
@@ -700,8 +719,11 @@ class Needs:
                 found.append(_slot(kind, one, names, is_moved=not stays))
         if self.choice.params.keeps_base:
             found.append(Region(NVME, BASE, PAGE_BYTES + sum(self._sizes(ChunkKind.FROZEN))))
-        second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
-        found += [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
+        several = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
+        if self.choice.commits.every is not None:
+            found += [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in several]
+        if self.choice.states.tries_steps:
+            found += [Region(NVME, TRIED_SLOTS, one.nbytes, kind=SLOTS) for one in several]
         return found if self.choice.commits.every is None else found + self._of_room()
 
     def _of_room(self) -> list[Region]:
@@ -838,8 +860,15 @@ def place(
         activation_bytes = max(activation_bytes, share)
     activations = needs.of_activations(activation_bytes, spill_bytes)
     fixed_bytes = reserved + beside + total_bytes(activations, CPU)
-    pool = _within(budget - fixed_bytes, sizes, choice.states.in_flight) if streams else _resident(sizes)
-    used = fixed_bytes + (0 if is_on_device else pool.nbytes)
+    tried: list[Region] = []
+    while True:
+        tried_bytes = total_bytes(tried, CPU)
+        room_left = budget - fixed_bytes - tried_bytes
+        pool = _within(room_left, sizes, choice.states.in_flight) if streams else _resident(sizes)
+        tried = needs.of_trials(pool)
+        if total_bytes(tried, CPU) <= tried_bytes:
+            break  # what is tried takes RAM, and the less of it states have, the more of them are tried
+    used = fixed_bytes + total_bytes(tried, CPU) + (0 if is_on_device else pool.nbytes)
     if given is not None and used > free:
         other = ', and tier="nvme" with a path' if choice.states.tier == CPU else ""
         raise BudgetError(
@@ -851,7 +880,14 @@ def place(
         )
     pools = needs.pools(min(budget, free) - used)
     # The states' memory comes first: a resume reads into it while the rest is made.
-    regions = [*needs.of_states(pool), *needs.regions, *needs.of_pools(pools), *activations, *needs.of_files(pool)]
+    regions = [
+        *needs.of_states(pool),
+        *tried,
+        *needs.regions,
+        *needs.of_pools(pools),
+        *activations,
+        *needs.of_files(pool),
+    ]
     pools[ChunkKind.STATES] = pool
     read_bytes, written_bytes = needs.moved_bytes(pools)
     return Placement(

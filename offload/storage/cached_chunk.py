@@ -27,9 +27,30 @@
 |   |                               |            | the use was cut off before it |                                     |
 |   |                               |            | wrote                         |                                     |
 | 10| CLEAN -> STORED               | `_drop`    | it need not wait in RAM       | its buffer is free                  |
+| 11| LEASED -> WRITING             | `_release` | a step of it was tried        | `tried` is what that place will     |
+|   |                               |            |                               | hold; `stored` is what it was       |
 
 Methods of `Store` (chunk_cache.py) make them, with its lock held. `reset` goes anywhere, for a return to the last
 commit; `matches_slot` says what a store beneath has done. Residency is a state, never a count.
+
+[Note: places]
+C is the version that the last commit names, L the last step's, S one that was tried: a step of L that may be made. X, Y
+and Z are places for versions, of which a run without trials has no Z.
+
+|    | moment                           | C         | L | S | after a kill  |                                          |
+|----|----------------------------------|-----------|---|---|---------------|------------------------------------------|
+| 1  | step t was committed             | X         | X | - | t             |                                          |
+| 2  | step t+1 is tried                | X         | X | Y | t             | two places would do                      |
+| 3  | it is kept                       | X         | Y | - | t             | `stored` changes; nothing is written     |
+| 3' | or: it is made with other inputs | X         | Y | - | t             | read from X, written over S              |
+| 4  | step t+2 is tried                | X         | Y | Z | t             | C and L are both needed                  |
+| 5  | it is kept                       | X         | Z | - | t             | the next one goes to Y                   |
+| 5' | or: it is made with other inputs | X         | Y | - | t             | over L in place, as without trials       |
+| 6  | step t+1 is committed beside S   | X, then Y | Y | Z | t, or t+1     | L is named, never S, which stays         |
+| 7  | rollback                         | X         | X | - | t             | `reset` forgets S                        |
+
+So a try goes to a place that is neither C's nor L's, and a step over L if that is not C. Whatever a commit that was cut
+off has decided, it names C or L.
 """
 
 from __future__ import annotations
@@ -46,7 +67,7 @@ from torch import Tensor
 from offload.errors import StateError
 from offload.io.engine import IOFuture
 from offload.storage.swap_file import memory_of
-from offload.storage.swap_format import SlotArrays
+from offload.storage.swap_format import MAX_PLACES, SlotArrays
 
 if TYPE_CHECKING:
     from offload.storage.chunk_cache import Lease
@@ -71,7 +92,9 @@ _TRANSITIONS: dict[Residency, frozenset[Residency]] = {
     Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
     Residency.READING: frozenset({Residency.CLEAN}),
     Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
-    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED}),
+    Residency.LEASED: frozenset(
+        {Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED, Residency.WRITING}
+    ),
     Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
     Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
 }
@@ -102,7 +125,7 @@ class Version(NamedTuple):
 
     Attributes:
         step: the step whose result it is.
-        slot: slot A (0) or B (1).
+        slot: its place, A (0), B (1) or C (2).
         checksum: the checksum that the commit names; None: the one in the slot's header counts.
     """
 
@@ -126,7 +149,8 @@ class CachedChunk:
         buffer: its memory; None while it has none.
         state: see [Note: residency].
         stored: the version that its slot holds, or will hold when a write has ended; None: none.
-        committed: the slot, A (0) or B (1), that the last commit names, which is never written to; None: none.
+        committed: the place, A (0), B (1) or C (2), that the last commit names, which is never written to; None: none.
+        tried: the version that a step would make of `stored`, where it was tried; see [Note: places]. None: none.
         newer: the step whose result is in RAM, in no slot and not being written; None: RAM has nothing newer.
         is_retained: whether it keeps its buffer until its next use.
         transfer: the read or write under way.
@@ -145,11 +169,13 @@ class CachedChunk:
         "state",
         "stored",
         "transfer",
+        "tried",
     )
 
     state: Residency
     stored: Version | None
     committed: int | None
+    tried: Version | None
     newer: int | None
     is_retained: bool
     transfer: IOFuture | None
@@ -185,7 +211,7 @@ class CachedChunk:
         self.state = Residency.EMPTY if version is None else Residency.STORED
         self.stored = version
         self.committed = None if version is None else version.slot
-        self.newer = self.transfer = self.holder = None
+        self.newer = self.transfer = self.holder = self.tried = None
         self.is_retained = False
 
     def matches_slot(self, version: Version) -> None:
@@ -195,6 +221,19 @@ class CachedChunk:
             version: what the slot holds.
         """
         self.state, self.stored, self.newer = Residency.CLEAN, version, None
+
+    @property
+    def place(self) -> int:
+        """The place for its next version; see [Note: places]."""
+        if self.stored is not None and self.stored.slot != self.committed:
+            return self.stored.slot
+        return 0 if self.committed != 0 else 1
+
+    @property
+    def place_to_try(self) -> int:
+        """The place for a version that is tried; see [Note: places]."""
+        needed = {self.committed, None if self.stored is None else self.stored.slot}
+        return next(place for place in range(MAX_PLACES) if place not in needed)
 
     @property
     def arrays(self) -> Sequence[Tensor]:

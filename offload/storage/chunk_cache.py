@@ -16,7 +16,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
@@ -50,6 +50,9 @@ class Use(Enum):
     unless the lease was of the buffer that held them."""
     FILL = "fill"
     """As UPDATE, and more of it comes soon. It is written back when another use ends, or when its buffer is needed."""
+    TRY = "try"
+    """As UPDATE, for a step that may not be made. What is written goes to a place beside the last version, which stays
+    the chunk's until `keep`. Of chunks that never leave RAM, and those that no slot has yet, nothing can be tried."""
     CONSUME = "consume"
     """Its values are read for the last time. The next lease finds zeros."""
 
@@ -217,14 +220,16 @@ class Store:
         self.life = 0  # ends with `reset`, after which the leases of before mean nothing
 
     @uninterrupted
-    def expect(self, order: Iterable[int]) -> None:
+    def expect(self, order: Iterable[int], *, repeats: bool = True) -> None:
         """Announces the leases to come, in order. Reading ahead begins at once.
 
-        When all have come, they are expected again in the same order.
+        Args:
+            order: the numbers of the chunks.
+            repeats: whether they are expected again in the same order, when all have come.
         """
         with self._lock, self._books:
             self.check()
-            self._announce([(chunk, False) for chunk in order])
+            self._announce([(chunk, False) for chunk in order], repeats=repeats)
 
     @uninterrupted
     def repeat(self) -> None:
@@ -236,6 +241,45 @@ class Store:
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM. All of its leases then have the same arrays."""
         return self._chunks[chunk].is_resident
+
+    def nbytes(self, chunk: int) -> int:
+        """The bytes of the chunk's slot."""
+        return self._chunks[chunk].slot.nbytes
+
+    def can_try(self, chunk: int) -> bool:
+        """Whether a step of the chunk can be tried: it streams, and its last version is in a slot, or on its way."""
+        one = self._chunks[chunk]
+        return not one.is_resident and one.stored is not None
+
+    @uninterrupted
+    def keep(self, chunks: Collection[int], step: int) -> set[int]:
+        """Makes what was tried of chunks their last version, where it was tried from the present one.
+
+        Nothing of these chunks may be leased.
+
+        Args:
+            chunks: their numbers.
+            step: the step that was tried.
+
+        Returns:
+            The numbers of those of which it is.
+        """
+        ones = [self._chunks[chunk] for chunk in chunks]
+        busy = (Residency.READING, Residency.LEASED)
+        wait_until(self._lock, self._changed, lambda: self._is_free_of(ones, busy))
+        with self._lock, self._books:
+            self.check()
+            kept = {one.index for one in ones if one.tried is not None and one.tried.step == step}
+            for one in ones:
+                if one.index in kept:
+                    one.stored, one.tried = one.tried, None
+                    if one.state is Residency.CLEAN:  # somebody has read the version before
+                        self._drop(one)
+            return kept
+
+    def _is_free_of(self, chunks: Iterable[CachedChunk], states: Collection[Residency]) -> bool:
+        self.check()
+        return not any(chunk.state in states for chunk in chunks)
 
     def is_ready(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM, and nothing is under way with it, so that a lease does not wait."""
@@ -376,7 +420,12 @@ class Store:
 
     # Everything below is called with the lock held.
 
-    def _announce(self, order: list[tuple[int, bool]]) -> None:
+    def _announce(self, order: list[tuple[int, bool]], *, repeats: bool = True) -> None:
+        if not repeats:
+            self._forget_order()
+            ahead = [_Expected(chunk, False, overwrites) for chunk, overwrites in order if self._streams(chunk)]
+            self._begin_order(ahead)
+            return
         if order != self._announced:
             self._announced = order
             streamed = [use for use in order if not self._chunks[use[0]].is_resident]
@@ -385,10 +434,16 @@ class Store:
             self._order = tuple(
                 _Expected(chunk, at in retained, overwrites) for at, (chunk, overwrites) in enumerate(streamed)
             )
-        self._ahead = deque(self._order)
+        self._begin_order(self._order)
+
+    def _begin_order(self, ahead: Iterable[_Expected]) -> None:
+        self._ahead = deque(ahead)
         self._is_between = False
         self._used = []
         self._read_ahead()
+
+    def _streams(self, chunk: int) -> bool:
+        return not self._chunks[chunk].is_resident
 
     def _forget_order(self) -> None:
         self._announced, self._order = [], ()
@@ -402,7 +457,7 @@ class Store:
         chunk = self._chunks[lease.chunk]
         with self._books:
             overwrites = lease.use is Use.OVERWRITE
-            if not self._make_ready(chunk, overwrites=overwrites):
+            if not self._make_ready(chunk, overwrites=overwrites, tries=lease.use is Use.TRY):
                 return False
             lease.is_blank = overwrites and chunk.state in (Residency.EMPTY, Residency.STORED)
             lease.arrays = chunk.arrays
@@ -429,10 +484,13 @@ class Store:
         what = _WAITS_FOR.get(chunk.state, "wait for buffer")
         return self._timeline.waiting(what, chunk=chunk.index, tier="nvme")
 
-    def _make_ready(self, chunk: CachedChunk, *, overwrites: bool) -> bool:
+    def _make_ready(self, chunk: CachedChunk, *, overwrites: bool, tries: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data. If not, does what can be done now to bring it there."""
         self.check()
         state = chunk.state
+        if tries and state is Residency.DIRTY:
+            self._write(chunk, Residency.CLEAN)  # what is tried overwrites the buffer
+            return False
         if state in (Residency.CLEAN, Residency.DIRTY):
             return True
         if state is Residency.LEASED and chunk.holder is not None and chunk.holder() is None:
@@ -461,6 +519,11 @@ class Store:
             chunk.holder = None
             if use is Use.CONSUME:
                 chunk.stored = chunk.newer = None
+            elif use is Use.TRY:
+                self._release_tried(chunk, step, is_cut_off=is_cut_off)
+                return
+            elif use is not Use.READ:
+                chunk.tried = None
             if use is Use.CONSUME or (lease.is_blank and is_cut_off):
                 chunk.change(Residency.EMPTY if chunk.stored is None else Residency.STORED)
                 self._free_buffer(chunk)
@@ -482,6 +545,18 @@ class Store:
             self._changed.notify_all()
             if not chunk.is_resident:
                 self._read_ahead()
+
+    def _release_tried(self, chunk: CachedChunk, step: int, *, is_cut_off: bool) -> None:
+        if is_cut_off:  # its buffer may have half of a step
+            chunk.change(Residency.STORED)
+            self._free_buffer(chunk)
+        else:
+            chunk.change(Residency.WRITING)
+            chunk.tried = Version(step, chunk.place_to_try)
+            future = self._swap.write(chunk.index, chunk.data, step=step, slot=chunk.tried.slot)
+            self._follow(future, chunk, Residency.STORED, "nvme_written_bytes")
+        self._changed.notify_all()
+        self._read_ahead()
 
     def _take_buffer(self, chunk: CachedChunk) -> None:
         if not chunk.is_resident:
@@ -547,9 +622,8 @@ class Store:
         assert step is not None
         chunk.newer = None
         chunk.change(Residency.WRITING)
-        slot = 0 if chunk.committed is None else 1 - chunk.committed
-        chunk.stored = Version(step, slot)
-        future = self._swap.write(chunk.index, chunk.data, step=step, slot=slot)
+        chunk.stored = Version(step, chunk.place)
+        future = self._swap.write(chunk.index, chunk.data, step=step, slot=chunk.stored.slot)
         self._follow(future, chunk, then, "nvme_written_bytes")
 
     def _follow(self, future: IOFuture, chunk: CachedChunk, then: Residency, counter: str) -> None:

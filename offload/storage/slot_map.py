@@ -41,14 +41,17 @@ class SlotMap:
 
     Attributes:
         arrays: what the slot of each chunk holds, by kind, for the kinds that have slots.
-        versions: how many versions a committed slot has, 1 or 2: A, or A and B. Any other slot has one.
-        committed: how many slots, the first ones, are committed; None: nothing ever is, and all slots have `versions`
-            versions.
+        versions: how many places for its versions a slot of `several` has, 1 to 3: A, or A and B, or A, B and C. Any
+            other slot has one.
+        committed: how many slots, the first ones, are committed; None: nothing ever is.
+        several: how many slots, the first ones, have `versions` places; None: those that are committed, or all if
+            nothing ever is.
     """
 
     arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
     versions: int = 1
     committed: int | None = None
+    several: int | None = None
 
     @cached_property
     def _ranges(self) -> dict[ChunkKind, range]:
@@ -84,8 +87,9 @@ class SlotMap:
         return range(max(min(self.committed or 0, slots.stop) - slots.start, 0))
 
     def versions_of(self, slot: int) -> int:
-        """How many versions a slot has in its file."""
-        return self.versions if self.committed is None or slot < self.committed else 1
+        """How many places for its versions a slot has in its file."""
+        several = self.committed if self.several is None else self.several
+        return self.versions if several is None or slot < several else 1
 
     def describe(self, numbers: Sequence[int]) -> Chunks:
         """What a superblock says of the committed slots, or of all slots if nothing is ever committed.
@@ -104,7 +108,7 @@ class SlotMap:
 
 
 class SlotTable:
-    """Where the slots lie in one swap file: the versions A of all that have two, their versions B, then the others.
+    """Where the slots lie in one swap file: the places A of all that have several, their places B, C, then the others.
 
     Args:
         slots: the slots of the rank.
@@ -113,7 +117,7 @@ class SlotTable:
     Attributes:
         slots: see above.
         nbytes: the bytes of the file.
-        nbytes_of_one: what the file would take with one version of each slot.
+        uncommitted_nbytes: what the file would take without commits.
     """
 
     def __init__(self, slots: SlotMap, numbers: Sequence[int]) -> None:
@@ -126,13 +130,13 @@ class SlotTable:
         *starts, end = accumulate((sizes[slot] for slot in once), initial=slots.versions * self._step)
         self._starts |= zip(once, starts, strict=True)
         self.nbytes = PAGE_BYTES + end
-        self.nbytes_of_one = self.nbytes - (slots.versions - 1) * self._step
+        self.uncommitted_nbytes = self.nbytes - (0 if slots.committed is None else self._step)
 
     def offset(self, slot: int, version: int = 0) -> int:
         """Where a version of a slot begins in the file, in bytes.
 
         Args:
             slot: the number of the slot.
-            version: A (0) or B (1).
+            version: its place, A (0), B (1) or C (2).
         """
         return PAGE_BYTES + version * self._step + self._starts[slot]

@@ -224,7 +224,7 @@ class RunFiles:
 class SlotFile:
     """The slots in one open swap file, as they are read.
 
-    A slot is called by its number in `SlotMap`, and its version A or B by 0 or 1.
+    A slot is called by its number in `SlotMap`, and its places A, B and C by 0, 1 and 2.
 
     Args:
         engine: moves the bytes, and has the file open.
@@ -265,7 +265,7 @@ class SlotFile:
             chunk: the number of the slot.
             data: the memory, as long as the slot.
             step: the step.
-            slot: the version, A (0) or B (1).
+            slot: its place, A (0), B (1) or C (2).
             checksum: the one that the header has to name; None: any.
 
         Returns:
@@ -297,7 +297,7 @@ class SlotFile:
             chunk: the number of the slot.
             buffer: the memory for a piece, whole pages.
             step: the step whose result it has to be.
-            slot: the version, A (0) or B (1).
+            slot: its place, A (0), B (1) or C (2).
             checksum: the one that the header has to name; None: any.
 
         Raises:
@@ -365,7 +365,7 @@ class WrittenSlots(SlotFile):
         stripe: int = 0,
     ) -> None:
         super().__init__(engine, file, table, run_id, hasher, timeline, stripe)
-        self._checksums: dict[int, int] = {}
+        self._checksums: dict[tuple[int, int], int] = {}  # by slot and place, of what this run wrote last
 
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """Adds padding, checksum and header to a slot, and writes it.
@@ -374,30 +374,38 @@ class WrittenSlots(SlotFile):
             chunk: the number of the slot.
             data: the whole slot, of which the first page is for the header.
             step: the step whose result it is.
-            slot: the version, A (0) or B (1).
+            slot: its place, A (0), B (1) or C (2).
 
         Returns:
             A future. It raises the engine's errors.
         """
         transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
-        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step)
+        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step, slot)
         return transfer
 
-    def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
+    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+        """See SlotFile.read. Without `checksum`, the header has to name that of what this run wrote there last.
+
+        So a write that a drive has lost is found even if what was there before is of the same step.
+        """
+        checksum = self._checksums.get((chunk, slot)) if checksum is None else checksum
+        return super().read(chunk, data, step=step, slot=slot, checksum=checksum)
+
+    def _seal(self, transfer: Transfer, chunk: int, step: int, place: int) -> None:
         data, slot = transfer.view, self._table.slots.all_arrays[chunk]
         with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
             for _, _, end in slot.ranges():
                 data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
-            checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+            checksum = self._checksums[chunk, place] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
             data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, slot.numel, checksum).encode()
         moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
         if moving is not None:
             transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
         self._engine.submit(transfer)
 
-    def checksum(self, chunk: int) -> int:
-        """The XXH3-64 of the data that the last `write` of a slot wrote. That write has to have ended."""
-        return self._checksums[chunk]
+    def checksum(self, chunk: int, slot: int = 0) -> int:
+        """The XXH3-64 of the data that the last `write` to a place of a slot wrote. That write has to have ended."""
+        return self._checksums[chunk, slot]
 
 
 class SwapFile(WrittenSlots):
@@ -482,7 +490,7 @@ class SwapFile(WrittenSlots):
             room = Room(directory, self._run_id, run.rank, files)
             spares = run.room_in(stripe[0]), 1 if resumes else SPARES
             beside = room.missing(*spares), partial(room.reserve, *spares, self._traces)
-            reserve(file, files, table.nbytes, table.nbytes_of_one, *beside)
+            reserve(file, files, table.nbytes, table.uncommitted_nbytes, *beside)
             if not (resumes or is_marked):
                 result_of(engine.write(file, 0, block))
             self._undo = undo.pop_all()
@@ -787,9 +795,9 @@ class Stripes:
         """The paths of the swap files."""
         return tuple(file.path for file in self._stripes)
 
-    def checksum(self, slot: int) -> int:
+    def checksum(self, slot: int, place: int = 0) -> int:
         """See SwapFile.checksum."""
-        return self._files[slot].checksum(slot)
+        return self._files[slot].checksum(slot, place)
 
     def sync(self) -> None:
         """Makes durable, in all files, what was written before.

@@ -15,9 +15,11 @@ codes, and a byte for each block of elements. Where there are such, the superblo
 elements share one of each array's. The header holds run id, chunk, step, element
 count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
 
-A chunk has one slot, or two: A and B, so that a new version is written beside the committed one. All slots A come
-first, then all slots B. Chunks that are never committed follow, with one slot each: gradients and parameters in slots,
-frozen ones last. In a run that commits, "chunks" describes the committed ones only.
+A chunk has one slot, or several places for it: A and B, so that a new version is written beside the committed one, and
+C, where steps are tried beside the last step's, too. All places A come first, then all places B, then all C. Chunks
+that are never committed follow, with one place each: gradients and parameters in slots, frozen ones last. In a run that
+commits, "chunks" describes the committed ones only. A superblock of three places has format version 2, and is otherwise
+spelled as one of version 1; slot headers have version 1 in any case.
 
 The checksums detect damage. They are no protection against somebody who writes a file on purpose; against that, every
 size and type is checked before it is used.
@@ -42,9 +44,11 @@ from offload.layout import ADAM_FORMS, Flat, Layout, StateKind
 from offload.sizes import MASTER_ITEM_BYTES, PAGE_BYTES, round_up
 
 FORMAT = 1
+FORMAT_OF_TRIALS = 2
+"""That of superblocks of three places a chunk."""
 MAX_INT = (1 << 63) - 1
 MAX_PATHS = 1 << 10
-MAX_PLACES = 2
+MAX_PLACES = 3
 MAX_NUMEL = 1 << 48
 """The most elements of a run. It is 256 times the largest known model, and no product of two overflows 128 bits."""
 
@@ -180,12 +184,17 @@ class Superblock:
     commits: bool
     chunks: Chunks
 
+    @property
+    def format(self) -> int:
+        """The version of its format."""
+        return FORMAT if self.places < MAX_PLACES else FORMAT_OF_TRIALS
+
     def encode(self) -> bytes:
         """The bytes of the page."""
         text = self.encode_text(self.chunks)
         if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
             text = self.encode_text({"xxh3": _digest(self.chunks)})
-        head = _SUPERBLOCK.pack(MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
+        head = _SUPERBLOCK.pack(MAGIC, self.format, len(text), xxhash.xxh3_64_intdigest(text))
         return (head + text).ljust(PAGE_BYTES, b"\0")
 
     def describes(self, chunks: Chunks) -> bool:
@@ -223,7 +232,7 @@ def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superb
     magic, version, length, checksum = _SUPERBLOCK.unpack_from(page)
     if magic != MAGIC:
         raise CorruptionError("has no superblock of a swap file of this library", file=file)
-    _require_format(version, file, 0)
+    _require_format(version, file, 0, newest=FORMAT_OF_TRIALS)
     text = page[_SUPERBLOCK.size : _SUPERBLOCK.size + length]
     if is_whole and xxhash.xxh3_64_intdigest(text) != checksum:
         raise CorruptionError("the superblock is damaged", file=file)
@@ -231,7 +240,7 @@ def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superb
         block = msgspec.json.decode(text, type=Superblock)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(f"the superblock is not one that this library writes: {error}", file=file) from error
-    is_own = not is_whole or (_is_sound(block) and block.encode_text(block.chunks) == text)
+    is_own = not is_whole or (_is_sound(block) and block.format == version and block.encode_text(block.chunks) == text)
     if not is_own:
         raise CorruptionError("the superblock is not one that this library writes", file=file)
     return block
@@ -288,7 +297,7 @@ class SlotHeader(NamedTuple):
         if (self.chunk, self.step) != (chunk, step):
             return f"expected chunk {chunk} of step {step}, found chunk {self.chunk} of step {self.step}"
         if self.numel != numel or checksum not in (None, self.checksum):
-            return "the slot is not the one that was committed"
+            return "the slot holds another version than was written or committed there"
         return None
 
 
@@ -324,11 +333,11 @@ def parse_header(page: bytes | memoryview, file: str, offset: int, chunk: int) -
     return header
 
 
-def _require_format(version: int, file: str, offset: int) -> None:
-    if version > FORMAT:
+def _require_format(version: int, file: str, offset: int, newest: int = FORMAT) -> None:
+    if version > newest:
         raise ResumeError(
-            f"{file} has version {version} of its format, and this version of offload reads up to {FORMAT}: use the "
+            f"{file} has version {version} of its format, and this version of offload reads up to {newest}: use the "
             "offload that wrote it, or a newer one"
         )
-    if version != FORMAT:
+    if version < FORMAT:
         raise CorruptionError(f"has a version of its format that does not exist: {version}", file=file, offset=offset)

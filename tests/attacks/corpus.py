@@ -204,7 +204,8 @@ def manifests() -> Iterator[Attack]:
     yield "the version of rules, and none", edited(("version",), 3), CorruptionError
     yield "the version of forms, and none", edited(("version",), 4), CorruptionError
     yield "the version of shapes, and none", edited(("version",), 5), CorruptionError
-    yield "a newer version", edited(("version",), 6), ResumeError
+    yield "the version of three slots a chunk, and two", edited(("version",), 6), CorruptionError
+    yield "a newer version", edited(("version",), 7), ResumeError
     yield "a much newer version", edited(("version",), 1 << 62), ResumeError
     for version in (0, -1, True, 2.0, "2", None):
         yield f"version {version!r}", edited(("version",), version), CorruptionError
@@ -307,7 +308,7 @@ def superblocks() -> Iterator[Attack]:
     yield "half a page", VALID_SUPERBLOCK[: PAGE_BYTES // 2], CorruptionError
     yield "zeros", bytes(PAGE_BYTES), CorruptionError
     yield "a slot header", VALID_HEADER, CorruptionError
-    yield "newer", superblock_of(b"anything", slots.FORMAT + 1), ResumeError
+    yield "newer", superblock_of(b"anything", slots.FORMAT_OF_TRIALS + 1), ResumeError
     yield "newest", superblock_of(b"anything", (1 << 32) - 1), ResumeError
     yield "older", superblock_of(b"anything", 0), CorruptionError
     for length in (PAGE_BYTES - 31, PAGE_BYTES, (1 << 32) - 1):

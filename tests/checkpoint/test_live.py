@@ -147,7 +147,7 @@ def test_a_file_that_goes_meanwhile_is_no_error(places: list[Path], becomes: str
 
 
 def test_a_swap_file_of_a_newer_version_is_of_no_run(places: list[Path]) -> None:
-    (places[0] / swap_name(NEW, 0)).write_bytes(superblock_of(b"{}", slots.FORMAT + 1))
+    (places[0] / swap_name(NEW, 0)).write_bytes(superblock_of(b"{}", slots.FORMAT_OF_TRIALS + 1))
     assert [one.run_id for one in swaps(places[0], LOCAL)] == [None]
 
 

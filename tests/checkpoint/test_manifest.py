@@ -177,6 +177,15 @@ def test_a_version_that_its_states_do_not_ask_for_is_not_taken() -> None:
         parse(serialise(manifest_of()).replace(b'"version":2', b'"version":4'))
 
 
+def test_three_slots_a_chunk_have_a_version_of_their_own() -> None:
+    three = manifest_of(places=3)
+    three = dataclasses.replace(three, chunks=(three.chunks[0]._replace(slot=2), *three.chunks[1:]))
+    assert b'"version":7' in serialise(three)
+    assert parse(serialise(three)) == three
+    with pytest.raises(CorruptionError):
+        parse(serialise(three).replace(b'"places":3', b'"places":2'))
+
+
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
     newer = serialise(manifest_of()).replace(b'"version":2', b'"version":7').replace(b'"flats"', b'"flat_tables"')
     with pytest.raises(ResumeError, match="version 7 of its format"):

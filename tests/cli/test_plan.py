@@ -80,10 +80,14 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         {"chunk": "256KiB", "states": "bf16", "cpu_memory": "8MiB"},
         {"chunk": "256KiB", "states": "8bit", "split_master": True, "commit_every": 50},
         {"tier": "cpu", "states": "8bit"},
+        {"chunk": "256KiB", "speculate": True},
+        {"chunk": "256KiB", "speculate": True, "commit_every": 50, "cpu_memory": "9MiB"},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
 def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[str, Any], tmp_path: Path) -> None:
+    if options.get("speculate") and DEVICE.type != "cpu":
+        pytest.skip("steps are tried beside a backward on the CPU")
     words = []
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -93,7 +97,11 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
     planned = run_json(*words)
     model = GPT(PRESETS["1m"]).to(DEVICE)
     tier, accumulation = options.get("tier", "nvme"), options.get("accumulation", 1)
-    tuning = Tuning(chunk=options.get("chunk", "64MiB"), split_master=options.get("split_master"))
+    tuning = Tuning(
+        chunk=options.get("chunk", "64MiB"),
+        split_master=options.get("split_master"),
+        speculate=options.get("speculate", False),
+    )
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.get("dtype", "bf16")]
     given = {
         "accumulation": accumulation, "commit_every": options.get("commit_every"), "compute_dtype": dtype,

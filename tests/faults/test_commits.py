@@ -66,14 +66,25 @@ def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
 # Kills.
 
 
-def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp32", layouts: bool = False) -> None:
-    """Args: states: as OffloadZero has it; layouts: every start is in other chunks, on another choice of the paths."""
-    run_killed("killed", seed, kills, tmp_path, paths, states, *(["layouts"] if layouts else []))
+def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp32", each: str = "") -> None:
+    """Args: states: as OffloadZero has it; each: what is drawn for each start, "layouts" or "trials"."""
+    run_killed("killed", seed, kills, tmp_path, paths, states, *([each] if each else []))
 
 
 @pytest.mark.parametrize("states", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, states: str) -> None:
     kill(tmp_path, 2, 2, seed=2, states=states)
+
+
+def test_killed_between_a_backward_that_tries_steps_and_its_step_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    kill(tmp_path, 3, 1, seed=5, each="trials")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_hundred_kills_of_runs_that_try_steps(tmp_path: Path, paths: int) -> None:
+    kill(tmp_path, 100, paths, seed=200 + paths, each="trials")
 
 
 @pytest.mark.slow
@@ -227,6 +238,12 @@ def cut_power(training: Cuts, cuts: int, seed: int) -> None:
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, states: str) -> None:
     cut_power(Cuts(partial(make, states=states), path), 20, seed=1)
+
+
+def test_power_cuts_lose_nothing_that_was_committed_where_steps_are_tried(make: Make, path: Path) -> None:
+    tuning = Tuning(chunk="4KiB", threads=1, speculate=True)
+    least = least_cpu_memory(Tiny(), tuning=tuning)
+    cut_power(Cuts(partial(make, tuning=tuning, cpu_memory=least), path), 20, seed=3)
 
 
 @pytest.mark.slow

@@ -269,14 +269,14 @@ def test_a_thousand_power_cuts_in_ever_other_layouts(make: Make, path: Path) -> 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path, states: str) -> None:
-    kill(tmp_path, 2, 3, seed=5, states=states, layouts=True)
+    kill(tmp_path, 2, 3, seed=5, states=states, each="layouts")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path, states: str) -> None:
-    kill(tmp_path, 100, 3, seed=6, states=states, layouts=True)
+    kill(tmp_path, 100, 3, seed=6, states=states, each="layouts")
 
 
 # Nothing of the old commit is touched before.

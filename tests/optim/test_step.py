@@ -11,10 +11,11 @@ import torch
 from offload.grads.local import LocalGradients
 from offload.native import Task
 from offload.optim import reference
+from offload.optim.chunk_work import StepKey
 from offload.optim.new_params import NewParameters, new_parameters
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
-from offload.optim.step import Step, StepKey
+from offload.optim.step import Step
 from offload.run import Run
 from offload.storage.chunk_cache import Use
 from offload.storage.param_store import ResidentParams

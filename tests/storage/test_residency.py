@@ -20,6 +20,7 @@ LEGAL = {
     ("leased", "dirty"),
     ("leased", "empty"),
     ("leased", "stored"),
+    ("leased", "writing"),
     ("dirty", "leased"),
     ("dirty", "writing"),
     ("writing", "stored"),

@@ -67,18 +67,32 @@ def test_versions_a_of_what_is_committed_lie_first_then_their_versions_b_then_th
     every = SlotTable(BY_HAND, range(6))
     assert [every.offset(slot) // PAGE_BYTES for slot in range(6)] == [1, 5, 9, 11, 25, 28]
     assert [every.offset(slot, 1) // PAGE_BYTES for slot in range(4)] == [13, 17, 21, 23]
-    assert (every.nbytes // PAGE_BYTES, every.nbytes_of_one // PAGE_BYTES) == (30, 18)
+    assert (every.nbytes // PAGE_BYTES, every.uncommitted_nbytes // PAGE_BYTES) == (30, 18)
     one = SlotTable(BY_HAND, [5, 3, 4, 0])
     assert [one.offset(slot) // PAGE_BYTES for slot in (3, 0, 5, 4)] == [1, 3, 13, 15]
     assert [one.offset(slot, 1) // PAGE_BYTES for slot in (3, 0)] == [7, 9]
     assert one.nbytes // PAGE_BYTES == 18
 
 
+def test_where_steps_are_tried_states_have_one_place_more_and_nothing_else_has() -> None:
+    """In pages. `BY_HAND` without the copies of parameters: two chunks of states of 4 pages each."""
+    arrays = {STATES: BY_HAND.arrays[STATES], FROZEN: BY_HAND.arrays[FROZEN]}
+    committed = SlotTable(SlotMap(arrays, versions=3, committed=2), range(3))
+    assert [committed.offset(slot, 2) // PAGE_BYTES for slot in range(2)] == [17, 21]
+    assert committed.offset(2) // PAGE_BYTES == 25
+    assert (committed.nbytes // PAGE_BYTES, committed.uncommitted_nbytes // PAGE_BYTES) == (27, 19)
+    slots = SlotMap(arrays, versions=2, several=2)
+    assert [slots.versions_of(slot) for slot in range(3)] == [2, 2, 1]
+    never = SlotTable(slots, range(3))
+    assert [never.offset(slot, 1) // PAGE_BYTES for slot in range(2)] == [9, 13]
+    assert never.nbytes // PAGE_BYTES == never.uncommitted_nbytes // PAGE_BYTES == 19
+
+
 def test_a_run_without_commits_has_its_slots_in_the_order_it_wants() -> None:
     slots = slots_of([1024, 1, 1024])
     table = SlotTable(slots, [2, 0, 1])
     assert [table.offset(slot) // PAGE_BYTES for slot in (2, 0, 1)] == [1, 5, 9]
-    assert table.nbytes == table.nbytes_of_one == 13 * PAGE_BYTES
+    assert table.nbytes == table.uncommitted_nbytes == 13 * PAGE_BYTES
 
 
 def test_a_file_without_slots_has_a_superblock() -> None:

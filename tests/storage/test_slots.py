@@ -23,7 +23,7 @@ from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.directories import check_directory, older_swap_name
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
-from offload.storage.swap_format import MAGIC, SlotArrays, Superblock
+from offload.storage.swap_format import MAGIC, SlotArrays, Superblock, parse_superblock
 from tests.support.damage import flipped
 from tests.support.disks import FreeFiles
 from tests.support.faulty_engine import FaultyEngine
@@ -161,6 +161,37 @@ def test_a_lost_write_is_found_by_the_step_in_the_header(slots: SwapFile, engine
     write(slots, 0, 2, step=2)
     with pytest.raises(CorruptionError, match="expected chunk 0 of step 2, found chunk 0 of step 1"):
         read(slots, 0, step=2)
+
+
+def test_a_lost_write_is_found_though_what_was_there_before_is_of_the_same_step(
+    slots: SwapFile, engine: FaultyEngine
+) -> None:
+    write(slots, 0, 5, step=1, place=1)
+    engine.lose()
+    write(slots, 0, 6, step=1, place=1)
+    with pytest.raises(CorruptionError, match="another version than was written"):
+        read(slots, 0, step=1, place=1)
+
+
+def test_each_place_of_a_chunk_has_a_checksum_of_its_own(slots: SwapFile) -> None:
+    write(slots, 0, 5, step=1, place=0)
+    first = slots.checksum(0, 0)
+    write(slots, 0, 6, step=1, place=1)
+    assert slots.checksum(0, 0) == first != slots.checksum(0, 1)
+    assert read(slots, 0, step=1, place=0) == 5
+
+
+def test_a_file_of_three_places_a_chunk_is_refused_by_older_versions(engine: FaultyEngine, path: Path) -> None:
+    slots = SwapFile(engine, path, slots_of(NUMELS, 3, is_committed=True), RunFiles())
+    block = swap_in(path).read_bytes()[:PAGE_BYTES]
+    assert int.from_bytes(block[16:20], "little") == 2  # they read up to 1, and say so
+    assert parse_superblock(block, "file").places == 3
+    for place in range(3):
+        write(slots, 1, place, place=place)
+    assert [read(slots, 1, place=place) for place in range(3)] == [0, 1, 2]
+    slots.close()
+    with pytest.raises(CorruptionError, match="not one that this library writes"):
+        parse_superblock(block[:16] + (1).to_bytes(4, "little") + block[20:], "file")
 
 
 @pytest.mark.parametrize("pages", [1, 2])

@@ -1,9 +1,10 @@
 """Training that is killed again and again, and the same training left alone.
 
-`python -m tests.support.killed SEED KILLS SCRATCH PATHS STATES [layouts]`: forks trainings, kills each at a random
-instant, and compares what the one that reaches the end has with an uninterrupted one; with `layouts` each start is in
-another layout. STATES is as OffloadZero has it; where it is not fp32, masters are split. Forked before torch does
-anything: a start takes milliseconds.
+`python -m tests.support.killed SEED KILLS SCRATCH PATHS STATES [layouts|trials]`: forks trainings, kills each at a
+random instant, and compares what the one that reaches the end has with an uninterrupted one. With `layouts` each start
+is in another layout. With `trials` most try steps in backward, and commit between a backward and its step, too. STATES
+is as OffloadZero has it; where it is not fp32, masters are split. Forked before torch does anything: a start takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,13 @@ def build() -> nn.Module:
 
 @dataclass
 class Layout:
-    """chunk: its bytes; states, resume: as OffloadZero has them."""
+    """chunk: its bytes; states, resume: as OffloadZero has them; speculate: as Tuning; None: no start has it."""
 
     paths: list[Path]
     states: str = "fp32"
     chunk: str = "4KiB"
     resume: str | list[Path] = "auto"
+    speculate: bool | None = None
 
 
 def another(paths: list[Path], chance: random.Random, states: str = "fp32") -> Layout:
@@ -70,8 +72,9 @@ def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
     options: dict[str, Any] = {"accumulation": ACCUMULATION, "states": layout.states}
     options["tuning"] = Tuning(chunk=layout.chunk, threads=1, split_master=layout.states != "fp32")
+    options["tuning"] = replace(options["tuning"], speculate=bool(layout.speculate))
     budget = int(1.3 * least_cpu_memory(model, plain, **options))
-    if layout.resume != "auto":
+    if layout.resume != "auto" or layout.speculate is not None:
         budget += 2 * 3 * (32 + 4) * 1024  # reads slots of the largest chunks
     return model, OffloadZero(
         model,
@@ -112,7 +115,9 @@ def train(layout: Layout, result: Path, after_step: AfterStep | None = None) -> 
             for micro in range(ACCUMULATION):
                 x = torch.randn(4, 32, generator=generator.manual_seed(ACCUMULATION * step + micro))
                 (model(x.bfloat16()).float().square().mean() / ACCUMULATION).backward()
-            optimizer.clip_grad_norm_(0.5)
+            optimizer.clip_grad_norm_(0.5 if step % 3 else 1e6)
+            if layout.speculate and step % EVERY == 1:
+                optimizer.commit()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -157,8 +162,14 @@ def require_same(result: Path, expected: Path) -> None:
         raise SystemExit(f"a resumed training has other bits: {different}")
 
 
-def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, layouts: bool) -> None:
+def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, each: str) -> None:
     chance = random.Random(seed)
+
+    def next_layout(paths: list[Path]) -> Layout:
+        if each == "layouts":
+            return another(paths, chance, states_in)
+        return Layout(paths, states_in, speculate=chance.random() < 0.8 if each == "trials" else None)
+
     expected = scratch / "expected.safetensors"
     alone = scratch / "alone"
     whole_s = max(finish(lambda: train(Layout([alone], states_in), expected)), 0.05)
@@ -168,8 +179,7 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, layou
         paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
         result = scratch / f"round{rounds}.safetensors"
         while done < kills:
-            layout = another(paths, chance, states_in) if layouts else Layout(paths, states_in)
-            child = fork(partial(train, layout, result))
+            child = fork(partial(train, next_layout(paths), result))
             time.sleep(chance.uniform(0, 0.6 * whole_s))
             os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -179,8 +189,7 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, layou
                 break
             done += 1
             resumed += any((path / "COMMIT").exists() for path in paths)
-        last = another(paths, chance, states_in) if layouts else Layout(paths, states_in)
-        finish(partial(train, last, result))
+        finish(partial(train, next_layout(paths), result))
         require_same(result, expected)
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
@@ -189,4 +198,4 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, layou
 
 if __name__ == "__main__":
     seed, kills, scratch, count, states_in = sys.argv[1:6]
-    main(int(seed), int(kills), Path(scratch), int(count), states_in, sys.argv[6:] == ["layouts"])
+    main(int(seed), int(kills), Path(scratch), int(count), states_in, "".join(sys.argv[6:]))

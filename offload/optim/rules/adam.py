@@ -35,6 +35,7 @@ class AdamRule(Rule):
 
     name = "Adam"
     splits_masters = True
+    can_try = True
 
     def __init__(self, form: str = "fp32") -> None:
         self.states = ADAM_FORMS[form]
@@ -68,6 +69,10 @@ class AdamRule(Rule):
         """See Rule.scalars."""
         kind = AdamScalars if self.states == ADAM_STATES else DitheredScalars
         return kind.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
+
+    def scalar_bytes(self, scalars: AdamScalars) -> bytes:
+        """See Rule.scalar_bytes."""
+        return bytes(scalars)
 
     def decay_in_gradient(self, group: Mapping[str, Any]) -> float:
         """See Rule.decay_in_gradient."""

@@ -1,0 +1,336 @@
+"""Trials: the step of a chunk, made in backward as soon as its gradients are there.
+
+[Note: trials]
+The step of a chunk is a pure function of its old states, its gradients and the scalars of its rule. A trial evaluates
+it early with the scalars that are expected. New states go to a place in the swap file that neither the last commit nor
+the last step needs (storage/cached_chunk.py), new parameters to memory of their own, and nothing else changes. `step()`
+compares the true inputs with the trial's, bit for bit. If they are equal, the trial is the result. If not, it is
+forgotten, and the chunk is stepped as without trials. So no event between backward and `step()` has to be known here,
+as long as it shows in an input:
+
+| input               | by what it is compared                                         | noted                   |
+|---------------------|----------------------------------------------------------------|-------------------------|
+| old states          | the store: whoever else writes to the chunk ends its trial     | by the lease            |
+| gradients           | a number for each parameter that changes with its gradient     | before the kernel reads |
+| scalars             | the runs of elements, and the bytes that the kernel gets       | at the first gradient   |
+
+A gradient is read only while its sums of squares are current: whoever changes it says so before, and they are current
+again when it is whole. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale,
+and that nothing is clipped.
+
+| between backward and step()                     | seen by                            | then                          |
+|-------------------------------------------------|------------------------------------|-------------------------------|
+| clipped                                         | scalars                            | stepped in the next forward   |
+| NaN or Inf; skipped by a GradScaler             | no step is begun                   | dropped                       |
+| loss scale changed                              | scalars                            | stepped in the next forward   |
+| p.grad read, its norm taken                     | -                                  | kept                          |
+| p.grad changed, assigned, zeroed                | number of the gradient             | its chunks are stepped later  |
+| p.grad = None                                   | the gradient, which is not there   | its chunks are stepped later  |
+| zero_grad(), another backward                   | `begin_anew`, number               | dropped                       |
+| lr, betas, weight decay changed                 | scalars                            | those of the group, later     |
+| p read, forward in eval mode                    | - (p has its old value)            | kept                          |
+| p written                                       | the store                          | its chunks are stepped later  |
+| state_of, export, commit, snapshot              | -                                  | they see the last step; kept  |
+| rollback, load_state_dict, close                | `abandon`                          | dropped                       |
+
+One worker makes trials, beside backward. It takes no lock of the run, and has ended before anything that a trial may
+not run beside: a step, a commit, a rollback, closing.
+
+Trials that are not kept cost bytes of the disk. So every LEFT_OUT-th chunk is not tried, which leaves the disk
+something to do in forward; nothing is tried while the squares of the gradients so far exceed the last `max_norm`, as a
+norm only grows; and while fewer than LEAST_KEPT of the last steps' chunks would have been kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from offload import torch_private
+from offload.grads.base import GradientBuffer
+from offload.grads.sums import nobody
+from offload.interrupts import uninterrupted, wait_for_all
+from offload.io.threads import Workers
+from offload.layout import Chunk, Layout, Segment, segments
+from offload.native import Task
+from offload.optim.chunk_work import ChunkWork, StepKey
+from offload.optim.rule import Rule
+from offload.profiling import ADAM
+from offload.regions import Region
+from offload.run import Expected, Owner, Run
+from offload.storage.chunk_cache import Lease, Store, Use
+from offload.tiers import Tier
+
+LEFT_OUT = 4
+"""Of so many streamed chunks one is not tried: a forward is about a third of a backward."""
+LEAST_KEPT = 0.3
+"""The share of chunks that has to be kept, on average, for steps to be tried."""
+WEIGHT = 1 / 8
+"""Of the last step in that average."""
+TRIED = "new parameters of trials"
+
+
+def tried_chunks(streamed: Sequence[int]) -> list[int]:
+    """The chunks whose steps are tried, spread over the order.
+
+    Args:
+        streamed: the chunks of states that stream, in the order of a step.
+    """
+    return [chunk for number, chunk in enumerate(streamed, 1) if number % LEFT_OUT]
+
+
+def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Region]:
+    """What `Trials` reserves: memory for the new parameters of each chunk that is tried.
+
+    Args:
+        layout: of the trained parameters.
+        memory: the tier in which the states are stepped.
+        streamed: see `tried_chunks`.
+    """
+    chunks = (layout.chunks[chunk] for chunk in tried_chunks(streamed))
+    return [Region(memory, TRIED, chunk.numel * layout.flats[chunk.flat].dtype.itemsize) for chunk in chunks]
+
+
+class _Trial(NamedTuple):
+    """A trial that has been made.
+
+    Attributes:
+        generations: of the gradients of the chunk's parameters.
+        runs: the elements that were stepped, and the scalars of each run as the kernel got them.
+    """
+
+    generations: tuple[int, ...]
+    runs: Sequence[Segment[bytes]]
+
+
+class _Round:
+    """What is expected of a step while its gradients come.
+
+    Args:
+        expected: see `Owner.expected`.
+        rules: that of each param group.
+    """
+
+    def __init__(self, expected: Expected, rules: Sequence[Rule]) -> None:
+        self.expected = expected
+        self.squares = 0.0
+        self.submitted: dict[int, tuple[int, ...]] = {}  # by chunk, the generations of its gradients
+        self._rules = rules
+        self._scalars: dict[StepKey, Any] = {}
+
+    @property
+    def may_be_made(self) -> bool:
+        """Whether the gradients that have come leave it open that the step is made as it is expected."""
+        return self.squares <= self.expected.most_squares and math.isfinite(self.squares)
+
+    def scalars(self, key: StepKey) -> Any:
+        """What the rule takes, for parameters with this key."""
+        if key not in self._scalars:
+            group = self.expected.groups[key.group]
+            self._scalars[key] = self._rules[key.group].scalars(group, key.before, self.expected.factor * key.factor)
+        return self._scalars[key]
+
+
+class Trials:
+    """Makes trials, and says which of them a step is made of; see [Note: trials].
+
+    Args:
+        run: the run.
+        rules: that of each param group.
+        store: the store of the states.
+        gradients: the gradient buffer.
+        tasks: what steps a chunk, given what to do, its states, its gradients, and where its new parameters go.
+
+    Attributes:
+        owner: the optimizer, which is asked what it expects of a step.
+        pending: the flat parameters whose last step is not made yet, by number.
+    """
+
+    owner: Owner
+    pending: Container[int] = ()
+
+    def __init__(
+        self,
+        run: Run,
+        rules: Sequence[Rule],
+        store: Store,
+        gradients: GradientBuffer,
+        tasks: Callable[[ChunkWork, Lease, Tensor, Tensor], Sequence[Task]],
+    ) -> None:
+        self._layout = layout = run.layout
+        self._kernels = run.kernels
+        self._timeline = run.timeline
+        self._rules = rules
+        self._store = store
+        self._gradients = gradients
+        self._tasks = tasks
+        streamed = [chunk.index for chunk in layout.chunks if not store.is_resident(chunk.index)]
+        chosen = tried_chunks(streamed)
+        dtypes = [layout.flats[layout.chunks[chunk].flat].dtype for chunk in chosen]
+        memory = zip(run.memory.take(TRIED), dtypes, strict=True)
+        self._new = dict(zip(chosen, (one.view(dtype) for one, dtype in memory), strict=True))
+        self._params_of = {c: [*dict.fromkeys(p.param for p in layout.chunks[c].pieces)] for c in chosen}
+        self._order = chosen[::-1]  # in which gradients are complete
+        self._made: dict[int, _Trial] = {}
+        self._round: _Round | None = None
+        self._queue: list[Future[None]] = []
+        self._is_open = True
+        self._kept_share = 1.0
+        self._worker = Workers(1, "offload-trials")
+        gradients.watch(self._gradient_is_whole)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are tried, and not only judged."""
+        return self._kept_share >= LEAST_KEPT
+
+    # In backward.
+
+    def _gradient_is_whole(self, param: int) -> None:
+        """Called when a gradient, or a tile of it, has come as often as is expected, and its squares are summed."""
+        if not self._is_open or not self._new or torch_private.graph_task_id() < 0:
+            return  # what is summed outside of a backward has been changed there, and a step is near
+        if self._round is None:
+            self._round = _Round(self.owner.expected(), self._rules)
+        self._round.squares += self._gradients.squares(param)
+        if not self.is_on or not self._round.may_be_made:
+            return
+        for chunk in self._layout.chunks_of[param]:
+            if chunk not in self._new or self._layout.chunks[chunk].flat in self.pending:
+                continue
+            generations = self._generations(chunk)
+            if generations is not None and self._round.submitted.get(chunk) != generations:
+                self._round.submitted[chunk] = generations
+                self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
+
+    def _generations(self, chunk: int) -> tuple[int, ...] | None:
+        """The numbers of a chunk's gradients; None: one of them is not whole."""
+        found = []
+        for param in self._params_of[chunk]:
+            if (generation := self._gradients.generation(param)) is None:
+                return None
+            found.append(generation)
+        return tuple(found)
+
+    def _try(self, chunk: Chunk, round_: _Round) -> None:
+        """Makes the trial of a chunk, in the worker."""
+        index, step = chunk.index, round_.expected.step
+        generations = self._generations(index)  # before anything is read
+        if generations is None or not round_.may_be_made or not self._store.can_try(index):
+            return
+        keys = {param: round_.expected.key_of(param) for param in self._params_of[index]}
+        runs = segments(chunk, keys.get)
+        scalars = {key: round_.scalars(key) for key in set(keys.values())}
+        work = ChunkWork(step, chunk, True, runs, scalars)
+        self._made.pop(index, None)  # its new parameters are about to be overwritten
+        with self._store.lease(index, Use.TRY, step=step) as lease:
+            grads = self._gradients.chunk_memory(index)
+            with self._timeline.event(ADAM, "try", chunk=index):
+                self._kernels.run(self._tasks(work, lease, grads, self._new[index]))
+        self._timeline.count("tried_bytes", self._store.nbytes(index))
+        self._made[index] = _Trial(generations, self._as_bytes(work))
+
+    # Before a step, and instead of one.
+
+    def end(self, *, reopens: bool = True) -> None:
+        """Ends the worker's trials: those that have not begun are dropped.
+
+        What one of them has met with the disk, the store says. Anything else is met again by the step.
+
+        Args:
+            reopens: whether more trials may be made before `begin_anew`.
+        """
+        self._is_open = self._is_open and reopens
+        for future in self._queue:
+            future.cancel()
+        wait_for_all(self._queue)  # a call that is interrupted here has to wait again
+        self._queue.clear()
+
+    def keep(self, works: Iterable[ChunkWork]) -> None:
+        """Gives works of a step that begins the results of trials with the same inputs. All trials have ended.
+
+        Args:
+            works: the step's.
+        """
+        works = [work for work in works if work.chunk.index in self._new]
+        equal = {work.chunk.index for work in works if self._is_equal(work)}
+        kept: set[int] = set()
+        if works:
+            kept = self._store.keep(equal, works[0].step) if equal else kept
+            would = [
+                work.chunk.index in kept if work.chunk.index in self._made else self._is_as_expected(work)
+                for work in works
+            ]
+            self._judge(sum(would) / len(would))
+        for work in works:
+            if work.chunk.index in kept:
+                work.tried = self._new[work.chunk.index]
+                self._timeline.count("kept_bytes", self._store.nbytes(work.chunk.index))
+        if self._round is not None:
+            came = self._round.submitted
+            self._order = [*came, *(chunk for chunk in self._order if chunk not in came)]
+        self._made.clear()
+        self._round = None
+
+    def _is_equal(self, work: ChunkWork) -> bool:
+        """Whether a chunk was tried with the inputs that its step has.
+
+        That it is the same step, of the same states, is for the store to say.
+        """
+        trial = self._made.get(work.chunk.index)
+        return (
+            trial is not None
+            and trial.generations == self._generations(work.chunk.index)
+            and trial.runs == self._as_bytes(work)
+        )
+
+    def _is_as_expected(self, work: ChunkWork) -> bool:
+        """Whether a chunk that was not tried has the scalars that were expected."""
+        if self._round is None:
+            return False
+        keys = {run.key for run in work.runs}
+        rules = self._rules
+        return all(
+            key.factor == 1.0 and rules[key.group].scalar_bytes(self._round.scalars(key)) == self._bytes_of(work, key)
+            for key in keys
+        )
+
+    def _as_bytes(self, work: ChunkWork) -> list[Segment[bytes]]:
+        """The runs of a work, with the scalars of each as the kernel gets them."""
+        return [Segment(self._bytes_of(work, run.key), run.start, run.stop) for run in work.runs]
+
+    def _bytes_of(self, work: ChunkWork, key: StepKey) -> bytes:
+        return self._rules[key.group].scalar_bytes(work.scalars[key])
+
+    def _judge(self, share: float) -> None:
+        """Counts the share of a step's chunks that was kept, or would have been."""
+        self._kept_share += WEIGHT * (share - self._kept_share)
+
+    def announce(self) -> None:
+        """Announces the trials to come: the last step has been applied."""
+        if self.is_on and self._new:
+            self._store.expect(self._order, repeats=False)
+
+    @uninterrupted
+    def begin_anew(self) -> None:
+        """Forgets the trials that no step has kept: the gradients are dropped."""
+        if self._made or (self._round is not None and self._round.submitted):
+            self._judge(0.0)
+        self._made.clear()
+        self._round = None
+        self._is_open = True
+
+    def abandon(self) -> None:
+        """Ends the worker's trials, failed or not, and forgets all."""
+        self.end(reopens=False)
+        self._made.clear()
+        self._round = None
+
+    def close(self) -> None:
+        """Ends the worker, and lets go of the gradients."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._gradients.watch(nobody)

@@ -1,0 +1,438 @@
+"""Steps that are tried in backward: the bits of a run whose states are in RAM, whatever comes before `step()`.
+
+Each event is one that a program may bring about between a backward and its step. What it may keep of the trials is
+asserted, too: so a key that were too strict would show, as well as one that were not there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero, Tuning
+from offload.errors import ConfigError, NonFiniteGradientError
+from offload.interrupts import wait_for_all
+from offload.io.threads import Workers
+from offload.optim import trials
+from offload.planner import least_cpu_memory
+from tests.support.training import LossScale, train
+
+STEPS = 4
+AT = 2
+"""The step before which the event comes."""
+WIDTH = 64
+
+
+class AtOnce(Workers):
+    """Each trial is made before backward goes on: so all of them are, however slow the machine is."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(*args, **kwargs)
+        wait_for_all([future])
+        return future
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "Workers", AtOnce)
+
+
+class Loop:
+    """A training loop, and what it has seen.
+
+    Args: where: "nvme", with trials, "nvme without", or "cpu"; model: None: a few layers.
+    """
+
+    def __init__(self, where: str, path: Path, *, model: nn.Module | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))) if model is None else model
+        biases = [p for p in self.model.parameters() if p.dim() == 1]
+        matrices = [p for p in self.model.parameters() if p.dim() == 2]
+        groups = [{"params": matrices}, {"params": biases, "lr": 1e-3, "weight_decay": 0.0}]
+        plain = torch.optim.AdamW(groups, lr=1e-2)
+        where, _, without = where.partition(" ")
+        tuning = Tuning(chunk="4KiB", speculate=where == "nvme" and not without)
+        if where == "nvme":
+            options.setdefault("cpu_memory", least_cpu_memory(self.model, plain, tuning=tuning, **_planned(options)))
+        else:
+            options.pop("param_tier", None)
+        self.optimizer = OffloadZero(self.model, plain, tier=where, path=path, tuning=tuning, **options)
+        self.seen: list[Any] = []
+        self.kept: list[float] = []
+        self._batch = 0
+
+    @property
+    def first(self) -> nn.Parameter:
+        """A parameter in the middle, of several chunks."""
+        return [p for p in self.model.parameters() if p.dim() == 2][2]
+
+    def batch(self) -> Tensor:
+        self._batch += 1
+        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self._batch)).bfloat16()
+
+    def backward(self, by: float = 1.0) -> None:
+        loss = self.model(self.batch()).float().pow(2).mean() * by
+        loss.backward()
+        self.seen.append(loss.detach().clone())
+
+    def step(self) -> None:
+        before = self.optimizer.stats()
+        self.optimizer.step()
+        after = self.optimizer.stats()
+        self.kept.append(after["kept_bytes"] - before["kept_bytes"])
+        self.optimizer.zero_grad()
+
+    def end(self) -> Loop:
+        for param in self.model.parameters():
+            self.seen.append(self.optimizer.state_of(param))
+            with self.optimizer.gathered(param):
+                self.seen.append(param.detach().clone())
+        self.optimizer.close()
+        return self
+
+
+def _planned(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in options if name in ("param_tier", "accumulation", "states")}
+
+
+def require_same(one: object, other: object) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert isinstance(other, Tensor)
+        assert torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
+        assert torch.equal(one.isnan(), other.isnan())
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)  # type: ignore[arg-type]
+        for left, right in zip(one, other, strict=True):  # type: ignore[call-overload]
+            require_same(left, right)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()  # type: ignore[attr-defined]
+        for key, value in one.items():
+            require_same(value, other[key])  # type: ignore[index]
+    else:
+        assert one == other
+
+
+ALL, SOME, NONE = "all", "some", "none"
+
+
+class Event(NamedTuple):
+    """What a program does between backward and step. Attribute: keeps, how much of the trials that may leave."""
+
+    happens: Callable[[Loop], None]
+    keeps: str
+
+
+def changed(change: Callable[[Tensor], object]) -> Event:
+    """A gradient is changed in place."""
+    return Event(lambda loop: (change(loop.first.grad), None)[1], SOME)  # type: ignore[arg-type]
+
+
+def assigned(loop: Loop) -> None:
+    loop.first.grad = torch.full_like(loop.first, 0.01)
+
+
+def dropped(loop: Loop) -> None:
+    loop.first.grad = None
+
+
+def read(loop: Loop) -> None:
+    loop.seen += [p.grad.clone() for p in loop.model.parameters()]  # type: ignore[union-attr]
+    loop.seen += [p.detach().clone() for p in loop.model.parameters()]
+
+
+def written(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.first.mul_(0.5)
+
+
+def evaluated(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.seen.append(loop.model(loop.batch()).clone())
+
+
+def looked_at(loop: Loop) -> None:
+    loop.seen.append(loop.optimizer.state_of(loop.first))
+
+
+def penalised(loop: Loop) -> None:
+    x = loop.batch().requires_grad_()
+    loop.seen.append(torch.autograd.grad(loop.model(x).float().sum(), x)[0].clone())
+
+
+def begun_anew(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.backward()
+
+
+def zeroed(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def given_back(loop: Loop) -> None:
+    loop.optimizer.commit()
+    loop.optimizer.rollback()
+    loop.backward()
+
+
+def loaded(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def exported(loop: Loop) -> None:
+    path = loop.optimizer._parts.run.paths[0]
+    loop.optimizer.export(path.with_name(f"{path.name}-{len(loop.seen)}"))
+
+
+def option(group: int, name: str, value: object) -> Event:
+    def happens(loop: Loop) -> None:
+        loop.optimizer.param_groups[group][name] = value
+
+    return Event(happens, SOME)
+
+
+def torch_clips(by: float) -> Callable[[Loop], None]:
+    return lambda loop: loop.seen.append(torch.nn.utils.clip_grad_norm_(loop.model.parameters(), by).clone())
+
+
+def clips(by: float) -> Callable[[Loop], None]:
+    return lambda loop: loop.seen.append(loop.optimizer.clip_grad_norm_(by))
+
+
+EVENTS = {
+    "nothing": Event(lambda loop: None, ALL),
+    "clipped": Event(clips(1e-4), NONE),
+    "clipped to more": Event(clips(1e4), ALL),
+    "clipped by torch": Event(torch_clips(1e-4), NONE),
+    "clipped by torch to more": Event(torch_clips(1e4), ALL),
+    "read": Event(read, ALL),
+    "clamped": changed(lambda grad: grad.clamp_(-1e-6, 1e-6)),
+    "noise added": changed(lambda grad: grad.add_(torch.ones_like(grad) * 1e-3)),
+    "multiplied": changed(lambda grad: grad.mul_(0.25)),
+    "zeroed in place": changed(lambda grad: grad.zero_()),
+    "assigned": Event(assigned, SOME),
+    "dropped": Event(dropped, SOME),
+    "all become zeros": Event(zeroed, NONE),
+    "begun anew": Event(begun_anew, ALL),
+    "parameter written": Event(written, SOME),
+    "forward without gradients": Event(evaluated, ALL),
+    "states looked at": Event(looked_at, ALL),
+    "gradient penalty": Event(penalised, ALL),
+    "committed": Event(lambda loop: loop.optimizer.commit(), ALL),
+    "snapshot": Event(lambda loop: (loop.optimizer.commit(), loop.optimizer.snapshot())[0], ALL),
+    "committed and rolled back": Event(given_back, ALL),
+    "state dict loaded": Event(loaded, ALL),
+    "exported": Event(exported, ALL),
+    "lr of one group": option(1, "lr", 5e-4),
+    "betas of one group": option(1, "betas", (0.8, 0.95)),
+    "weight decay of one group": option(0, "weight_decay", 0.3),
+    "eps of one group": option(0, "eps", 1e-6),
+}
+
+
+def trained(where: str, path: Path, events: Mapping[int, str], *, steps: int = STEPS, **options: Any) -> Loop:
+    loop = Loop(where, path / where, **options)
+    for step in range(steps):
+        loop.backward()
+        EVENTS[events.get(step, "nothing")].happens(loop)
+        loop.step()
+    return loop.end()
+
+
+@cache
+def expected_bytes() -> float:
+    """What a step keeps where nothing happens."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return trained("nvme", Path(folder), {}, commit_every=0).kept[AT]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_whatever_comes_between_backward_and_step_changes_no_bit(event: str, tmp_path: Path) -> None:
+    kept = trained("nvme", tmp_path, {AT: event}, commit_every=0)
+    require_same(kept.seen, trained("cpu", tmp_path, {AT: event}, commit_every=0).seen)
+    every = expected_bytes()
+    assert every > 0
+    share = kept.kept[AT] / every
+    assert {ALL: share == 1, SOME: 0 < share < 1, NONE: share == 0}[EVENTS[event].keeps]
+    assert kept.kept[AT - 1] == every
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_events_in_any_order_change_no_bit(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    steps = 12
+    events = {step: chance.choice([*EVENTS]) for step in range(1, steps)}
+    options: dict[str, Any] = {
+        "commit_every": chance.choice([0, 1, 3]),
+        "param_tier": chance.choice(["device", "cpu", "nvme"]),
+        "accumulation": chance.choice([1, 1, "auto"]),
+        "states": chance.choice(["fp32", "fp32", "8bit", "bf16"]),
+    }
+    if options["states"] != "fp32":
+        options["param_tier"] = "device"
+    both = [trained(where, tmp_path, events, steps=steps, **options) for where in ("nvme", "cpu")]
+    require_same(both[0].seen, both[1].seen)
+    assert any(both[0].kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "interval", "options"),
+    [
+        ("mlp", 1, None, {"commit_every": 1}),
+        ("mlp", 2, None, {"commit_every": None, "param_tier": "cpu"}),
+        ("conv", 1, 2, {"commit_every": 3, "compute_dtype": torch.float16}),
+        ("gpt", 1, 2, {"commit_every": 1, "compute_dtype": torch.float16, "param_tier": "nvme"}),
+        ("gpt", 2, 3, {"commit_every": 100, "compute_dtype": torch.float16}),
+    ],
+)
+def test_clipping_loss_scales_and_skipped_steps_change_no_bit(
+    kind: str, accumulation: int, interval: int | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Some of the steps clip (tests/support/training.py), and of those with a loss scale some overflow."""
+    common: dict[str, Any] = {"accumulation": accumulation, "nonfinite": "skip"}
+    common["compute_dtype"] = options.get("compute_dtype", torch.bfloat16)
+    if interval:
+        common |= {"spoilt": (1, 4), "steps": 9}
+    scale = [None if interval is None else LossScale(2.0**10, interval) for _ in range(2)]
+    tuning = Tuning(chunk="4KiB", speculate=True)
+    run = train(kind, path=tmp_path / "run", cpu_memory="least", tuning=tuning, scale=scale[0], **common | options)
+    run.assert_same_bits(train(kind, tier="cpu", scale=scale[1], **common))
+    assert run.stats["tried_bytes"] > 0
+
+
+def test_a_step_that_raises_keeps_nothing_and_the_loop_goes_on(tmp_path: Path) -> None:
+    loops = [Loop(where, tmp_path / where, commit_every=0) for where in ("nvme", "cpu")]
+    for loop in loops:
+        for step in range(STEPS):
+            loop.backward(by=float("nan") if step == AT else 1.0)
+            if step == AT:
+                before = loop.optimizer.state_of(loop.first)
+                with pytest.raises(NonFiniteGradientError):
+                    loop.optimizer.step()
+                require_same(loop.optimizer.state_of(loop.first), before)
+                loop.optimizer.zero_grad()
+            else:
+                loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+    assert all(loops[0].kept)
+
+
+def test_where_every_step_clips_nothing_is_tried_any_more_and_then_again(tmp_path: Path) -> None:
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    tried = []
+    for step in range(40):
+        loop.backward()
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-4 if step < 20 else 1e4)  # nobody knows before
+        loop.step()
+        tried.append(loop.optimizer.stats()["tried_bytes"])
+    loop.end()
+    per_step = [after - before for before, after in zip([0.0, *tried], tried, strict=False)]
+    assert per_step[0] > 0
+    assert not any(per_step[11:20])
+    assert all(per_step[30:])
+    assert all(loop.kept[31:])
+
+
+def test_nothing_more_is_tried_once_gradients_exceed_what_they_were_clipped_to(tmp_path: Path) -> None:
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    tried = [0.0]
+    for _ in range(3):
+        loop.backward()
+        tried.append(loop.optimizer.stats()["tried_bytes"])
+        loop.optimizer.clip_grad_norm_(1e-4)
+        loop.step()
+    loop.end()
+    assert tried[1] > 0
+    assert tried[1] == tried[2] == tried[3]  # the first gradient of a step exceeds it
+
+
+def test_probes_without_a_step_switch_trials_off(tmp_path: Path) -> None:
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    tried = []
+    for _ in range(16):
+        loop.backward()
+        loop.optimizer.zero_grad()
+        tried.append(loop.optimizer.stats()["tried_bytes"])
+    loop.end()
+    assert tried[0] > 0
+    assert tried[-1] == tried[11]
+
+
+def test_a_trial_that_fails_in_its_own_way_is_a_step_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is refused in the worker, say: the lease ends, and the step makes the chunk as always."""
+    loop = Loop("nvme", tmp_path / "nvme", commit_every=0)
+    loop.backward()
+    loop.step()
+    trials = loop.optimizer._parts.step.trials
+    assert trials is not None
+
+    def refused(*_: object) -> list[Any]:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "_tasks", refused)
+        loop.backward()
+        loop.step()
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+    loop.end()
+    require_same(loop.seen, trained("cpu", tmp_path, {}, commit_every=0).seen)
+    assert [bool(kept) for kept in loop.kept] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(("first", "then"), [("nvme", "nvme without"), ("nvme without", "nvme"), ("nvme", "nvme")])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_is_resumed_with_trials_or_without_between_a_backward_and_its_step(
+    first: str, then: str, every: int, tmp_path: Path
+) -> None:
+    """What is committed is the last step, whatever has been tried of the next one."""
+    loop = Loop(first, tmp_path / "run", commit_every=0, cpu_memory="300KiB")
+    for step in range(5):
+        loop.backward()
+        if step and step % every == 0:
+            loop.optimizer.commit()
+        loop.step()
+    loop.optimizer.close()
+    again = Loop(then, tmp_path / "run", commit_every=0, resume=True, cpu_memory="300KiB")
+    assert again.optimizer.resumed is not None
+    again._batch = begun = again.optimizer.resumed.step
+    assert begun == 4
+    for _ in range(begun, STEPS + 3):
+        again.backward()
+        again.step()
+    again.end()
+    whole = trained("cpu", tmp_path, {}, steps=STEPS + 3, commit_every=0)
+    require_same(again.seen, whole.seen[begun:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tier": "cpu"}, 'speculate=True with tier="cpu"'),
+        ({"tier": "nvme", "grad_tier": "nvme"}, 'speculate=True with grad_tier="nvme"'),
+        ({"tier": "nvme", "split": True}, "speculate=True with Tuning.split_master=True"),
+        ({"tier": "nvme", "optimizer": torch.optim.SGD}, "speculate=True with SGD"),
+        ({"tier": "nvme", "speculate": "auto"}, "speculate='auto'"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_anything_is_made(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(8, 8)
+    plain = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
+    tuning = Tuning(speculate=options.pop("speculate", True), split_master=options.pop("split", None))
+    with pytest.raises(ConfigError, match=message):
+        OffloadZero(model, plain, path=tmp_path / "run", tuning=tuning, **options)
+    assert not (tmp_path / "run").exists()
