@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._pytree import tree_map
 
 from offload.errors import AccumulationError, ConfigError
 from offload.model.compiled import Forward
@@ -137,7 +138,7 @@ def _weight_and_bias(head: Head) -> tuple[Tensor, Tensor | None]:
         forward: Any = head.forward
         while isinstance(forward, Forward):
             forward = forward.__wrapped__  # type: ignore[attr-defined]
-        if getattr(forward, "__func__", None) is not nn.Linear.forward:
+        if getattr(forward, "__func__", None) not in (nn.Linear.forward, LossLinear.forward):
             raise ConfigError(
                 f"linear_cross_entropy computes what an nn.Linear does, and head is a {type(head).__name__}, whose "
                 "forward it would leave out (adapters, quantised weights): give an nn.Linear or a weight, or compute "
@@ -501,3 +502,99 @@ class _InBackward(torch.autograd.Function):
 
 def _part(tensor: Tensor | None, block: slice) -> Tensor | None:
     return None if tensor is None else tensor[block]
+
+
+class LossLinear(nn.Linear):
+    """An output layer that leaves its logits to the loss: in training it returns `LateLogits`."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return LateLogits(self, inputs)
+        return super().forward(inputs)
+
+
+class LateLogits:
+    """The logits of an output layer, before they are computed.
+
+    Multiplied, divided and put through tanh they are still late, and `loss` needs none of them. Any other use computes
+    them, and goes on with a tensor.
+
+    Args:
+        head: the layer.
+        hidden: what entered it, `(..., H)`.
+        scale: what its output is multiplied with.
+        softcap: what the tanh of that is multiplied with; None: there is no tanh.
+    """
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, scale: float = 1.0, softcap: float | None = None) -> None:
+        self._head = head
+        self._hidden = hidden
+        self._scale = scale
+        self._softcap = softcap
+
+    def loss(self, labels: Tensor, **options: Any) -> Tensor:
+        """Their cross entropy.
+
+        Args:
+            labels: `(...)`.
+            **options: of `linear_cross_entropy`, but for the scale and the cap.
+
+        Raises:
+            OffloadError: as `linear_cross_entropy`.
+        """
+        scale = self._scale if self._softcap is None else self._scale * self._softcap
+        pair = (self._head.weight, self._head.bias)
+        labels = labels.to(self._hidden.device)
+        made: Tensor = linear_cross_entropy(
+            self._hidden, pair, labels, softcap=self._softcap, logit_scale=scale, **options
+        )
+        return made
+
+    def computed(self) -> Tensor:
+        """The logits, `(..., V)`."""
+        logits = F.linear(self._hidden, self._head.weight, self._head.bias)
+        if self._scale != 1:
+            logits = logits * self._scale
+        return logits if self._softcap is None else logits.tanh() * self._softcap
+
+    def tanh(self) -> Any:
+        """Their hyperbolic tangent."""
+        if self._softcap is not None:
+            return self.computed().tanh()
+        return LateLogits(self._head, self._hidden, self._scale, 1.0)
+
+    def __mul__(self, factor: Any) -> Any:
+        if not isinstance(factor, int | float) or factor == 0:
+            return self.computed() * factor
+        if self._softcap is None:
+            return LateLogits(self._head, self._hidden, self._scale * factor)
+        if factor < 0:
+            return self.computed() * factor
+        return LateLogits(self._head, self._hidden, self._scale, self._softcap * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        return self * (1 / divisor) if isinstance(divisor, int | float) and divisor else self.computed() / divisor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "float":  # as the loss is computed anyway
+            return lambda: self
+        return getattr(self.computed(), name)
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return self.computed()[at]
+
+
+def _computed(one: Any) -> Any:
+    return one.computed() if isinstance(one, LateLogits) else one
