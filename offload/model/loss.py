@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_map
 
 from offload.errors import AccumulationError, ConfigError
 from offload.model.compiled import Forward
@@ -39,6 +38,8 @@ CHUNK = 256
 """Tokens."""
 BLOCK = 4096
 """Words of the vocabulary."""
+CELL_TENSORS = 4
+"""Tensors of the shape of a cell that are there at once in the dtype of sums."""
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Head: TypeAlias = nn.Module | Tensor | tuple[Tensor, Tensor | None]
@@ -388,6 +389,21 @@ def blocks(words: int) -> list[slice]:
     return [slice(first, min(first + BLOCK, words)) for first in range(0, words, BLOCK)]
 
 
+def bytes_in_chunks(tokens: int, words: int, width: int, dtype: torch.dtype, *, trains_head: bool) -> int:
+    """What `linear_cross_entropy` takes on the device beside `hidden` and the weight, with its own `chunk`.
+
+    Args:
+        tokens: N.
+        words: V.
+        width: H.
+        dtype: of products.
+        trains_head: whether the weight gets a gradient.
+    """
+    chunk, block, wide = min(CHUNK, tokens), min(BLOCK, words), torch.float32.itemsize
+    logits = chunk * words * dtype.itemsize + CELL_TENSORS * chunk * block * wide
+    return logits + wide * width * (tokens + (words if trains_head else 0))
+
+
 def exactly(device: torch.device) -> ExitStack:
     """A context without gradients, in which autocast changes no dtype."""
     stack = ExitStack()
@@ -583,7 +599,7 @@ class LateLogits:
     ) -> Any:
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))
+        return func(*_computed(args), **_computed(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -596,5 +612,10 @@ class LateLogits:
         return self.computed()[at]
 
 
-def _computed(one: Any) -> Any:
-    return one.computed() if isinstance(one, LateLogits) else one
+def _computed(tree: Any) -> Any:
+    """`tree` (nested lists, tuples, dicts) with tensors in place of late logits."""
+    if isinstance(tree, LateLogits):
+        return tree.computed()
+    if isinstance(tree, dict):
+        return {key: _computed(value) for key, value in tree.items()}
+    return type(tree)(map(_computed, tree)) if type(tree) in (list, tuple) else tree

@@ -60,6 +60,7 @@ STAGED = "commits"
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
+LOSS = "gradients of an output layer, from the forward to the backward"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
@@ -616,6 +617,9 @@ class Needs:
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
             found.append(Region(where, TEMPORARIES, at_once * choice.states.temporary_bytes, is_lent=False))
+        for spec in self.layout.specs:
+            if spec.name in choice.model.loss_weights and not spec.is_frozen and not spec.tile:
+                found.append(Region(DEVICE, LOSS, torch.float32.itemsize * spec.numel, is_lent=False))
         return found + matrices
 
     @property
