@@ -32,6 +32,7 @@ from offload.errors import (
 
 if TYPE_CHECKING:
     from offload.checkpoint.extra import collect_rng, restore_rng
+    from offload.model.loss import linear_cross_entropy
     from offload.optimizer import OffloadZero
     from offload.options import Tuning
 
@@ -41,6 +42,7 @@ _WITH_TORCH = {
     "OffloadZero": "offload.optimizer",
     "Tuning": "offload.options",
     "collect_rng": "offload.checkpoint.extra",
+    "linear_cross_entropy": "offload.model.loss",
     "restore_rng": "offload.checkpoint.extra",
 }
 
@@ -69,6 +71,7 @@ __all__ = [
     "TorchVersionError",
     "Tuning",
     "collect_rng",
+    "linear_cross_entropy",
     "restore_rng",
 ]
 

@@ -25,12 +25,14 @@ class ModelChoice:
         keep_fp32: see `OffloadZero`.
         cast_forward_inputs: see `OffloadZero`.
         units: see `Tuning`; None: each element of a list of blocks is a unit.
+        loss_weights: the weights of output layers whose gradients are made in the forward, by name.
     """
 
     compute_dtype: torch.dtype
     keep_fp32: tuple[nn.Module | type[nn.Module], ...]
     cast_forward_inputs: bool
     units: tuple[str | type[nn.Module], ...] | None
+    loss_weights: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,20 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     found |= _zero_r(planned, options, model) | _speed(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
+    found |= _in_chunks(options, model, waiting)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
+
+
+def _in_chunks(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
+    """What `linear_cross_entropy` would take in place of the logits; None: the model's outputs are unknown."""
+    from offload.model.loss import bytes_in_chunks
+
+    tokens = options.batch * options.seq
+    if waiting is None or waiting.output_numel < tokens:
+        return {"output_bytes_in_chunks": None}
+    words, trains = waiting.output_numel // tokens, options.lora_rank is None
+    nbytes = bytes_in_chunks(tokens, words, model.width, options.compute_dtype, trains_head=trains)
+    return {"output_bytes_in_chunks": nbytes}
 
 
 def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:

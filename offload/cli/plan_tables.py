@@ -132,6 +132,14 @@ def _rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
+def _in_chunks(summary: dict[str, Any]) -> str:
+    """What the logits would take in chunks, where that is less."""
+    nbytes = summary["output_bytes_in_chunks"]
+    if nbytes is None or nbytes >= summary["output_bytes"]:
+        return ""
+    return f"; {format_bytes(nbytes)} by linear_cross_entropy"
+
+
 def _placement_table(summary: dict[str, Any]) -> Table:
     title = f"{summary['parameters']:,} trained parameters, optimizer states {TIERS[summary['tier']].where}"
     table = Table(title=title, title_justify="left")
@@ -143,7 +151,7 @@ def _placement_table(summary: dict[str, Any]) -> Table:
     table.add_column("what")
     beside = (
         ("activation_bytes", "activations: of a micro-batch, computed"),
-        ("output_bytes", "logits: with their loss and gradients, computed"),
+        ("output_bytes", f"logits: with their loss and gradients, computed{_in_chunks(summary)}"),
         ("leaving_bytes", "grad: on the way to RAM, of a unit and of those before it"),
         ("context_bytes", "CUDA and its libraries, assumed"),
         ("communication_bytes", "NCCL, assumed"),

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.quantizers.auto import get_hf_quantizer
 
 from offload import ConfigError, OffloadZero
 from offload.integrations.quantised import kept_as, parts_of, skeleton
 from offload.io.regular import check_file
+from offload.model.guard import is_held
 from offload.model.inner import is_composite
+from offload.model.loss import LateLogits, LossLinear
 from offload.model.meta_init import FromSafetensors, Kept, PartOfModel, Parts, Source
 
 LIBRARIES = ("transformers", "bitsandbytes", "torchao")
@@ -96,6 +99,87 @@ def from_pretrained(
         params = [param for param in model.parameters() if param.requires_grad]
     adam = None if optimizer is None else optimizer(params)
     return model, OffloadZero(model, adam, init=source, **options)
+
+
+def fuse_loss(model: Any) -> Any:
+    """Makes a causal language model compute its loss without its logits; call it before OffloadZero.
+
+        model = fuse_loss(AutoModelForCausalLM.from_pretrained("llama"))
+        optimizer = OffloadZero(model, ...)
+
+    In training `model(input_ids, labels=labels)` then returns the same loss up to rounding, by `linear_cross_entropy`,
+    and `logits=None`. `num_items_in_batch`, `shift_labels`, soft caps and scales of logits count as before, and so do
+    losses that the model adds (routers of experts). A forward without labels, in evaluation or without gradients is as
+    it was. What reads the logits of a training forward inside the model gets them, computed as ever, and saves nothing.
+
+    Args:
+        model: of transformers, with a plain nn.Linear as output layer and the loss of causal language models.
+
+    Returns:
+        The model, which was changed in place: its output layer has another class, `offload.model.loss.LossLinear`.
+
+    Raises:
+        ConfigError: for a model with another loss, or another output layer, and one that is held already.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    name = type(model).__name__
+    if isinstance(head, LossLinear):
+        return model
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        raise ConfigError(
+            f"the output layer of {name} is {type(head).__name__}, and fuse_loss needs a plain nn.Linear: call it on a "
+            "model for causal language modelling, before adapters or quantisation change that layer"
+        )
+    if is_held(head.weight):
+        raise ConfigError(f"fuse_loss came after OffloadZero, which holds {name} already: call it before")
+    if model.loss_function is not ForCausalLMLoss:
+        raise ConfigError(
+            f"the loss of {name} is {getattr(model.loss_function, '__name__', model.loss_function)}, and fuse_loss "
+            "knows ForCausalLMLoss of transformers only: call offload.linear_cross_entropy in that loss"
+        )
+    head.__class__ = LossLinear
+    model.loss_function = _loss_of_late_logits
+    model.register_forward_hook(_without_late_logits)
+    return model
+
+
+def _loss_of_late_logits(
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """As transformers' ForCausalLMLoss, also of logits that are not computed yet."""
+    if not isinstance(logits, LateLogits):
+        made: Tensor = ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options
+        )
+        return made
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return logits.loss(shift_labels, num_items=num_items_in_batch, ignore_index=ignore_index)
+
+
+def _without_late_logits(model: Any, args: Any, output: Any) -> Any:
+    """Takes logits that were not needed from what a model returns; without a loss they are computed."""
+    if isinstance(output, tuple):
+        has_loss = isinstance(output[0], Tensor) and not output[0].dim()
+        return tuple(_or_none(one, has_loss) for one in output)
+    if isinstance(output, dict):  # ModelOutput
+        has_loss = output.get("loss") is not None
+        for key, value in output.items():
+            if isinstance(value, LateLogits):
+                output[key] = _or_none(value, has_loss)
+    return output
+
+
+def _or_none(value: Any, has_loss: bool) -> Any:
+    if not isinstance(value, LateLogits):
+        return value
+    return None if has_loss else value.computed()
 
 
 def _on_meta(kind: Any, path: Path) -> Any:

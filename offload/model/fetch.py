@@ -158,8 +158,14 @@ class HeldUnits:
             self._pending.apply(unit)
         return _NO_CONTEXT
 
-    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
-        """Makes `units` be fetched again each time that `node` of a graph is about to run."""
+    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit], *, is_used: bool = True) -> None:
+        """Makes `units` be fetched again each time that `node` of a graph is about to run.
+
+        Args:
+            node: it gives gradients to these units.
+            units: the units.
+            is_used: whether it needs their values for that; if not, they are not fetched.
+        """
 
     def keep(self, units: Iterable[Unit]) -> None:
         """Keeps units that are available until the next step, because a graph needs them and does not say when."""
@@ -494,22 +500,25 @@ class StreamedUnits(HeldUnits):
         self._policy.give_back(unit)
         self.transfers.fetch(unit)
 
-    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
-        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._position)))
+    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit], *, is_used: bool = True) -> None:
+        at = tuple(units), self._position, is_used
+        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), at))
 
     @entry
-    def _node_runs(self, at: tuple[Sequence[Unit], int]) -> None:
-        """Called when a node that uses parameters is about to run in a backward.
+    def _node_runs(self, at: tuple[Sequence[Unit], int, bool]) -> None:
+        """Called when a node that used parameters is about to run in a backward.
 
         Args:
-            at: the units, and the position at the end of their use.
+            at: the units, the position at the end of their use, and whether their values are needed again.
         """
-        units, position = at
+        units, position, is_used = at
         self._autograd_runs()
         for unit in units:
             self._backward_reaches(unit, position)
+        if not is_used:
+            return
         with self.used(units):
-            self._release_all_but(units)
+            self._release_all_but((*units, self._root))  # whose own nodes may come next
 
     @property
     def is_training(self) -> bool:

@@ -59,6 +59,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldBeside
 from offload.model.inner import is_wrapper, leaves_of, rebuilt
 from offload.model.inner import kind_of as own_kind_of
+from offload.model.loss import cells_of_linear
 from offload.model.tiling import Tiling
 from offload.model.torch_functions import UNCOUNTED, Kind, counting, device_of, kind_of, moved_to, takes_lists
 from offload.model.torch_helpers import (
@@ -467,6 +468,13 @@ class Guards:
             return NotImplemented
         return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
 
+    def _loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Answers the loss of an output layer, whose backward may need no values."""
+        hidden, weight, bias, loss = args
+        if self._tiling.runs(weight):
+            return self._tiling.loss(hidden, weight, bias, loss)
+        return self._run(func, args, kwargs, backward_uses=not loss.made_in_forward)
+
     def _uncounted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._run(counting(func), args, kwargs)
 
@@ -544,7 +552,7 @@ class Guards:
             grads.append(grad)
         return tuple(grads)
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward_uses: bool = True) -> Any:
         used = list(self._guarded_in((args, kwargs)))
         is_saved = self._is_saved(used)
         units = self._units_of(used)
@@ -552,7 +560,7 @@ class Guards:
         with self._units.used(units), _Plain(self, opened):
             result = func(*args, **kwargs)
         if units:
-            self._guard_result(result, units)
+            self._guard_result(result, units, backward_uses=backward_uses)
             if is_saved:
                 self._units.keep(units)
         return result
@@ -669,8 +677,14 @@ class Guards:
                 seen.add(id(one))
                 yield one
 
-    def _guard_result(self, result: Any, units: Sequence[Unit]) -> None:
-        """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again."""
+    def _guard_result(self, result: Any, units: Sequence[Unit], *, backward_uses: bool) -> None:
+        """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again.
+
+        Args:
+            result: of an operation.
+            units: whose parameters it used.
+            backward_uses: whether the nodes use them, too.
+        """
         for tensor in tensors_in(result):
             if self._parameters.number_of(tensor) is not None:
                 continue
@@ -683,7 +697,7 @@ class Guards:
                 nodes = [one.grad_fn for one in graphs_of(tensor)]
             for node in nodes:
                 assert node is not None
-                self._units.fetch_before(node, units)
+                self._units.fetch_before(node, units, is_used=backward_uses)
 
     def _guard_alias(self, tensor: Any) -> None:
         """Guards a tensor that lies in a streamed parameter, and what it is made of. Others stay as they are."""
@@ -775,6 +789,7 @@ _ANSWERS: dict[Any, Callable[[Guards, Any, Sequence[Any], Mapping[str, Any]], An
     torch.autograd.grad: Guards._grad,
     Tensor.detach: Guards._detach,
     F.linear: Guards._linear,
+    cells_of_linear: Guards._loss,
     **dict.fromkeys(UNCOUNTED, Guards._uncounted),
     Kind.MOVE: Guards._move,
     Kind.EXPORT: Guards._export,

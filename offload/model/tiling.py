@@ -7,12 +7,20 @@ a guarded parameter (guard.py), which is in RAM as a whole. So it is where the w
 gradient.
 
 The gradient of the input is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
+
+[Note: the loss of a tiled output layer]
+Its loss (loss.py) runs over tiles in the forward, from the first to the last, and in the backward the other way round.
+Each tile has a node, so that it is fetched for that; all chunks of tokens are computed while it is there. A block of
+the vocabulary may lie in several tiles. Its rows are put together then, and it is computed at the last one of them: in
+a forward at the one of its last row, in a backward at the one of its first row. So the gradient of a tile may be
+complete only when the backward has come to the tile before, and it leaves from the node of that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +30,7 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import Layout
+from offload.model import loss as losses
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
@@ -86,6 +95,194 @@ class Tiling:
         if torch.is_grad_enabled() and weight.requires_grad and not _may_have_tangents(outputs[0]):
             outputs[0] = _Anchor.apply(outputs[0], weight, tiles[0][1], self._unit_of[weight].name)  # type: ignore[no-untyped-call]
         return torch.cat(outputs, -1)
+
+    def loss(self, hidden: Tensor, weight: nn.Parameter, bias: Tensor | None, loss: losses.TokenLosses) -> Tensor:
+        """Runs the loss of an output layer with a tiled weight; see [Note: the loss of a tiled output layer]."""
+        self._units.apply(self._unit_of[weight])
+        tiles = self._tiles[weight]
+        makes_graph = torch.is_grad_enabled()
+        needed = [makes_graph and one is not None and one.requires_grad for one in (hidden, weight, bias)]
+        run = _LossInTiles(loss, hidden.detach(), bias, [leaf for _, leaf in tiles], needed)
+        result: Tensor | None = None
+        for number, (unit, leaf) in enumerate(tiles):
+            call_hidden(leaf.requires_grad_, weight.requires_grad)
+            output = None
+            self._units.forward_begins(unit)
+            try:
+                with losses.exactly(hidden.device):
+                    run.see(number)
+                    value = loss.end_forward() if leaf is tiles[-1][1] else hidden.new_zeros((), dtype=loss.wide)
+                inputs = (hidden, bias) if result is None else (result, None)
+                done = [tiles[at][1] for at in run.completes(number)]
+                output = _TileOfLoss.apply(value, run, number, *inputs, *done)  # type: ignore[no-untyped-call]
+            finally:
+                self._units.forward_ends(unit, output)
+            result = output
+        if needed[1]:
+            result = _Anchor.apply(result, weight, tiles[-1][1], self._unit_of[weight].name)  # type: ignore[no-untyped-call]
+        assert result is not None
+        return result
+
+
+class _LossInTiles:
+    """One call of the loss of a tiled output layer.
+
+    Args:
+        loss: the loss.
+        hidden: `(N, H)`.
+        bias: `(V,)`, or None.
+        leaves: the tiles.
+        needed: whether gradients of `hidden`, the weight and the bias are wanted.
+
+    Attributes:
+        loss: the loss.
+        hidden: what the node of the last tile saves.
+        leaves: the tiles.
+        needed: as above.
+    """
+
+    def __init__(
+        self,
+        loss: losses.TokenLosses,
+        hidden: Tensor,
+        bias: Tensor | None,
+        leaves: Sequence[nn.Parameter],
+        needed: Sequence[bool],
+    ) -> None:
+        self.loss = loss
+        self.hidden: Tensor | None = hidden
+        self.leaves = leaves
+        self.needed = needed
+        self._bias = None if bias is None else bias.detach().clone().to(loss.dtype)
+        ends = list(accumulate(len(leaf) for leaf in leaves))
+        self._ranges = [range(end - len(leaf), end) for end, leaf in zip(ends, leaves, strict=True)]
+        self._rows: dict[int, Tensor] = {}  # by its first word: a block of which not all tiles were met
+
+    def completes(self, number: int) -> list[int]:
+        """The tiles whose gradients are complete when a backward has computed a tile."""
+        found = []
+        for at, words in enumerate(self._ranges):
+            first = words.start // losses.BLOCK * losses.BLOCK  # of the last block that a backward computes of it
+            if first in self._ranges[number]:
+                found.append(at)
+        return found
+
+    def _blocks(self, number: int, *, up: bool) -> Iterator[tuple[slice, Tensor]]:
+        """The blocks that are complete with a tile, and their rows, in the dtype of products.
+
+        Args:
+            number: of the tile, whose values are there.
+            up: whether tiles are met from the first one on.
+        """
+        own, leaf, dtype = self._ranges[number], self.leaves[number], self.loss.dtype
+        found = [one for one in losses.blocks(self.loss.words) if one.start < own.stop and one.stop > own.start]
+        for block in found if up else reversed(found):
+            start, stop = max(block.start, own.start), min(block.stop, own.stop)
+            rows = leaf[start - own.start : stop - own.start].to(dtype)
+            if (start, stop) != (block.start, block.stop):
+                if block.start not in self._rows:
+                    self._rows[block.start] = rows.new_empty(block.stop - block.start, rows.shape[1])
+                self._rows[block.start][start - block.start : stop - block.start] = rows
+                if (stop if up else start) != (block.stop if up else block.start):
+                    continue
+                rows = self._rows.pop(block.start)
+            yield block, rows
+
+    def see(self, number: int) -> None:
+        """Takes the words of a tile into the losses."""
+        assert self.hidden is not None
+        for block, rows in self._blocks(number, up=True):
+            for tokens in self.loss.chunks():
+                raw = F.linear(self.hidden[tokens], rows, None if self._bias is None else self._bias[block])
+                self.loss.see(tokens, block.start, raw)
+
+    def begin_backward(self, hidden: Tensor, of_result: Tensor) -> None:
+        """Called when a backward comes to the last tile.
+
+        Args:
+            hidden: `(N, H)`.
+            of_result: the gradient of the result.
+        """
+        self._hidden = hidden
+        self._factor, self._of_tokens = self.loss.factors(of_result)
+        self._sums = losses.Sums(self.loss, hidden, has_hidden=self.needed[0])
+        self._of_bias = torch.zeros(self.loss.words, dtype=self.loss.wide, device=hidden.device)
+        self._of_tiles: dict[int, Tensor] = {}
+        self._rows = {}
+
+    def go_back(self, number: int) -> list[Tensor | None]:
+        """Computes the gradients of the words of a tile.
+
+        Returns:
+            Of each tile that `completes` names its gradient.
+        """
+        loss, of_rows = self.loss, None
+        for block, rows in self._blocks(number, up=False):
+            of_rows = torch.zeros_like(rows, dtype=loss.wide) if self.needed[1] else None
+            for tokens in loss.chunks():
+                raw = F.linear(self._hidden[tokens], rows, None if self._bias is None else self._bias[block])
+                grad = loss.gradient(tokens, block.start, raw, loss.lse[tokens], self._of_tokens)
+                self._sums.add(tokens, grad, rows, of_rows, self._of_bias[block] if self.needed[2] else None)
+            if of_rows is not None:
+                self._split(block, of_rows)
+        return [self._of_tiles.pop(at, None) for at in self.completes(number)]
+
+    def _split(self, block: slice, of_rows: Tensor) -> None:
+        """Gives the gradient of a block to the tiles in which it lies."""
+        of_rows = of_rows.mul_(self._factor)
+        for at, (words, leaf) in enumerate(zip(self._ranges, self.leaves, strict=True)):
+            start, stop = max(block.start, words.start), min(block.stop, words.stop)
+            if start < stop:
+                if at not in self._of_tiles:
+                    self._of_tiles[at] = torch.empty(leaf.shape, dtype=leaf.dtype, device=of_rows.device)
+                part = of_rows[start - block.start : stop - block.start]
+                self._of_tiles[at][start - words.start : stop - words.start] = part
+
+    def end_backward(self, hidden: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of `hidden` and of the bias, in these dtypes, after all tiles."""
+        of_hidden = losses.scaled(self._sums.of_hidden, self._factor, hidden)
+        of_bias = None if bias is None else losses.scaled(self._of_bias, self._factor, bias)
+        del self._hidden, self._sums, self._of_bias
+        return of_hidden, of_bias
+
+
+class _TileOfLoss(torch.autograd.Function):
+    """The node of a tile in the graph of a loss: it is computed when the one of the tile after it was."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        run: _LossInTiles,
+        number: int,
+        before: Tensor,
+        bias: Tensor | None,
+        *done: nn.Parameter,
+    ) -> Tensor:
+        ctx.run, ctx.number = run, number
+        ctx.dtypes = (before.dtype, None if bias is None else bias.dtype)
+        saved: list[Tensor | None] = [run.leaves[number]]
+        if number == len(run.leaves) - 1:
+            saved.append(run.hidden)
+            run.hidden = None
+        ctx.save_for_backward(*saved)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
+        run: _LossInTiles = ctx.run
+        _, *hidden = ctx.saved_tensors  # which checks that nobody has written to the tile
+        with losses.exactly(of_result.device):
+            if hidden:
+                run.begin_backward(hidden[0], of_result)
+            of_done = run.go_back(ctx.number)
+            if ctx.number:
+                before: tuple[Tensor | None, Tensor | None] = (of_result.new_zeros(()), None)
+            else:
+                before = run.end_backward(*ctx.dtypes)
+                if not run.needed[2]:
+                    before = before[0], None
+        return (None, None, None, *before, *of_done)
 
 
 def _may_have_tangents(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from offload.errors import ConfigError
 from offload.layout import ParamSpec
 from offload.model.aliases import extent_of, overlaps_itself
 from offload.model.inner import Inner, inner_tensors, is_composite, table_bytes
+from offload.model.loss import LossLinear
 from offload.model.plain_copy import LeftBehind
 from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
 
@@ -104,7 +105,7 @@ def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
     rows = {}
     for number, one in enumerate(inners):
         (module, name), *more = holders[one.param]
-        is_own = type(module) is nn.Linear and name == "weight" and not more and one.tensor is one.param
+        is_own = type(module) in (nn.Linear, LossLinear) and name == "weight" and not more and one.tensor is one.param
         if is_own and not one.is_part and one.param.dim() == 2 and one.param.is_contiguous():
             rows[number] = one.param.shape[1]
     return rows

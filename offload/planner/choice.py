@@ -15,6 +15,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, ParamSpec, Whole, build, tiled
 from offload.model.dense import is_dense
 from offload.model.inner import Inner
+from offload.model.loss import LossLinear
 from offload.model.units import (
     ROOT,
     compute_dtypes,
@@ -52,12 +53,14 @@ class ModelShape:
         inners: the inner tensors of parameters that these are of, in the same order.
         rows: the elements of a row of each parameter that can be tiled, by its index.
         resident_bytes: of buffers and of parameters that always stay on the device.
+        loss_weights: see `ModelChoice`.
     """
 
     specs: Sequence[ParamSpec]
     inners: Sequence[Inner]
     rows: Mapping[int, int]
     resident_bytes: int
+    loss_weights: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -77,7 +80,9 @@ class ModelShape:
         keep_fp32, dtype = options.fp32_modules, options.compute_dtype
         specs, inners = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
         resident_bytes = untrained_bytes(model, inners, compute_dtypes(model, keep_fp32, dtype))
-        return cls(specs, inners, rows_of(model, inners), resident_bytes)
+        late = {one.weight for one in model.modules() if isinstance(one, LossLinear)}
+        names = frozenset(spec.name for spec, one in zip(specs, inners, strict=True) if one.param in late)
+        return cls(specs, inners, rows_of(model, inners), resident_bytes, names)
 
     def with_groups_by_kind(self) -> ModelShape:
         """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
@@ -160,7 +165,7 @@ class ModelShape:
     def situation(self, *, ranks: int = 1, ranks_on_node: int = 1, slices: int = 1) -> Situation:
         """What the options are read for; see `Situation` for the arguments."""
         trained_bytes, frozen_bytes = (self.nbytes(is_frozen=is_frozen) for is_frozen in (False, True))
-        return Situation(trained_bytes, frozen_bytes, ranks, ranks_on_node, slices)
+        return Situation(trained_bytes, frozen_bytes, ranks, ranks_on_node, slices, loss_weights=self.loss_weights)
 
     def room(self, options: Options, available_bytes: int | None = None, *, ranks_on_node: int = 1) -> Room:
         """What there is room for; see `Room` for the arguments."""

@@ -35,6 +35,7 @@ class Situation:
         ranks_on_node: how many ranks share this machine.
         slices: how many tensor-parallel ranks there are.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
+        loss_weights: see `ModelChoice`.
     """
 
     trained_bytes: int
@@ -43,6 +44,7 @@ class Situation:
     ranks_on_node: int = 1
     slices: int = 1
     temporary_bytes: int = 0
+    loss_weights: frozenset[str] = frozenset()
 
     @property
     def keeps_trained(self) -> bool:
@@ -108,7 +110,13 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
     tuning, split = options.tuned, options.splits_masters
     ahead = tuning.prefetch_chunks
     return Choice(
-        ModelChoice(options.compute_dtype, options.fp32_modules, options.cast_forward_inputs, options.units),
+        ModelChoice(
+            options.compute_dtype,
+            options.fp32_modules,
+            options.cast_forward_inputs,
+            options.units,
+            situation.loss_weights,
+        ),
         StateChoice(
             options.state_tier,
             split_master=split,

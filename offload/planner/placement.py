@@ -60,6 +60,7 @@ STAGED = "commits"
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
+LOSS = "gradients of an output layer, from the forward to the backward"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 BASE = "kept base, which other runs may share"
 TRIED_SLOTS = "slots for steps that are tried"
@@ -622,6 +623,9 @@ class Needs:
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
             found.append(Region(where, TEMPORARIES, at_once * choice.states.temporary_bytes, is_lent=False))
+        for spec in self.layout.specs:
+            if spec.name in choice.model.loss_weights and not spec.is_frozen and not spec.tile:
+                found.append(Region(DEVICE, LOSS, torch.float32.itemsize * spec.numel, is_lent=False))
         return found + matrices
 
     @property

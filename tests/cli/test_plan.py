@@ -493,6 +493,8 @@ def test_a_gpu_has_room_for_what_activations_leave(monkeypatch: pytest.MonkeyPat
     assert found["device_budget_bytes"] == 2 * GIB - beside
     assert found["device_total_bytes"] == found["device_bytes"] + beside <= 2 * GIB
     assert found["output_bytes"] == 12 * 2 * 512 * 256  # logits
+    in_cells = 256 * 256 * (2 + 4 * 4)  # of 256 tokens by all words: in bf16, and what is made of them in fp32
+    assert found["output_bytes_in_chunks"] == in_cells + 4 * PRESETS["1m"].width * (2 * 512 + 256)
     assert found["fits"] is True
     assert run_json("--gpu-memory", "2GiB", "--activation-tier", "cpu", *given)["activation_bytes"] == -(
         -found["saved_bytes"] // 4

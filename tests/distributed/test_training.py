@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from offload import OffloadZero, Tuning
 from offload.layout import Layout, build
@@ -103,6 +104,14 @@ def test_every_kind_of_model_whose_ranks_stream_all_parameters(
 ) -> None:
     """Of 4 ranks some have nothing of a small unit, and of a large one several chunks."""
     trained(worlds, kind, 4, 3, stage=stage, param_tier="cpu", accumulation=accumulation, wire="late")
+
+
+@pytest.mark.parametrize("units", [None, ("head", nn.Linear)], ids=["head in the root", "head a unit"])
+@pytest.mark.parametrize(("stage", "accumulation"), [(2, 2), (3, 1)])
+def test_the_loss_without_logits(worlds: Worlds, stage: int, accumulation: int, units: Any) -> None:
+    tuning = Tuning(chunk=4096, threads=1, bucket=4096, units=units)
+    tier = "device" if stage == 2 else "cpu"
+    trained(worlds, "words", 2, 3, stage=stage, param_tier=tier, accumulation=accumulation, tuning=tuning, wire="late")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from offload import linear_cross_entropy
 from offload.demo.gpt import GPT, GPTConfig
 
 
@@ -106,6 +107,22 @@ class Sums(nn.Module):
         return torch.stack([block(part) for block, part in zip(self.blocks, parts, strict=True)])
 
 
+class Words(nn.Module):
+    """Predicts words by a head that is a unit of its own where units are chosen, by the loss without logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 33)
+        self.blocks = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))
+        self.head = nn.Linear(33, 61)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        h = self.embed(words)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return linear_cross_entropy(h, self.head, labels, chunk=5, softcap=3.0)
+
+
 class ConvNet(nn.Module):
     """Convolutions, one of them with channels-last weights, and norms that stay fp32."""
 
@@ -126,7 +143,7 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(7)
     if kind == "gpt":
         return GPT(GPTConfig(layers=3, heads=2, width=32, context=16))
-    return {"mlp": Mlp, "conv": ConvNet, "sums": Sums, "turns": Turns, "adapted": Adapted}[kind]()
+    return {"mlp": Mlp, "conv": ConvNet, "sums": Sums, "turns": Turns, "adapted": Adapted, "words": Words}[kind]()
 
 
 KINDS = ("gpt", "mlp", "conv")
@@ -144,6 +161,9 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind == "gpt":
             tokens = torch.randint(256, (2, 17), generator=generator)
             return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
+        if kind == "words":
+            words = torch.randint(61, (2, 9), generator=generator)
+            return words[:, :-1].contiguous().to(device), words[:, 1:].contiguous().to(device)
         if kind == "sums":
             which = torch.randint(4, (5431,), generator=generator)
             return torch.tensor([1e8, -1e8, 1.0, 1 / 3])[which].to(device), which
@@ -156,6 +176,9 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind == "gpt":
             found: Tensor = model(inputs, targets)[1]
             return found
+        if kind == "words":
+            of_words: Tensor = model(inputs, targets)
+            return of_words
         if kind == "sums":
             return model(inputs).float().sum()
         return nn.functional.cross_entropy(model(inputs).float(), targets)
