@@ -158,6 +158,13 @@ class HeldUnits:
             self._pending.apply(unit)
         return _NO_CONTEXT
 
+    def expect_tiles(self, tiles: Sequence[Unit]) -> None:
+        """Says which tiles of a weight are used next, in this order. The others are not fetched ahead.
+
+        Args:
+            tiles: at least one, all of one weight.
+        """
+
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
         """Makes `units` be fetched again each time that `node` of a graph is about to run."""
 
@@ -456,16 +463,26 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[Unit]) -> None:
+        tiles = [unit for unit in units if unit.weight is not None]
+        for unit in tiles:
+            self._policy.order.enter(unit)
         guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.forwards)]
         if guests:
-            self._release_unused(self._root, *guests)
+            to_come = (one for unit in tiles for one in self._policy.wanted_with(unit))
+            self._release_unused(self._root, *guests, *to_come)
         self._require_room(units)
         for unit in units:
-            self._pending.apply(unit)
+            self._pending.apply(unit.home)
             self._fetch(unit)
+        for unit in tiles:  # each is used as a unit is: the next time another one may be
+            self._prefetch(unit)
         host = (self._root, *self.running.units_here)[-1]
         if not host.is_root:
-            host.guests.update(dict.fromkeys(guests))
+            host.guests.update(dict.fromkeys(unit for unit in guests if unit.weight is None))
+
+    def expect_tiles(self, tiles: Sequence[Unit]) -> None:
+        if not in_backward() and not self.entries.is_beside():
+            self._policy.order.expect_tiles(tiles)
 
     def _borrow(self, units: Sequence[Unit]) -> None:
         """Fetches units for a thread beside the one that trains.
@@ -484,7 +501,7 @@ class StreamedUnits(HeldUnits):
         self._require_room(units)
         for unit in units:
             is_there = unit.is_here
-            self._pending.apply(unit)
+            self._pending.apply(unit.home)
             self.transfers.fetch(unit)
             if not is_there and not unit.is_root:
                 self._policy.borrow(unit)
@@ -509,7 +526,8 @@ class StreamedUnits(HeldUnits):
         for unit in units:
             self._backward_reaches(unit, position)
         with self.used(units):
-            self._release_all_but(units)
+            if any(unit.weight is None for unit in units):  # a tile enters as a unit does
+                self._release_all_but(units)
 
     @property
     def is_training(self) -> bool:

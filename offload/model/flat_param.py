@@ -99,7 +99,7 @@ class FlatParameters:
             self._add_wrapper(param)
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
-        self._flat_of_storage: dict[int, int] = {}
+        self._slice_of_storage: dict[int, int] = {}
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
@@ -194,15 +194,16 @@ class FlatParameters:
             self.held[number].version = self.held[number].version_now
         self.flats[flat] = memory
         if flat in self._streamed:
-            self._flat_of_storage[memory.untyped_storage()._cdata] = flat
+            self._slice_of_storage[memory.untyped_storage()._cdata] = flat
 
     def _flatten_tiles(self, flat: int) -> None:
-        columns = self.params[self.layout.flats[flat].params[0]].shape[1]
+        row_shape = self.params[self.layout.flats[flat].params[0]].shape[1:]
         for one in self.layout.slices:
             if one.is_tile and one.flat == flat:
                 memory = torch.empty(one.numel, dtype=self.layout.flats[flat].dtype, device=self.device)
                 self._memory[one.index] = memory
-                self.tiles[one.index].data = memory.view(-1, columns)
+                self.tiles[one.index].data = memory.view(-1, *row_shape)
+                self._slice_of_storage[memory.untyped_storage()._cdata] = one.index
                 memory.untyped_storage().resize_(0)
 
     def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
@@ -274,21 +275,21 @@ class FlatParameters:
         """Whether the memory of a parameter comes and goes."""
         return self.held[number].streams
 
-    def flat_at(self, tensor: Tensor) -> int | None:
-        """The flat parameter in whose storage a tensor lies, if it is streamed; else None.
+    def slice_at(self, tensor: Tensor) -> int | None:
+        """The slice of the layout, a streamed flat parameter or a tile, in whose storage a tensor lies; else None.
 
         Raises:
             ReleasedParameterError: if the tensor is a view from before the model was moved.
         """
         tensor = local_of(tensor)
         with torch_private.PastSubclasses():
-            if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            if not self._slice_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 return None
             try:
-                found = self._flat_of_storage.get(tensor.untyped_storage()._cdata)
+                found = self._slice_of_storage.get(tensor.untyped_storage()._cdata)
             except (RuntimeError, NotImplementedError):  # a tensor without storage
                 return None
-        if found is not None and tensor.device != self.flats[found].device:
+        if found is not None and tensor.device != self.memory_of(found).device:
             raise ReleasedParameterError(
                 f"a view of a streamed parameter was taken on {tensor.device}, and the model was moved to "
                 f"{self.device}: take it anew"
@@ -297,7 +298,7 @@ class FlatParameters:
 
     def lies_in_streamed(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one that it is made of, lies in a streamed flat parameter."""
-        return any(self.flat_at(leaf) is not None for leaf in leaves_of(tensor))
+        return any(self.slice_at(leaf) is not None for leaf in leaves_of(tensor))
 
     def data_of(self, number: int) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
@@ -380,7 +381,7 @@ class FlatParameters:
     def become_resident(self) -> None:
         """Gives streamed parameters, all of which are on the device for good, storages of their own there."""
         streamed, self._streamed = self._streamed, ()
-        self._flat_of_storage.clear()
+        self._slice_of_storage.clear()
         for one in (held for held in self.held if held.flat in streamed):
             one.streams = False
             memory = self.flats[one.flat][one.offset : one.offset + one.local.numel()]
@@ -450,8 +451,8 @@ class FlatParameters:
                 self._memory[index] = memory
             else:
                 self.flats[index] = memory
-                if streams:
-                    self._flat_of_storage[memory.untyped_storage()._cdata] = index
+            if streams:
+                self._slice_of_storage[memory.untyped_storage()._cdata] = index
         self.device = device
         for one in self.held:
             one.forget_data()

@@ -92,9 +92,10 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
 
 
 def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
-    """The length of a row of each of `inners` that can be tiled, by its number.
+    """How many elements a row of each of `inners` has that can be tiled, by its number.
 
-    It can be tiled if it is all of the weight of one nn.Linear, and is used by nothing else.
+    It can be tiled if it is the weight of one nn.Linear, or if it has three dimensions and is a parameter of one module
+    that is none of torch's own: those use theirs as a whole.
     """
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -104,9 +105,11 @@ def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
     rows = {}
     for number, one in enumerate(inners):
         (module, name), *more = holders[one.param]
-        is_own = type(module) is nn.Linear and name == "weight" and not more and one.tensor is one.param
-        if is_own and not one.is_part and one.param.dim() == 2 and one.param.is_contiguous():
-            rows[number] = one.param.shape[1]
+        is_linear = type(module) is nn.Linear and name == "weight" and one.param.dim() == 2
+        is_of_matrices = one.param.dim() == 3 and not type(module).__module__.startswith("torch.")
+        is_whole = not more and one.tensor is one.param and not one.is_part and one.param.is_contiguous()
+        if is_whole and (is_linear or is_of_matrices):
+            rows[number] = one.param.shape[1:].numel()
     return rows
 
 

@@ -427,7 +427,9 @@ def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
     parted = {unit: sum(modules.values()) for unit, modules in units.items() if len(modules) > 1}
     if not parted or _at_once(smallest, choice) > limit:
         largest = max(smallest, key=lambda unit: smallest[unit])
-        tiles = ", and only weights of nn.Linear run in tiles (Tuning.tile)" if layout.ranks == 1 else ""
+        tiles = (
+            ", and only weights of nn.Linear and parameters with 3 dimensions run in tiles" if layout.ranks == 1 else ""
+        )
         return (
             f"; smaller units are not enough: {largest or 'the root'} takes {format_bytes(smallest[largest])} at once"
             f"{tiles}"
