@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,18 @@ class HeldUnits:
         Args:
             tiles: at least one, all of one weight.
         """
+
+    def refuse_whole(self, unit: Unit, what: str) -> NoReturn:
+        """Refuses an operation that needs all of a tiled weight on the device.
+
+        Args:
+            unit: the weight's unit.
+            what: the operation's name.
+
+        Raises:
+            BudgetError: always.
+        """
+        raise AssertionError("without streamed parameters there are no tiles")
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit]) -> None:
         """Makes `units` be fetched again each time that `node` of a graph is about to run."""
@@ -479,6 +491,19 @@ class StreamedUnits(HeldUnits):
         host = (self._root, *self.running.units_here)[-1]
         if not host.is_root:
             host.guests.update(dict.fromkeys(unit for unit in guests if unit.weight is None))
+
+    def refuse_whole(self, unit: Unit, what: str) -> NoReturn:
+        nbytes = sum(flat.numel * flat.dtype.itemsize for flat in unit.flats)
+        limit = self.transfers.limit or 0
+        missing = self.transfers.missing_bytes((self._root,)) + nbytes
+        raise BudgetError(
+            f"{unit.name} runs in tiles, and {what} needs all of its {format_bytes(nbytes)} on the device beside other "
+            "tensors: give more device_memory, use it in one of the ways that run in tiles, or beside tensors on the "
+            "CPU, where it is whole",
+            needed=limit + missing,
+            available=limit,
+            option="device_memory",
+        )
 
     def expect_tiles(self, tiles: Sequence[Unit]) -> None:
         if not in_backward() and not self.entries.is_beside():

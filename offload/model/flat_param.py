@@ -21,6 +21,7 @@ their first storages again when they are back: views that autograd saved stay va
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,23 @@ from offload.ranks.tensor_parallel import local_of, repoint
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Streaming:
+    """What of a model streams, and the device's memory that was planned for it.
+
+    Attributes:
+        flats: the flat parameters whose memory comes and goes.
+        limit: how many bytes these may take on the device at once, but for uses that need more.
+        staying: names of the units that stay there.
+        in_ram: names of the tiled weights that are in RAM as a whole.
+    """
+
+    flats: Collection[int] = ()
+    limit: int = 0
+    staying: Container[str] = ()
+    in_ram: Container[str] = ()
+
+
 class FlatParameters:
     """The held parameters of a model, in the order of `layout.specs`: trained ones, and frozen ones that stream.
 
@@ -50,9 +68,7 @@ class FlatParameters:
         inners: their inner tensors, in that order.
         device: the device to train on.
         copier: copies between that device and RAM.
-        streamed: the flat parameters whose memory comes and goes.
-        limit: how many bytes these may take on that device.
-        staying: names of the units that stay there.
+        streaming: which of them stream.
 
     Attributes:
         layout: of all of them.
@@ -76,15 +92,12 @@ class FlatParameters:
         inners: Sequence[Inner],
         device: torch.device,
         copier: Copier,
-        *,
-        streamed: Collection[int] = (),
-        limit: int = 0,
-        staying: Container[str] = (),
+        streaming: Streaming = Streaming(),
     ) -> None:
         self.layout = layout
         self.trained = len(layout.trained.specs)
-        self._streamed = streamed
-        self.units = Units(layout, streamed, staying)
+        self._streamed = streaming.flats
+        self.units = Units(layout, streaming.flats, streaming.staying, streaming.in_ram)
         self.held = tuple(self._held(number, inner) for number, inner in enumerate(inners))
         self.params: tuple[Any, ...] = tuple(one.tensor for one in self.held)
         self.locals = tuple(one.local for one in self.held)
@@ -103,7 +116,7 @@ class FlatParameters:
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
-        self._unit_memory = UnitMemory(device, copier, limit)
+        self._unit_memory = UnitMemory(device, copier, streaming.limit)
         self.tiles: dict[int, nn.Parameter] = {
             one.index: nn.Parameter(torch.empty(0, dtype=layout.flats[one.flat].dtype, device=device))
             for one in layout.slices
@@ -169,11 +182,10 @@ class FlatParameters:
             owned: the parameters whose memory is malloc's and belongs to them alone, see `move_values`.
         """
         info = self.layout.flats[flat]
-        is_tiled = self.layout.tile_of(flat) > 0  # too large for the device
-        device = CPU if is_tiled else self.device
+        device = CPU if self._is_in_ram(flat) else self.device
         self._count(flat, self.layout.padded_numel(flat) * info.dtype.itemsize)
         memory = torch.empty(self.layout.padded_numel(flat), dtype=info.dtype, device=device)
-        if is_tiled:
+        if self.layout.tile_of(flat):
             self._flatten_tiles(flat)
         end = 0
         views = []
@@ -324,7 +336,7 @@ class FlatParameters:
         """
         # What another thread threw in may have cut `free` off before it took them.
         self._hide_versions(unit)
-        # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
+        # A tiled weight may be in RAM as a whole, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(one.index) for one in unit.slices)
         ready = self._unit_memory.give(unit, self._memory_of_unit(unit), shares=shares)
         self._note_peak()
@@ -412,7 +424,7 @@ class FlatParameters:
                 f"parallelism stays there, so leave out the call that moves it to {device}"
             )
         with torch_private.PastSubclasses():
-            slices = [one.index for one in self.layout.slices if one.is_tile or not self.layout.tile_of(one.flat)]
+            slices = [one.index for one in self.layout.slices if one.is_tile or not self._is_in_ram(one.flat)]
             self._take_memory({index: self._memory_at(index, device) for index in slices}, device)
         self._unit_memory.free_spare()
 
@@ -465,8 +477,11 @@ class FlatParameters:
             self._note_peak()
 
     def _counts(self, index: int) -> bool:
-        """Whether a slice takes memory of the device. A tiled weight as a whole never does, since it is in RAM."""
-        return index >= len(self.flats) or not self.layout.tile_of(index)
+        """Whether a slice takes memory of the device."""
+        return index >= len(self.flats) or not self._is_in_ram(index)
+
+    def _is_in_ram(self, flat: int) -> bool:
+        return self.units[self.layout.flats[flat].unit].is_in_ram
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._bytes + self._unit_memory.nbytes)

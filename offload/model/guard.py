@@ -570,6 +570,8 @@ class Guards:
         used = list(self._guarded_in((args, kwargs)))
         is_saved = self._is_saved(used)
         units = self._units_of(used)
+        if self._parameters.tiles:
+            self._note_whole_uses(func, used, units, (args, kwargs))
         opened = self._with_inner(used)
         with self._units.used(units), _Plain(self, opened):
             result = func(*args, **kwargs)
@@ -578,6 +580,19 @@ class Guards:
             if is_saved:
                 self._units.keep(units)
         return result
+
+    def _note_whole_uses(self, func: Any, used: Sequence[Any], units: Sequence[Unit], given: Any) -> None:
+        """Looks at the tiled weights that an operation uses as a whole.
+
+        Raises:
+            BudgetError: if it has other tensors on the device, where there is no room for one of them.
+        """
+        for one in used:
+            self._tiling.note_whole_use(one)
+        home = self._parameters.device
+        in_ram = [unit for unit in units if unit.is_in_ram] if home.type != "cpu" else []
+        if in_ram and any(one.device == home and one.dim() for one in instances_in(given, Tensor)):
+            self._units.refuse_whole(in_ram[0], getattr(func, "__name__", str(func)))
 
     def _with_inner(self, used: Sequence[Any]) -> Sequence[Any]:
         """These tensors, and what the wrappers among them are made of."""

@@ -32,6 +32,7 @@ them in (grads/local.py).
 
 from __future__ import annotations
 
+import logging
 import operator
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +51,8 @@ from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Unit
+
+_log = logging.getLogger(__name__)
 
 
 @torch_private.goes_past_subclasses
@@ -129,6 +132,7 @@ class Tiling:
         self._parameters = parameters
         self._tiled: dict[nn.Parameter, TiledWeight] = {}
         self._of_flat: dict[int, TiledWeight] = {}
+        self._told: set[TiledWeight] = set()
         for index, leaf in parameters.tiles.items():
             one = layout.slices[index]
             if one.flat not in self._of_flat:
@@ -181,11 +185,11 @@ class Tiling:
         if one is None or has_hooks(one.weight):
             return None
         with torch_private.PastSubclasses():
-            like = one.weight.mT
-            is_transposed = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
-                like.shape,
-                like.stride(),
-                like.storage_offset(),
+            swapped = [0, 2, 1]
+            is_transposed = (
+                tensor.storage_offset() == one.weight.storage_offset()
+                and tensor.shape == tuple(one.weight.shape[dim] for dim in swapped)
+                and tensor.stride() == tuple(one.weight.stride(dim) for dim in swapped)
             )
         return (one, True) if is_transposed else None
 
@@ -352,6 +356,17 @@ class Tiling:
         self._units.apply(one.unit)
         return _Transposed.apply(one.weight, self._parameters.data_of(one.number))  # type: ignore[no-untyped-call]
 
+    def note_whole_use(self, weight: Any) -> None:
+        """Says once of each tiled weight that the forward around it uses it as a whole."""
+        one = self._tiled.get(weight) if isinstance(weight, nn.Parameter) else None
+        if one is not None and one not in self._told and self._is_inside(one):
+            self._told.add(one)
+            _log.warning(
+                "the forward uses %s as a whole, not in tiles: it comes whole, to %s, each time",
+                self._parameters.layout.specs[one.number].name,
+                "RAM" if one.unit.is_in_ram else "the device",
+            )
+
     # Products.
 
     def _grouped_mm(self, x: Any, weight: Any, offs: Tensor | None, bias: Any, out_dtype: torch.dtype | None) -> Any:
@@ -499,6 +514,10 @@ def _is_asked_for(leaf: nn.Parameter) -> bool:
     return False
 
 
+_WITHOUT_VALUES: Any = torch.ops.aten._reshape_alias.default
+"""A view of other strides. Unlike `transpose` it may be made of a tensor that has no memory."""
+
+
 class _Transposed(torch.autograd.Function):
     """The transposed view of a weight of three dimensions.
 
@@ -507,7 +526,9 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, data: Tensor) -> Tensor:
-        return torch_private.past_subclasses(data.transpose, 1, 2)
+        with torch_private.PastSubclasses():
+            shape, (batches, rows, columns) = data.shape, data.stride()
+            return _WITHOUT_VALUES(data, (shape[0], shape[2], shape[1]), (batches, columns, rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

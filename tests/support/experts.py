@@ -52,8 +52,8 @@ def iterated(own: Experts, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def gathered(own: Experts, x: Tensor, expert: Tensor) -> Tensor:
-    """Each token's matrices, as `batched_mm` of transformers."""
-    hidden = torch.tanh(torch.bmm(own.up[expert], x.unsqueeze(-1)).squeeze(-1) + own.bias[expert])
+    """Each token's matrices, as `batched_mm` of transformers; some are named from the end."""
+    hidden = torch.tanh(torch.bmm(own.up[expert - EXPERTS], x.unsqueeze(-1)).squeeze(-1) + own.bias[expert])
     return torch.bmm(own.down.index_select(0, expert), hidden.unsqueeze(-1)).squeeze(-1)
 
 
