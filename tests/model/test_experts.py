@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from offload import BudgetError, OffloadZero, ReleasedParameterError, Tuning
 from offload.planner.explain import plan_of
-from tests.support.experts import EXPERTS, HIDDEN, USES, WIDTH, Experts, Mixture, grouped, loss_of, mixture, tokens
+from tests.support.experts import (
+    EXPERTS,
+    HIDDEN,
+    USES,
+    WIDTH,
+    Experts,
+    Mixture,
+    grouped,
+    loss_of,
+    mixture,
+    same_steps,
+    tokens,
+)
 from tests.support.streamed import in_little_memory
 
 MATRIX = WIDTH * HIDDEN * 4
@@ -37,36 +49,6 @@ def held(model: nn.Module, **options: Any) -> OffloadZero:
     made = in_little_memory(model, optimizer, **chosen) if "path" in chosen else OffloadZero(model, optimizer, **chosen)
     assert made._parts.parameters.tiles
     return made
-
-
-def same_steps(
-    model: Mixture, plain: Mixture, optimizer: OffloadZero, *, counts: tuple[int, ...] = (40, 3, 40), backwards: int = 1
-) -> None:
-    """Trains a held model, on `counts` tokens a step. Plain torch from the same values gets the same bits."""
-    trained = [
-        (own, other) for own, other in zip(plain.parameters(), model.parameters(), strict=True) if own.requires_grad
-    ]
-    adamw = torch.optim.AdamW([own for own, _ in trained], lr=1e-2)
-    for step, count in enumerate(counts):
-        for micro_batch in range(backwards):
-            ids = tokens(step * backwards + micro_batch, count, model.words)
-            found, expected = loss_of(model, ids), loss_of(plain, ids)
-            assert found.item() == expected.item()
-            found.backward()
-            expected.backward()
-        for own, other in trained:
-            grad = optimizer.grad(other)
-            assert (grad is None) == (own.grad is None)
-            if grad is not None:
-                assert torch.equal(grad.reshape(own.shape), own.grad)
-        adamw.step()
-        adamw.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for (own, _), value in zip(trained, (other.detach().clone() for _, other in trained), strict=True):
-                torch.testing.assert_close(value, own.data, rtol=1e-5, atol=1e-7)
-                own.copy_(value)
 
 
 @pytest.mark.parametrize("use", USES)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload import OffloadZero
+
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 16, 6, 40
 Use = Callable[["Experts", Tensor, Tensor], Tensor]
 
@@ -133,3 +135,33 @@ def tokens(step: int, count: int = TOKENS, words: int = 11) -> Tensor:
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).float(), ids)
+
+
+def same_steps(
+    model: Mixture, plain: Mixture, optimizer: OffloadZero, *, counts: tuple[int, ...] = (40, 3, 40), backwards: int = 1
+) -> None:
+    """Trains a held model, on `counts` tokens a step. Plain torch from the same values gets the same bits."""
+    trained = [
+        (own, other) for own, other in zip(plain.parameters(), model.parameters(), strict=True) if own.requires_grad
+    ]
+    adamw = torch.optim.AdamW([own for own, _ in trained], lr=1e-2)
+    for step, count in enumerate(counts):
+        for micro_batch in range(backwards):
+            ids = tokens(step * backwards + micro_batch, count, model.words).to(model.head.weight.device)
+            found, expected = loss_of(model, ids), loss_of(plain, ids)
+            assert found.item() == expected.item()
+            found.backward()
+            expected.backward()
+        for own, other in trained:
+            grad = optimizer.grad(other)
+            assert (grad is None) == (own.grad is None)
+            if grad is not None:
+                assert torch.equal(grad.reshape(own.shape), own.grad.cpu())
+        adamw.step()
+        adamw.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for (own, _), value in zip(trained, (other.detach().clone() for _, other in trained), strict=True):
+                torch.testing.assert_close(value, own.data, rtol=1e-5, atol=1e-7)
+                own.copy_(value)
