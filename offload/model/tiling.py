@@ -305,7 +305,7 @@ class Tiling:
 
     def _getitem(self, weight: Any, key: Any) -> Any:
         one = self._of(weight)
-        if one is None or one.weight.dim() != 3 or not self._is_inside(one):
+        if one is None or not self._is_inside(one):
             return NotImplemented
         if isinstance(key, Tensor) and key.dim() and key.dtype is torch.bool:
             return (
@@ -314,7 +314,7 @@ class Tiling:
         if isinstance(key, Tensor) and key.dim():
             return self._rows(one, key, _index, least=-one.rows)
         first, *others = key if isinstance(key, tuple) and key else (key,)
-        if any(isinstance(other, Tensor | list | bool) or other is None for other in others):
+        if one.weight.dim() != 3 or any(isinstance(other, Tensor | list | bool) or other is None for other in others):
             return NotImplemented
         row = _row(first, one.rows)
         return NotImplemented if row is None else self._view(one, row, tuple(others))

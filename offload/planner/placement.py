@@ -446,7 +446,9 @@ def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
     if not parted or _at_once(smallest, choice) > limit:
         largest = max(smallest, key=lambda unit: smallest[unit])
         tiles = (
-            ", and only weights of nn.Linear and parameters with 3 dimensions run in tiles" if layout.ranks == 1 else ""
+            ", and only weights of nn.Linear, nn.Embedding and with 3 dimensions run in tiles"
+            if layout.ranks == 1
+            else ""
         )
         return (
             f"; smaller units are not enough: {largest or 'the root'} takes {format_bytes(smallest[largest])} at once"

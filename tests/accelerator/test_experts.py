@@ -83,9 +83,7 @@ def test_without_room_another_use_is_a_budget_error_and_the_weight_can_be_read_i
     with pytest.raises(BudgetError) as caught:
         OffloadZero(model, param_tier="cpu", device_memory=1, compute_dtype=torch.float32, tuning=TUNING)
     with held(model, device_memory=caught.value.needed) as optimizer:
-        with pytest.raises(
-            BudgetError, match=r"experts\.up runs in tiles, and einsum needs all of its 3 KiB"
-        ):
+        with pytest.raises(BudgetError, match=r"experts\.up runs in tiles, and einsum needs all of its 3 KiB"):
             loss_of(model, tokens(0).to(DEVICE))
         optimizer.zero_grad()
         for layer in model.layers:
