@@ -68,11 +68,13 @@ class MicroBatches:
         return all(self._counts[slice(*self._starts[param : param + 2])])
 
     def fill(self, param: int) -> list[int]:
-        """Counts one micro-batch of each tile of a parameter that has none.
+        """Counts one micro-batch of each tile that has none, of a parameter of which other tiles have some.
 
         Returns:
             These tiles.
         """
+        if not self.has(param):
+            return []
         start, stop = self._starts[param : param + 2]
         found = [at for at in range(start, stop) if not self._counts[at]]
         for at in found:

@@ -27,6 +27,7 @@ def counted(most: int | None) -> MicroBatches:
 
 def test_each_tile_is_counted_by_itself_and_those_that_nobody_used_are_filled() -> None:
     micro_batches = counted(3)
+    assert micro_batches.fill(TILED) == []
     assert not micro_batches.has_any()
     assert [micro_batches.count(TILED, tile) for tile in (0, 0, 2)] == [1, 2, 1]
     assert micro_batches.has_any()
