@@ -270,7 +270,9 @@ def build(
     # Before there are files: it may be refused its threads.
     kernels = _kernels_for(undo, plan, memory)
     entries = Entries(comm.everyone.size)
-    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, entries, health)
+    run = Run(
+        choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, start.claims, entries, health
+    )
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
     stores = _stores(undo, run, placement, slots)
     shards = open_shards(run, choice.grads.micro_batches, stores.get(ChunkKind.GRADS))

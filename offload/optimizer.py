@@ -50,6 +50,7 @@ from offload.errors import (
     ConfigError,
     NonFiniteGradientError,
     OffloadError,
+    PathInUseError,
     ResumeError,
 )
 from offload.health import Health
@@ -180,6 +181,9 @@ class OffloadZero(torch.optim.Optimizer):
         cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
             for models that cast their inputs where they have to (time steps, positions).
         keep: how many of the commits that `state_dict()` has named stay, beside the last commit.
+        lock_timeout: for how many seconds a directory is waited for whose lock names another machine, which may have
+            been lost: a file server keeps its lock until a lease ends. What a run on this machine holds is not waited
+            for.
         activation_tier: where activations wait between a forward and its backward: "device", "cpu" or "nvme". Only what
             enters a unit is kept, and the unit's forward runs again in its backward; see Tuning.recompute. What
             torch.utils.checkpoint keeps in the model waits there, too. None: they stay where they are made.
@@ -247,6 +251,7 @@ class OffloadZero(torch.optim.Optimizer):
         process_group: object | None = None,
         cast_forward_inputs: bool = True,
         keep: int = 2,
+        lock_timeout: float = 120.0,
         activation_tier: str | None = None,
         activation_memory: int | str | None = None,
         partition_activations: bool = False,
@@ -293,6 +298,12 @@ class OffloadZero(torch.optim.Optimizer):
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 paths, left = self._parts.run.paths, self._plan.unquantised
                 print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
+                if self._everyone.size > self._everyone.ranks_on_node:
+                    print(
+                        "offload: ranks on several machines: one that is lost is found after "
+                        f"{self._everyone.timeout_s:.0f} s; a shorter init_process_group(timeout=...) finds it sooner",
+                        file=sys.stderr,
+                    )
                 if found is not None:
                     states = "; the optimizer's states begin anew" if found.begins_states else ""
                     at = f"step {self._step}, committed {found.committed_at}"
@@ -463,6 +474,8 @@ class OffloadZero(torch.optim.Optimizer):
             PathError: for a commit that is due, a directory or a swap file was moved, removed or cut off.
             BudgetError: for a commit that is due, the disk has no space for a snapshot of the one before, which a state
                 dict names.
+            PathInUseError: another run has taken a directory, on a file system whose locks do not reach its machine.
+                Nothing is changed.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             OtherRankError: a commit that is due failed on another rank.
@@ -832,17 +845,19 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: on all ranks, if one of them cannot step, or they would step differently.
+            PathInUseError: if another run has taken a directory of this rank.
             RankError: another rank failed, or cannot be reached.
         """
         update = _Update(math.nan, {})
-        fault: ConfigError | None = None
+        fault: ConfigError | PathInUseError | None = None
         try:
+            self._parts.run.claims.require_ours()
             require_sound(self._plan.rules, self.param_groups)
             changes = self._advanced(active)
             if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
             update = _Update(self._factor(active), changes)
-        except ConfigError as error:
+        except (ConfigError, PathInUseError) as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
         if self._everyone.size > 1:

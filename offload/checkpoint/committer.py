@@ -132,6 +132,7 @@ class Commits:
         self._layout = run.layout
         self._comm = run.comm.everyone
         self._files = run.files
+        self._claims = run.claims
         self._slots = slots
         self._all_stores = stores
         self._masters = masters
@@ -213,6 +214,7 @@ class Commits:
             self.learn_outcome()
             if self._slots is not None:
                 self._slots.require_here()
+            self._claims.require_ours()
             prepare()
         self._snapshot_if_named(step)
         with self._agree():
@@ -328,6 +330,7 @@ class Commits:
                 collect(path, self._record, (), self._files, rank=self._comm.rank)
         written = [write_files(path, manifest, carried, self._files) for path in self._paths]
         slots.require_here()
+        self._claims.require_ours()
         slots.make_permanent()
         return manifest, versions, *written[0]
 

@@ -27,7 +27,7 @@ from offload.storage.directories import (
     TEMPORARY,
     file_name,
 )
-from offload.storage.directory_lock import claim
+from offload.storage.directory_lock import Claimant, Claims
 from offload.storage.swap_file import new_run_id, open_locked
 from offload.storage.swap_format import MAGIC, parse_superblock
 
@@ -101,9 +101,10 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
         PathInUseError: a live run holds one.
         PathError: a file cannot be opened or locked.
     """
+    claims = Claims(Claimant(new_run_id(), (LOCAL.host(),)), LOCAL)
     with ExitStack() as stack:
         for directory in dict.fromkeys(path.parent for path in files):
-            stack.callback(claim(directory, new_run_id(), LOCAL).close)
+            stack.callback(claims.take(directory))
             stack.callback(leave, directory, LOCAL)
         for path in files:
             if _is_swap(path):

@@ -403,7 +403,7 @@ class SwapFile(SlotFile):
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
             if not (is_new or resumes):
                 raise PathError(errno.EEXIST, "is there already: no run uses a name again", str(path))
-            file = engine.open(str(path), dir_fd=dir_fd)
+            file = engine.open(str(path), dir_fd=dir_fd, is_new=is_new)
             undo.callback(file.close)
             super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
             lock(file, files)

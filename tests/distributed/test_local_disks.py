@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,33 @@ def test_what_lies_on_other_machines_is_refused_before_anything_is_changed(world
         if not (together / path.name).exists():  # a lock
             os.link(path, together / path.name)
     assert same(worlds(2).run(_bits, base, (2, 2))[0], expected[0])
+
+
+def _go_on(base: str, step: int) -> None:
+    with on(base, TWO):
+        training = Training(RUN, stage=2, resume=True)
+        training.go_to(step)
+        training.optimizer.commit()
+        training.optimizer.close()
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_an_older_disk_is_named_with_its_machine_and_both_steps(worlds: Worlds, tmp_path: Path, stale: int) -> None:
+    worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
+    disk, copy = tmp_path / f"machine{stale}", tmp_path / "copy"
+    shutil.copytree(disk, copy)
+    worlds(2).run(_go_on, str(tmp_path), AT + MORE)
+    shutil.rmtree(disk)
+    copy.rename(disk)
+    before = content(tmp_path)
+    on_host, later = f" on {socket.gethostname()}", AT + MORE
+    found, recorded = (later, AT) if stale == 0 else (AT, later)
+    for said in worlds(2).run(_refused, str(tmp_path), TWO):
+        assert said.startswith("ResumeError: ")
+        assert f"{on_host} has step {found} of rank 1" in said
+        assert f"is of step {recorded}: " in said
+        assert "is older, a copy from before or an exchanged disk" in said
+    assert content(tmp_path) == before
 
 
 def _bits(base: str, machines: tuple[int, ...]) -> dict[str, Tensor]:

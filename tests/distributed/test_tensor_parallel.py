@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -202,6 +203,31 @@ def test_what_every_slice_has_comes_from_the_first_rank(worlds: Worlds) -> None:
     assert all(torch.equal(part, parts[0]) for part in parts)
     half = len(parts[0]) // 2
     assert (parts[0][half:].mean() - parts[0][:half].mean()).item() == pytest.approx(1, abs=0.2)
+
+
+def _one_after_the_other() -> list[Tensor]:
+    """Three models over one mesh: the groups that are made for one must not meet at the addresses of another's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+        model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), mesh["tp"], [Shard(0)]))
+        if mesh.get_rank() == 1:
+            time.sleep(0.5)  # until the others have looked up its address
+        with OffloadZero(model, process_group=mesh["dp"]) as optimizer:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            found.append(model.weight.to_local().clone())
+    return found
+
+
+def test_one_mesh_serves_several_models_one_after_the_other(worlds: Worlds) -> None:
+    for first, second, third in worlds(4).run(_one_after_the_other):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)
 
 
 def _refused(kind: str) -> str:
