@@ -49,11 +49,13 @@ class Experts(nn.Module):
         weight, expert = self.router(x).softmax(-1).max(-1)
         order = expert.argsort(stable=True)
         made = self._in_groups(x[order], expert[order]) if self._grouped else self._one_by_one(x[order], expert[order])
-        return x + torch.empty_like(x).index_copy(0, order, made) * weight.unsqueeze(1)
+        out: Tensor = x + torch.empty_like(x).index_copy(0, order, made) * weight.unsqueeze(1)
+        return out
 
     def _in_groups(self, x: Tensor, expert: Tensor) -> Tensor:
         offs = torch.bincount(expert, minlength=len(self.up)).cumsum(0).to(torch.int32)
-        return F.grouped_mm(F.silu(F.grouped_mm(x, self.up.mT, offs=offs)), self.down.mT, offs=offs)
+        made: Tensor = F.grouped_mm(F.silu(F.grouped_mm(x, self.up.mT, offs=offs)), self.down.mT, offs=offs)
+        return made
 
     def _one_by_one(self, x: Tensor, expert: Tensor) -> Tensor:
         counts = torch.bincount(expert, minlength=len(self.up)).tolist()

@@ -528,7 +528,8 @@ class _Transposed(torch.autograd.Function):
     def forward(ctx: Any, weight: nn.Parameter, data: Tensor) -> Tensor:
         with torch_private.PastSubclasses():
             shape, (batches, rows, columns) = data.shape, data.stride()
-            return _WITHOUT_VALUES(data, (shape[0], shape[2], shape[1]), (batches, columns, rows))
+            made: Tensor = _WITHOUT_VALUES(data, (shape[0], shape[2], shape[1]), (batches, columns, rows))
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

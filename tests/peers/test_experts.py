@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.peers
 
 COMMON = {
     "vocab_size": 64,
