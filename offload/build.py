@@ -32,7 +32,7 @@ from offload.io.files import Files
 from offload.io.select import weights
 from offload.layout import Layout
 from offload.model.aliases import aliases_of
-from offload.model.flat_param import FlatParameters
+from offload.model.flat_param import FlatParameters, Streaming
 from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import Kept, Source, is_meta
@@ -328,11 +328,10 @@ def build(
     shards = open_shards(run, choice.grads.micro_batches, stores.get(ChunkKind.GRADS))
     gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
-    tier_of, limit = choice.params.tier_of, placement.streamed_bytes
+    tier_of = choice.params.tier_of
     streamed = {flat.index for flat in held.flats if tier_of(is_frozen=flat.is_frozen) > DEVICE}
-    parameters = FlatParameters(
-        held, plan.inners, plan.device, plan.copier, streamed=streamed, limit=limit, staying=placement.staying
-    )
+    streaming = Streaming(streamed, placement.streamed_bytes, placement.staying, placement.tiled_in_ram)
+    parameters = FlatParameters(held, plan.inners, plan.device, plan.copier, streaming)
     params: ParamStore
     if choice.params.tier > DEVICE:
         params = StreamedParams(layout, stores[ChunkKind.PARAMS])

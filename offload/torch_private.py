@@ -184,6 +184,11 @@ foreach_zero: Any = _find("torch", "_foreach_zero_")
 foreach_norm: Any = _find("torch", "_foreach_norm")
 """What `torch.nn.utils.get_total_norm` calls with gradients."""
 
+# --- Functions that run in tiles ---
+
+grouped_mm: Any = _find("torch", "_grouped_mm")
+"""What `torch.nn.functional.grouped_mm` calls."""
+
 # --- Optimizers ---
 
 OPTIMIZER_HOOKS = tuple(

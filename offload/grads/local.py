@@ -99,6 +99,11 @@ class LocalGradients(GradientBuffer):
                 else:
                     self._accumulate(param, tile, values)
 
+    def has(self, param: int) -> bool:
+        if len(self._tiles[param]) == 1 or torch_private.graph_task_id() == -1:
+            return super().has(param)
+        return self.micro_batches.has_all(param)  # gradients of other tiles may be about to come
+
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
         number = self.micro_batches.count(param, tile)
         size = grad.numel() * grad.element_size()
@@ -243,6 +248,9 @@ class LocalGradients(GradientBuffer):
 
     def _collect(self, params: Collection[int]) -> list[int]:
         self.drain()
+        for param in params:
+            for tile in self.micro_batches.fill(param) if len(self._tiles[param]) > 1 else ():
+                self._shards.make_zeros(param, tile)  # nobody used it
         return list(params)
 
     def drain(self) -> None:

@@ -59,9 +59,27 @@ class MicroBatches:
         return self._counts[self._starts[param] + tile]
 
     def has(self, param: int) -> bool:
-        """Whether all tiles of a parameter have a gradient."""
+        """Whether a parameter, or a tile of it, has a gradient."""
         start, stop = self._starts[param : param + 2]
-        return self._counts[start] > 0 if stop == start + 1 else all(self._counts[start:stop])
+        return self._counts[start] > 0 if stop == start + 1 else any(self._counts[start:stop])
+
+    def has_all(self, param: int) -> bool:
+        """Whether all tiles of a parameter have a gradient."""
+        return all(self._counts[slice(*self._starts[param : param + 2])])
+
+    def fill(self, param: int) -> list[int]:
+        """Counts one micro-batch of each tile that has none, of a parameter of which other tiles have some.
+
+        Returns:
+            These tiles.
+        """
+        if not self.has(param):
+            return []
+        start, stop = self._starts[param : param + 2]
+        found = [at for at in range(start, stop) if not self._counts[at]]
+        for at in found:
+            self._counts[at] = 1
+        return [at - start for at in found]
 
     def has_any(self) -> bool:
         """Whether any gradient has come, or a tile of one."""

@@ -204,6 +204,10 @@ class GradShards(ABC):
         return self._timeline.event(SUMS, what, chunk=chunk, parameter=parameter)
 
     @abstractmethod
+    def make_zeros(self, param: int, tile: int) -> None:
+        """Makes the gradient of a tile, of which nothing has come, zeros."""
+
+    @abstractmethod
     def _tile_values(self, param: int, tile: int) -> Tensor:
         """This rank's elements of a tile, 1-D."""
 
@@ -294,6 +298,10 @@ class ShardsInMemory(GradShards):
     def tile_has_come(self, param: int, tile: int) -> None:
         self._sum_tile(param, tile, self._tiles[param][tile])
 
+    def make_zeros(self, param: int, tile: int) -> None:
+        self.sums.changes(param, tile)
+        self._tiles[param][tile].zero_()
+
     def _tile_values(self, param: int, tile: int) -> Tensor:
         return self._tiles[param][tile]
 
@@ -336,9 +344,18 @@ class ShardsInSlots(GradShards):
     def tile_has_come(self, param: int, tile: int) -> None:
         return None  # they were summed as they came
 
+    def make_zeros(self, param: int, tile: int) -> None:
+        span = self.sums.spans[param][tile]
+        for chunk, piece in self._layout.pieces_of(param):
+            if span.first <= piece.param_offset < span.stop:  # no piece has elements of two tiles
+                use = Use.OVERWRITE if piece.numel == chunk.numel else Use.UPDATE
+                with self._store.lease(chunk.index, use, step=0) as lease:
+                    lease.arrays[0].view(self.dtypes[chunk.flat])[piece.chunk_offset :][: piece.numel] = 0
+        self.sums.make_zeros(param, tile)
+
     def _tile_values(self, param: int, tile: int) -> Tensor:
-        spans = self.sums.spans[param]
-        return self.values(param)[spans[tile].first - spans[0].first :][: spans[tile].numel]
+        span = self.sums.spans[param][tile]
+        return self._values_between(param, span.first, span.stop)
 
     @contextmanager
     def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> Iterator[Tensor]:
@@ -347,12 +364,16 @@ class ShardsInSlots(GradShards):
             yield lease.arrays[0].view(self.dtypes[chunk.flat])
 
     def values(self, param: int) -> Tensor:
-        first, last = self._layout.param_shard_range(param)
+        return self._values_between(param, *self._layout.param_shard_range(param))
+
+    def _values_between(self, param: int, first: int, last: int) -> Tensor:
+        """Elements of a gradient between two places where pieces begin or end."""
         result = torch.empty(last - first, dtype=self.dtypes[self._layout.locations[param][0]], device="cpu")
         for chunk, piece in self._layout.pieces_of(param):
-            with self._store.lease(chunk.index, Use.READ, step=0) as lease:
-                stored = lease.arrays[0].view(result.dtype)[piece.chunk_offset :][: piece.numel]
-                result[piece.param_offset - first :][: piece.numel] = stored
+            if first <= piece.param_offset < last:
+                with self._store.lease(chunk.index, Use.READ, step=0) as lease:
+                    stored = lease.arrays[0].view(result.dtype)[piece.chunk_offset :][: piece.numel]
+                    result[piece.param_offset - first :][: piece.numel] = stored
         return result
 
     def _write(self, param: int, values: Tensor, start: int) -> None:

@@ -185,6 +185,12 @@ class SquareSums:
         self._is_current[param][tile] = True
         self.on_whole(param)
 
+    def make_zeros(self, param: int, tile: int) -> None:
+        """Makes the sums of a tile whose elements are zeros."""
+        self._sums[param][tile].zero_()
+        self._is_current[param][tile] = True
+        self.norms = {}
+
     def sum_part(self, param: int, first: int, values: Tensor) -> None:
         """Makes sums of elements as they come: whole blocks in any order, the parts of a block from the last one on.
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,25 @@ class HeldUnits:
         for unit in units:
             self._pending.apply(unit)
         return _NO_CONTEXT
+
+    def expect_tiles(self, tiles: Sequence[Unit]) -> None:
+        """Says which tiles of a weight are used next, in this order. The others are not fetched ahead.
+
+        Args:
+            tiles: at least one, all of one weight.
+        """
+
+    def refuse_whole(self, unit: Unit, what: str) -> NoReturn:
+        """Refuses an operation that needs all of a tiled weight on the device.
+
+        Args:
+            unit: the weight's unit.
+            what: the operation's name.
+
+        Raises:
+            BudgetError: always.
+        """
+        raise AssertionError("without streamed parameters there are no tiles")
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[Unit], *, is_used: bool = True) -> None:
         """Makes `units` be fetched again each time that `node` of a graph is about to run.
@@ -462,16 +481,39 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[Unit]) -> None:
+        tiles = [unit for unit in units if unit.weight is not None]
+        for unit in tiles:
+            self._policy.order.enter(unit)
         guests = [unit for unit in units if not (unit.is_root or self._policy.is_gathered(unit) or unit.forwards)]
         if guests:
-            self._release_unused(self._root, *guests)
+            to_come = (one for unit in tiles for one in self._policy.wanted_with(unit))
+            self._release_unused(self._root, *guests, *to_come)
         self._require_room(units)
         for unit in units:
-            self._pending.apply(unit)
+            self._pending.apply(unit.home)
             self._fetch(unit)
+        for unit in tiles:  # each is used as a unit is: the next time another one may be
+            self._prefetch(unit)
         host = (self._root, *self.running.units_here)[-1]
         if not host.is_root:
-            host.guests.update(dict.fromkeys(guests))
+            host.guests.update(dict.fromkeys(unit for unit in guests if unit.weight is None))
+
+    def refuse_whole(self, unit: Unit, what: str) -> NoReturn:
+        nbytes = sum(flat.numel * flat.dtype.itemsize for flat in unit.flats)
+        limit = self.transfers.limit or 0
+        missing = self.transfers.missing_bytes((self._root,)) + nbytes
+        raise BudgetError(
+            f"{unit.name} runs in tiles, and {what} needs all of its {format_bytes(nbytes)} on the device beside other "
+            "tensors: give more device_memory, use it in one of the ways that run in tiles, or beside tensors on the "
+            "CPU, where it is whole",
+            needed=limit + missing,
+            available=limit,
+            option="device_memory",
+        )
+
+    def expect_tiles(self, tiles: Sequence[Unit]) -> None:
+        if not in_backward() and not self.entries.is_beside():
+            self._policy.order.expect_tiles(tiles)
 
     def _borrow(self, units: Sequence[Unit]) -> None:
         """Fetches units for a thread beside the one that trains.
@@ -490,7 +532,7 @@ class StreamedUnits(HeldUnits):
         self._require_room(units)
         for unit in units:
             is_there = unit.is_here
-            self._pending.apply(unit)
+            self._pending.apply(unit.home)
             self.transfers.fetch(unit)
             if not is_there and not unit.is_root:
                 self._policy.borrow(unit)
@@ -518,7 +560,8 @@ class StreamedUnits(HeldUnits):
         if not is_used:
             return
         with self.used(units):
-            self._release_all_but((*units, self._root))  # whose own nodes may come next
+            if any(unit.weight is None for unit in units):  # a tile enters as a unit does
+                self._release_all_but((*units, self._root))  # whose own nodes may come next
 
     @property
     def is_training(self) -> bool:

@@ -21,6 +21,7 @@ their first storages again when they are back: views that autograd saved stay va
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,23 @@ from offload.ranks.tensor_parallel import local_of, repoint
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Streaming:
+    """What of a model streams, and the device's memory that was planned for it.
+
+    Attributes:
+        flats: the flat parameters whose memory comes and goes.
+        limit: how many bytes these may take on the device at once, but for uses that need more.
+        staying: names of the units that stay there.
+        in_ram: names of the tiled weights that are in RAM as a whole.
+    """
+
+    flats: Collection[int] = ()
+    limit: int = 0
+    staying: Container[str] = ()
+    in_ram: Container[str] = ()
+
+
 class FlatParameters:
     """The held parameters of a model, in the order of `layout.specs`: trained ones, and frozen ones that stream.
 
@@ -50,9 +68,7 @@ class FlatParameters:
         inners: their inner tensors, in that order.
         device: the device to train on.
         copier: copies between that device and RAM.
-        streamed: the flat parameters whose memory comes and goes.
-        limit: how many bytes these may take on that device.
-        staying: names of the units that stay there.
+        streaming: which of them stream.
 
     Attributes:
         layout: of all of them.
@@ -76,15 +92,12 @@ class FlatParameters:
         inners: Sequence[Inner],
         device: torch.device,
         copier: Copier,
-        *,
-        streamed: Collection[int] = (),
-        limit: int = 0,
-        staying: Container[str] = (),
+        streaming: Streaming = Streaming(),
     ) -> None:
         self.layout = layout
         self.trained = len(layout.trained.specs)
-        self._streamed = streamed
-        self.units = Units(layout, streamed, staying)
+        self._streamed = streaming.flats
+        self.units = Units(layout, streaming.flats, streaming.staying, streaming.in_ram)
         self.held = tuple(self._held(number, inner) for number, inner in enumerate(inners))
         self.params: tuple[Any, ...] = tuple(one.tensor for one in self.held)
         self.locals = tuple(one.local for one in self.held)
@@ -99,11 +112,11 @@ class FlatParameters:
             self._add_wrapper(param)
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
-        self._flat_of_storage: dict[int, int] = {}
+        self._slice_of_storage: dict[int, int] = {}
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
-        self._unit_memory = UnitMemory(device, copier, limit)
+        self._unit_memory = UnitMemory(device, copier, streaming.limit)
         self.tiles: dict[int, nn.Parameter] = {
             one.index: nn.Parameter(torch.empty(0, dtype=layout.flats[one.flat].dtype, device=device))
             for one in layout.slices
@@ -169,11 +182,10 @@ class FlatParameters:
             owned: the parameters whose memory is malloc's and belongs to them alone, see `move_values`.
         """
         info = self.layout.flats[flat]
-        is_tiled = self.layout.tile_of(flat) > 0  # too large for the device
-        device = CPU if is_tiled else self.device
+        device = CPU if self._is_in_ram(flat) else self.device
         self._count(flat, self.layout.padded_numel(flat) * info.dtype.itemsize)
         memory = torch.empty(self.layout.padded_numel(flat), dtype=info.dtype, device=device)
-        if is_tiled:
+        if self.layout.tile_of(flat):
             self._flatten_tiles(flat)
         end = 0
         views = []
@@ -194,15 +206,16 @@ class FlatParameters:
             self.held[number].version = self.held[number].version_now
         self.flats[flat] = memory
         if flat in self._streamed:
-            self._flat_of_storage[memory.untyped_storage()._cdata] = flat
+            self._slice_of_storage[memory.untyped_storage()._cdata] = flat
 
     def _flatten_tiles(self, flat: int) -> None:
-        columns = self.params[self.layout.flats[flat].params[0]].shape[1]
+        row_shape = self.params[self.layout.flats[flat].params[0]].shape[1:]
         for one in self.layout.slices:
             if one.is_tile and one.flat == flat:
                 memory = torch.empty(one.numel, dtype=self.layout.flats[flat].dtype, device=self.device)
                 self._memory[one.index] = memory
-                self.tiles[one.index].data = memory.view(-1, columns)
+                self.tiles[one.index].data = memory.view(-1, *row_shape)
+                self._slice_of_storage[memory.untyped_storage()._cdata] = one.index
                 memory.untyped_storage().resize_(0)
 
     def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
@@ -274,21 +287,21 @@ class FlatParameters:
         """Whether the memory of a parameter comes and goes."""
         return self.held[number].streams
 
-    def flat_at(self, tensor: Tensor) -> int | None:
-        """The flat parameter in whose storage a tensor lies, if it is streamed; else None.
+    def slice_at(self, tensor: Tensor) -> int | None:
+        """The slice of the layout, a streamed flat parameter or a tile, in whose storage a tensor lies; else None.
 
         Raises:
             ReleasedParameterError: if the tensor is a view from before the model was moved.
         """
         tensor = local_of(tensor)
         with torch_private.PastSubclasses():
-            if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            if not self._slice_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 return None
             try:
-                found = self._flat_of_storage.get(tensor.untyped_storage()._cdata)
+                found = self._slice_of_storage.get(tensor.untyped_storage()._cdata)
             except (RuntimeError, NotImplementedError):  # a tensor without storage
                 return None
-        if found is not None and tensor.device != self.flats[found].device:
+        if found is not None and tensor.device != self.memory_of(found).device:
             raise ReleasedParameterError(
                 f"a view of a streamed parameter was taken on {tensor.device}, and the model was moved to "
                 f"{self.device}: take it anew"
@@ -297,7 +310,7 @@ class FlatParameters:
 
     def lies_in_streamed(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one that it is made of, lies in a streamed flat parameter."""
-        return any(self.flat_at(leaf) is not None for leaf in leaves_of(tensor))
+        return any(self.slice_at(leaf) is not None for leaf in leaves_of(tensor))
 
     def data_of(self, number: int) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
@@ -323,7 +336,7 @@ class FlatParameters:
         """
         # What another thread threw in may have cut `free` off before it took them.
         self._hide_versions(unit)
-        # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
+        # A tiled weight may be in RAM as a whole, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(one.index) for one in unit.slices)
         ready = self._unit_memory.give(unit, self._memory_of_unit(unit), shares=shares)
         self._note_peak()
@@ -380,7 +393,7 @@ class FlatParameters:
     def become_resident(self) -> None:
         """Gives streamed parameters, all of which are on the device for good, storages of their own there."""
         streamed, self._streamed = self._streamed, ()
-        self._flat_of_storage.clear()
+        self._slice_of_storage.clear()
         for one in (held for held in self.held if held.flat in streamed):
             one.streams = False
             memory = self.flats[one.flat][one.offset : one.offset + one.local.numel()]
@@ -411,7 +424,7 @@ class FlatParameters:
                 f"parallelism stays there, so leave out the call that moves it to {device}"
             )
         with torch_private.PastSubclasses():
-            slices = [one.index for one in self.layout.slices if one.is_tile or not self.layout.tile_of(one.flat)]
+            slices = [one.index for one in self.layout.slices if one.is_tile or not self._is_in_ram(one.flat)]
             self._take_memory({index: self._memory_at(index, device) for index in slices}, device)
         self._unit_memory.free_spare()
 
@@ -450,8 +463,8 @@ class FlatParameters:
                 self._memory[index] = memory
             else:
                 self.flats[index] = memory
-                if streams:
-                    self._flat_of_storage[memory.untyped_storage()._cdata] = index
+            if streams:
+                self._slice_of_storage[memory.untyped_storage()._cdata] = index
         self.device = device
         for one in self.held:
             one.forget_data()
@@ -464,8 +477,11 @@ class FlatParameters:
             self._note_peak()
 
     def _counts(self, index: int) -> bool:
-        """Whether a slice takes memory of the device. A tiled weight as a whole never does, since it is in RAM."""
-        return index >= len(self.flats) or not self.layout.tile_of(index)
+        """Whether a slice takes memory of the device."""
+        return index >= len(self.flats) or not self._is_in_ram(index)
+
+    def _is_in_ram(self, flat: int) -> bool:
+        return self.units[self.layout.flats[flat].unit].is_in_ram
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._bytes + self._unit_memory.nbytes)

@@ -47,7 +47,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload import torch_private
@@ -60,8 +59,8 @@ from offload.model.held_param import HeldBeside
 from offload.model.inner import is_wrapper, leaves_of, rebuilt
 from offload.model.inner import kind_of as own_kind_of
 from offload.model.loss import cells_of_linear
-from offload.model.tiling import Tiling
-from offload.model.torch_functions import UNCOUNTED, Kind, counting, device_of, kind_of, moved_to, takes_lists
+from offload.model.tiling import SERVED, Tiling
+from offload.model.torch_functions import UNCOUNTED, Kind, changed, counting, device_of, kind_of, moved_to, takes_lists
 from offload.model.torch_helpers import (
     CHECKPOINT,
     call_eagerly,
@@ -336,7 +335,7 @@ class Guards:
     ) -> None:
         layout = parameters.layout
         self._unit_of = [parameters.units[spec.unit] for spec in layout.specs]
-        self._unit_of_flat = [parameters.units[flat.unit] for flat in layout.flats]
+        self._unit_of_slice = [parameters.units[one.unit] for one in layout.slices]
         self._names = [spec.name for spec in layout.specs]
         self._parameters = parameters
         self._units = units
@@ -437,6 +436,8 @@ class Guards:
         answer = _ANSWERS.get(func) or _ANSWERS.get(kind)
         if answer is not None and (result := answer(self, func, args, kwargs)) is not NotImplemented:
             return result
+        if self._parameters.tiles:
+            self._require_no_tile(changed(func, args, kwargs))
         if self._parameters.streams_any and takes_lists(func):
             return self._piece_by_piece(func, args, kwargs)
         return self._run(func, args, kwargs)
@@ -460,19 +461,31 @@ class Guards:
         is_made = self._is_ours(args[0]) and _is_for_a_parameter()
         return self._detached(args[0]) if is_made else NotImplemented
 
-    def _linear(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _in_tiles(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._parameters.tiles:
             return NotImplemented
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-        if not self._tiling.runs(given.get("weight")):
-            return NotImplemented
-        return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
+        result = self._tiling.answer(func, args, kwargs)
+        for one in result if isinstance(result, tuple) else (result,):
+            if isinstance(one, Tensor):
+                self._guard_alias(one)
+        return result
+
+    def _require_no_tile(self, written: Sequence[Any]) -> None:
+        """Requires that none of these tensors, to which a call writes, is a view of a tile."""
+        for one in self._guarded_in(written):
+            if (place := self._place_of(one)) is not None and place[0].weight is not None:
+                raise ReleasedParameterError(
+                    f"a part of {place[0].home.name}, which runs in tiles, is a view of a tile inside the forward, and "
+                    "what is written there would be lost: write into the parameter outside of the forward, or inside "
+                    "`with optimizer.gathered(parameter, writable=True):`"
+                )
 
     def _loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answers the loss of an output layer, whose backward may need no values."""
         hidden, weight, bias, loss = args
-        if self._tiling.runs(weight):
-            return self._tiling.loss(hidden, weight, bias, loss)
+        in_tiles = self._tiling.loss(hidden, weight, bias, loss)
+        if in_tiles is not NotImplemented:
+            return in_tiles
         return self._run(func, args, kwargs, backward_uses=not loss.made_in_forward)
 
     def _uncounted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -539,8 +552,8 @@ class Guards:
         grads: list[Tensor | None] = []
         for number, (one, *tiles) in enumerate(leaves):
             grad, parts = next(found), [next(found) for _ in tiles]
-            if parts and parts[0] is not None:  # a use in tiles is one of all of them
-                joined = torch.cat(parts, dim=-2).to(one.device)
+            if any(part is not None for part in parts):
+                joined = self._joined(tiles, parts).to(one.device)
                 grad = joined if grad is None else grad + joined
             if grad is None and fills:
                 grad = torch.zeros_like(one, requires_grad=options.get("create_graph", False))
@@ -552,10 +565,22 @@ class Guards:
             grads.append(grad)
         return tuple(grads)
 
+    def _joined(self, tiles: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of a weight, made of those of its tiles. One that was not used has zeros."""
+        found = next(part for part in parts if part is not None)
+        lead = found.shape[: found.dim() - tiles[0].dim()]  # of a batch of gradients
+        filled = [
+            found.new_zeros((*lead, *tile.shape)) if part is None else part
+            for tile, part in zip(tiles, parts, strict=True)
+        ]
+        return torch.cat(filled, dim=-tiles[0].dim())
+
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward_uses: bool = True) -> Any:
         used = list(self._guarded_in((args, kwargs)))
         is_saved = self._is_saved(used)
         units = self._units_of(used)
+        if self._parameters.tiles:
+            self._note_whole_uses(func, used, units, (args, kwargs))
         opened = self._with_inner(used)
         with self._units.used(units), _Plain(self, opened):
             result = func(*args, **kwargs)
@@ -564,6 +589,19 @@ class Guards:
             if is_saved:
                 self._units.keep(units)
         return result
+
+    def _note_whole_uses(self, func: Any, used: Sequence[Any], units: Sequence[Unit], given: Any) -> None:
+        """Looks at the tiled weights that an operation uses as a whole.
+
+        Raises:
+            BudgetError: if it has other tensors on the device, where there is no room for one of them.
+        """
+        for one in used:
+            self._tiling.note_whole_use(one)
+        home = self._parameters.device
+        in_ram = [unit for unit in units if unit.is_in_ram] if home.type != "cpu" else []
+        if in_ram and any(one.device == home and one.dim() for one in instances_in(given, Tensor)):
+            self._units.refuse_whole(in_ram[0], getattr(func, "__name__", str(func)))
 
     def _with_inner(self, used: Sequence[Any]) -> Sequence[Any]:
         """These tensors, and what the wrappers among them are made of."""
@@ -656,9 +694,9 @@ class Guards:
         number = self._aliases.get(tensor) if number is None else number
         if number is not None:
             return self._unit_of[number], self._parameters.streams(number)
-        flats = (self._parameters.flat_at(leaf) for leaf in leaves_of(tensor))
-        flat = next((flat for flat in flats if flat is not None), None)
-        return None if flat is None else (self._unit_of_flat[flat], True)
+        slices = (self._parameters.slice_at(leaf) for leaf in leaves_of(tensor))
+        found = next((one for one in slices if one is not None), None)
+        return None if found is None else (self._unit_of_slice[found], True)
 
     def _is_ours(self, value: Any) -> bool:
         """Whether a value is a tensor of this optimizer that is guarded in this thread."""
@@ -706,9 +744,9 @@ class Guards:
             if not self._parameters.lies_in_streamed(tensor):
                 return
             for leaf in () if is_dtensor(tensor) else leaves_of(tensor):
-                if type(leaf) is Tensor and self._parameters.flat_at(leaf) is not None:
+                if type(leaf) is Tensor and self._parameters.slice_at(leaf) is not None:
                     leaf.__class__ = self.class_for(Tensor, streams=True, is_inside=True)
-        elif self._parameters.flat_at(tensor) is None:
+        elif self._parameters.slice_at(tensor) is None:
             return
         tensor.__class__ = self.class_for(kind, streams=True)
 
@@ -788,7 +826,7 @@ _ANSWERS: dict[Any, Callable[[Guards, Any, Sequence[Any], Mapping[str, Any]], An
     _VERSION.__get__: Guards._version,
     torch.autograd.grad: Guards._grad,
     Tensor.detach: Guards._detach,
-    F.linear: Guards._linear,
+    **dict.fromkeys(SERVED, Guards._in_tiles),
     cells_of_linear: Guards._loss,
     **dict.fromkeys(UNCOUNTED, Guards._uncounted),
     Kind.MOVE: Guards._move,

@@ -95,6 +95,17 @@ class UnitOrder:
                 while self._expected.popleft() != unit:
                     pass
 
+    def expect_tiles(self, tiles: Sequence[Unit]) -> None:
+        """Expects these tiles of a weight next, in place of those that the last pass used at this point.
+
+        Of the weight's other tiles none is expected later in this pass.
+        """
+        weight, left = tiles[0].weight, list(self._expected)
+        first = next((at for at, unit in enumerate(left) if unit.weight is weight), 0)
+        later = next((at for at in range(first, len(left)) if left[at].weight is not weight), len(left))
+        used = (unit for unit in left[later:] if unit.weight is not weight or unit in tiles)
+        self._expected = deque((*tiles, *left[:first], *used))
+
     def after(self, unit: Unit) -> list[Unit]:
         """The units to prefetch while a unit is in use, the next one first.
 

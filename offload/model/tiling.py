@@ -1,12 +1,10 @@
-"""Memory-centric tiling: a linear layer whose weight is too large for the device.
+"""Tiles: large weights that are on the device part by part.
 
-Its weight is never on the device as a whole. `F.linear` with it runs tile by tile. A *tile* is a run of output rows. It
-is a unit of its own, fetched and released as any other in forward and backward, and a leaf of autograd, so that its
-gradient leaves the device as it is made. The layer stays the module it is, and for any use but `F.linear` its weight is
-a guarded parameter (guard.py), which is in RAM as a whole. So it is where the weight has hooks, which want its whole
-gradient.
-
-The gradient of the input is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
+A weight that is larger than the device has room for is cut along its first dimension. A *tile* is a run of its rows:
+output rows of an nn.Linear, rows of an nn.Embedding, matrices of a parameter with three dimensions, such as the experts
+of a layer. It is a unit of its own, fetched and released as any other in forward and backward, and a leaf of autograd,
+so that its gradient leaves the device as it is made. The module stays the module it is: calls of torch with the weight
+are answered here, one tile after the other.
 
 [Note: the loss of a tiled output layer]
 Its loss (loss.py) runs over tiles in the forward, from the first to the last, and in the backward the other way round.
@@ -14,14 +12,40 @@ Each tile has a node, so that it is fetched for that; all chunks of tokens are c
 the vocabulary may lie in several tiles. Its rows are put together then, and it is computed at the last one of them: in
 a forward at the one of its last row, in a backward at the one of its first row. So the gradient of a tile may be
 complete only when the backward has come to the tile before, and it leaves from the node of that one.
+
+[Note: calls that run in tiles]
+| call                                          | of     | how                                                         |
+|-----------------------------------------------|--------|-------------------------------------------------------------|
+| `F.linear(x, w)`                              | 2 dims | outputs side by side                                        |
+| `F.embedding(ids, w)`, `w[ids]`               | any    | each tile's rows are looked up, then put in order           |
+| `w[e]`, `w.unbind()`                          | 3 dims | a view of a tile; what uses the view fetches the tile again |
+| `w.transpose(1, 2)`, `w.mT`                   | 3 dims | a view without values, for one of the products below        |
+| `grouped_mm(x, w, offs)`, and with `w.mT`     | 3 dims | the rows of `x` of each tile's matrices                     |
+| `bmm(x, w)`, `bmm(w, x)`, `x @ w`             | 3 dims | the matrices of `x` of each tile                            |
+| `einsum` whose output has the first dimension | 3 dims | that part of the output                                     |
+
+Indexing and views are answered inside the forward of a unit around the weight: elsewhere somebody may want to write to
+a view. For all other calls the weight is a guarded parameter (guard.py) and there as a whole. So it is where it has
+hooks, which want its whole gradient.
+
+Where the routing says which rows are used (ids, `offs`), the host waits for it, and only tiles with such rows are
+fetched. Each row has an output of its own, so no sum is cut: the bits are those of the whole weight. But where each
+tile meets the same input (`F.linear`; `einsum` with an operand without the first dimension), the gradient of that input
+is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
+
+A tile that nobody used gets no gradient from autograd where the whole weight would get zeros. The gradient buffer fills
+them in (grads/local.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import operator
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +60,8 @@ from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Unit
 
+_log = logging.getLogger(__name__)
+
 
 @torch_private.goes_past_subclasses
 def has_hooks(weight: nn.Parameter) -> bool:
@@ -47,81 +73,444 @@ def has_hooks(weight: nn.Parameter) -> bool:
     return bool(weight._backward_hooks) or len(hooks or ()) > 1
 
 
+class Tile(NamedTuple):
+    """Rows of a tiled weight.
+
+    Attributes:
+        unit: the unit that has them.
+        leaf: them, as a leaf of autograd.
+        start: the first row.
+        stop: the one after the last.
+    """
+
+    unit: Unit
+    leaf: nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+
+class TiledWeight:
+    """A weight that is on the device tile by tile.
+
+    Args:
+        number: its number among the held parameters.
+        weight: the model's parameter.
+        unit: its unit, whose update brings new values.
+
+    Attributes:
+        tiles: in the order of the rows.
+    """
+
+    def __init__(self, number: int, weight: nn.Parameter, unit: Unit) -> None:
+        self.number = number
+        self.weight = weight
+        self.unit = unit
+        self.tiles: list[Tile] = []
+
+    def add(self, unit: Unit, leaf: nn.Parameter) -> None:
+        """Adds the next tile."""
+        start = self.tiles[-1].stop if self.tiles else 0
+        self.tiles.append(Tile(unit, leaf, start, start + len(leaf)))
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.tiles[-1].stop
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many rows each tile has."""
+        return [tile.rows for tile in self.tiles]
+
+    def at(self, row: int) -> Tile:
+        """The tile that has a row."""
+        return self.tiles[bisect(self.tiles, row, key=lambda tile: tile.stop)]
+
+
 class Tiling:
-    """Runs linear layers whose weights are tiled; see the top of this file."""
+    """Answers calls with tiled weights; see the top of this file."""
 
     def __init__(self, layout: Layout, parameters: FlatParameters, units: HeldUnits) -> None:
         self._units = units
-        self._unit_of: dict[nn.Parameter, Unit] = {}
-        self._tiles: dict[nn.Parameter, list[tuple[Unit, nn.Parameter]]] = {}  # in the order of the rows
+        self._parameters = parameters
+        self._tiled: dict[nn.Parameter, TiledWeight] = {}
+        self._of_flat: dict[int, TiledWeight] = {}
+        self._told: set[TiledWeight] = set()
         for index, leaf in parameters.tiles.items():
-            flat = layout.flats[layout.slices[index].flat]
-            weight = parameters.params[flat.params[0]]
-            self._unit_of[weight] = parameters.units[flat.unit]
-            self._tiles.setdefault(weight, []).append((parameters.units[layout.slices[index].unit], leaf))
-
-    def runs(self, weight: Any) -> bool:
-        """Whether `F.linear` with `weight` runs in tiles: it has tiles, and no hooks that need its whole gradient."""
-        return isinstance(weight, nn.Parameter) and weight in self._tiles and not has_hooks(weight)
+            one = layout.slices[index]
+            if one.flat not in self._of_flat:
+                (number,) = layout.flats[one.flat].params
+                weight = parameters.params[number]
+                found = TiledWeight(number, weight, parameters.units[layout.flats[one.flat].unit])
+                self._tiled[weight] = self._of_flat[one.flat] = found
+            self._of_flat[one.flat].add(parameters.units[one.unit], leaf)
 
     def leaves_of(self, weight: Any) -> list[nn.Parameter]:
         """The tiles of a parameter; empty if it has none."""
-        tiles = self._tiles.get(weight, ()) if isinstance(weight, nn.Parameter) else ()
-        return [leaf for _, leaf in tiles]
+        one = self._tiled.get(weight) if isinstance(weight, nn.Parameter) else None
+        return [] if one is None else [tile.leaf for tile in one.tiles]
 
-    def linear(self, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-        """Runs `F.linear` with a tiled weight."""
-        self._units.apply(self._unit_of[weight])
-        tiles = self._tiles[weight]
-        biases: Sequence[Tensor | None] = [None] * len(tiles)
-        if bias is not None:
-            biases = bias.split([len(leaf) for _, leaf in tiles])
-        carry = None
-        if torch.is_grad_enabled() and inputs.requires_grad:
-            carry = _Widen.apply(inputs, _may_have_tangents(inputs))  # type: ignore[no-untyped-call]
+    def is_in_tile(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of a tile."""
+        index = self._parameters.slice_at(tensor)
+        return index is not None and index in self._parameters.tiles
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Answers a call of one of `SERVED`.
+
+        Returns:
+            The result, which may be a view of a tile, or views; NotImplemented if it needs the weight as a whole.
+        """
+        names, answer = _ANSWERS[func]
+        if not names:
+            return NotImplemented if kwargs else answer(self, *args)
+        given = dict(zip(names, args, strict=False)) | dict(kwargs)
+        if len(args) > len(names) or given.keys() - set(names):
+            return NotImplemented
+        return answer(self, *map(given.get, names))
+
+    def _of(self, tensor: Any) -> TiledWeight | None:
+        """What is known of a weight that runs in tiles; None of any other tensor.
+
+        One that has hooks does not run in tiles.
+        """
+        one = self._tiled.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        return None if one is None or has_hooks(one.weight) else one
+
+    def _factor(self, tensor: Any) -> tuple[TiledWeight, bool] | None:
+        """The tiled weight of three dimensions that a factor of a product is, and whether it is transposed."""
+        if (one := self._of(tensor)) is not None:
+            return (one, False) if one.weight.dim() == 3 else None
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            return None
+        index = self._parameters.slice_at(tensor)
+        one = None if index is None else self._of_flat.get(index) if index < len(self._parameters.flats) else None
+        if one is None or has_hooks(one.weight):
+            return None
+        with torch_private.PastSubclasses():
+            swapped = [0, 2, 1]
+            is_transposed = (
+                tensor.storage_offset() == one.weight.storage_offset()
+                and tensor.shape == tuple(one.weight.shape[dim] for dim in swapped)
+                and tensor.stride() == tuple(one.weight.stride(dim) for dim in swapped)
+            )
+        return (one, True) if is_transposed else None
+
+    def _is_inside(self, one: TiledWeight) -> bool:
+        """Whether this thread runs the forward of a unit around a weight."""
+        return any(unit.encloses(one.unit) for unit in self._units.running.units_here)
+
+    # Running tile by tile.
+
+    def _run(self, one: TiledWeight, tiles: Sequence[Tile], call: Callable[[Tile], Tensor]) -> list[Tensor]:
+        """The results of a call for each of these tiles, while it is on the device."""
+        self._units.apply(one.unit)
+        self._units.expect_tiles([tile.unit for tile in tiles])
         outputs = []
-        for (unit, leaf), own_bias in zip(tiles, biases, strict=True):
-            call_hidden(leaf.requires_grad_, weight.requires_grad)
+        for tile in tiles:
             output = None
-            self._units.forward_begins(unit)
+            self._begin(one, tile)
+            self._units.forward_begins(tile.unit)
             try:
-                x = inputs
-                if carry is not None:
-                    x, carry = _Carry.apply(inputs.detach(), carry)  # type: ignore[no-untyped-call]
-                output = F.linear(x, leaf, own_bias)
+                output = call(tile)
             finally:
-                self._units.forward_ends(unit, output)
+                self._units.forward_ends(tile.unit, output)
             outputs.append(output)
-        if torch.is_grad_enabled() and weight.requires_grad and not _may_have_tangents(outputs[0]):
-            outputs[0] = _Anchor.apply(outputs[0], weight, tiles[0][1], self._unit_of[weight].name)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and one.weight.requires_grad and not _may_have_tangents(outputs[0]):
+            outputs[0] = _Anchor.apply(outputs[0], one.weight, tiles[0].leaf, one.unit.name)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _begin(self, one: TiledWeight, tile: Tile) -> None:
+        call_hidden(tile.leaf.requires_grad_, one.weight.requires_grad)
+
+    def _run_with_same(self, one: TiledWeight, x: Tensor, call: Callable[[Tile, Tensor], Tensor]) -> list[Tensor]:
+        """As `_run` of all tiles, each of which meets the same input: its gradient is summed in fp32."""
+        carry = None
+        if torch.is_grad_enabled() and x.requires_grad:
+            carry = _Widen.apply(x, _may_have_tangents(x))  # type: ignore[no-untyped-call]
+
+        def run(tile: Tile) -> Tensor:
+            nonlocal carry
+            own = x
+            if carry is not None:
+                own, carry = _Carry.apply(x.detach(), carry)  # type: ignore[no-untyped-call]
+            return call(tile, own)
+
+        return self._run(one, one.tiles, run)
+
+    def _linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Any:
+        one = self._of(weight)
+        if one is None:
+            return NotImplemented
+        biases = dict(zip(one.tiles, [None] * len(one.tiles) if bias is None else bias.split(one.sizes), strict=True))
+        outputs = self._run_with_same(one, x, lambda tile, own: F.linear(own, tile.leaf, biases[tile]))
         return torch.cat(outputs, -1)
 
-    def loss(self, hidden: Tensor, weight: nn.Parameter, bias: Tensor | None, loss: losses.TokenLosses) -> Tensor:
-        """Runs the loss of an output layer with a tiled weight; see [Note: the loss of a tiled output layer]."""
-        self._units.apply(self._unit_of[weight])
-        tiles = self._tiles[weight]
+    # Rows by their numbers.
+
+    def _embedding(
+        self, ids: Any, weight: Any, pad: int | None, max_norm: Any, norm_type: Any, by_count: Any, sparse: Any
+    ) -> Any:
+        one = self._of(weight)
+        if (
+            one is None or max_norm is not None or sparse or not isinstance(ids, Tensor)
+        ):  # max_norm writes to the weight
+            return NotImplemented
+        if pad is not None:
+            pad %= one.rows
+
+        def look_up(tile: Tile, of_tile: Tensor) -> Tensor:
+            own = None if pad is None or not tile.start <= pad < tile.stop else pad - tile.start
+            return F.embedding(of_tile, tile.leaf, own, scale_grad_by_freq=bool(by_count))
+
+        return self._rows(one, ids, look_up, least=0)
+
+    def _index_select(self, weight: Any, dim: Any, ids: Any) -> Any:
+        one = self._of(weight)
+        if one is None or dim not in (0, -one.weight.dim()) or not isinstance(ids, Tensor) or ids.dim() != 1:
+            return NotImplemented
+        return self._rows(one, ids, lambda tile, own: tile.leaf.index_select(0, own), least=0)
+
+    def _rows(self, one: TiledWeight, ids: Tensor, look_up: Callable[[Tile, Tensor], Tensor], *, least: int) -> Any:
+        """Rows of a weight, shape (*ids.shape, *shape of a row).
+
+        Args:
+            one: the weight.
+            ids: the numbers of the rows, any shape.
+            look_up: returns rows of a tile, by their numbers in it, 1-D.
+            least: the least number that `ids` may have.
+        """
+        if torch_private.functorch_level() is not None or ids.dtype not in (torch.int64, torch.int32):
+            return NotImplemented
+        flattened = ids.reshape(-1)
+        if not flattened.numel():
+            tiles, parts, order = one.tiles[:1], [flattened], flattened
+        else:
+            lowest, highest = torch.stack([flattened.min(), flattened.max()]).tolist()
+            if lowest < least or highest >= one.rows:
+                return NotImplemented  # torch has an error for it
+            if lowest < 0:
+                flattened = torch.where(flattened < 0, flattened + one.rows, flattened)
+            numbers = torch.div(flattened, one.tiles[0].rows, rounding_mode="floor")
+            counts = torch.bincount(numbers, minlength=len(one.tiles)).tolist()
+            order = torch.argsort(numbers, stable=True)  # within a tile as they come: their gradients are added so
+            parts = [part for part in flattened[order].split(counts) if len(part)]
+            tiles = [tile for tile, count in zip(one.tiles, counts, strict=True) if count]
+        own = {tile: part - tile.start for tile, part in zip(tiles, parts, strict=True)}
+        found = torch.cat(self._run(one, tiles, lambda tile: look_up(tile, own[tile])))
+        if len(tiles) > 1:
+            found = found.index_select(
+                0, torch.empty_like(order).scatter_(0, order, _range_like(order)).to(found.device)
+            )
+        return found.view(*ids.shape, *found.shape[1:])
+
+    # Views.
+
+    def _getitem(self, weight: Any, key: Any) -> Any:
+        one = self._of(weight)
+        if one is None or not self._is_inside(one):
+            return NotImplemented
+        if isinstance(key, Tensor) and key.dim() and key.dtype is torch.bool:
+            return (
+                self._rows(one, key.nonzero().view(-1), _index, least=0) if key.shape == (one.rows,) else NotImplemented
+            )
+        if isinstance(key, Tensor) and key.dim():
+            return self._rows(one, key, _index, least=-one.rows)
+        first, *others = key if isinstance(key, tuple) and key else (key,)
+        if one.weight.dim() != 3 or any(isinstance(other, Tensor | list | bool) or other is None for other in others):
+            return NotImplemented
+        row = _row(first, one.rows)
+        return NotImplemented if row is None else self._view(one, row, tuple(others))
+
+    def _select(self, weight: Any, dim: Any, index: Any) -> Any:
+        one = self._of(weight)
+        if one is None or one.weight.dim() != 3 or dim not in (0, -3) or not self._is_inside(one):
+            return NotImplemented
+        row = _row(index, one.rows)
+        return NotImplemented if row is None else self._view(one, row)
+
+    def _unbind(self, weight: Any, dim: Any) -> Any:
+        one = self._of(weight)
+        if one is None or one.weight.dim() != 3 or dim not in (None, 0, -3) or not self._is_inside(one):
+            return NotImplemented
+        return tuple(self._view(one, row) for row in range(one.rows))
+
+    def _view(self, one: TiledWeight, row: int, others: tuple[Any, ...] = ()) -> Tensor:
+        self._units.apply(one.unit)
+        tile = one.at(row)
+        self._begin(one, tile)
+        whole: Tensor = tile.leaf
+        with self._units.used([tile.unit]):  # torch makes no views of a tensor without memory
+            if torch.is_grad_enabled() and one.weight.requires_grad and not _may_have_tangents(whole):
+                whole = _Anchor.apply(whole, one.weight, tile.leaf, one.unit.name)  # type: ignore[no-untyped-call]
+            return whole[(row - tile.start, *others)]
+
+    def _transpose(self, weight: Any, *dims: Any) -> Any:
+        one = self._of(weight)
+        if (
+            one is None
+            or one.weight.dim() != 3
+            or not self._is_inside(one)
+            or torch_private.functorch_level() is not None
+        ):
+            return NotImplemented
+        if dims and (not all(isinstance(dim, int) for dim in dims) or {dim % 3 for dim in dims} != {1, 2}):
+            return NotImplemented
+        self._units.apply(one.unit)
+        return _Transposed.apply(one.weight, self._parameters.data_of(one.number))  # type: ignore[no-untyped-call]
+
+    def note_whole_use(self, weight: Any) -> None:
+        """Says once of each tiled weight that the forward around it uses it as a whole."""
+        one = self._tiled.get(weight) if isinstance(weight, nn.Parameter) else None
+        if one is not None and one not in self._told and self._is_inside(one):
+            self._told.add(one)
+            _log.warning(
+                "the forward uses %s as a whole, not in tiles: it comes whole, to %s, each time",
+                self._parameters.layout.specs[one.number].name,
+                "RAM" if one.unit.is_in_ram else "the device",
+            )
+
+    # Products.
+
+    def _grouped_mm(self, x: Any, weight: Any, offs: Tensor | None, bias: Any, out_dtype: torch.dtype | None) -> Any:
+        factor = self._factor(weight)
+        if factor is None or not isinstance(x, Tensor) or x.dim() != 2 or offs is None or bias is not None:
+            return NotImplemented
+        one, is_transposed = factor
+        if offs.shape != (one.rows,) or torch_private.functorch_level() is not None:
+            return NotImplemented
+        ends = [0, *offs.tolist()]
+        spans = {tile: (ends[tile.start], ends[tile.stop]) for tile in one.tiles}
+        if any(start > stop for start, stop in pairwise(ends)) or ends[-1] > len(x):
+            return NotImplemented
+        tiles = [tile for tile, (start, stop) in spans.items() if stop > start] or one.tiles[:1]
+        sizes = [spans[tile][1] - spans[tile][0] for tile in tiles]
+        *parts, rest = x.split([*sizes, len(x) - ends[-1]])
+        own = dict(zip(tiles, parts, strict=True))
+
+        def multiply(tile: Tile) -> Tensor:
+            matrices = tile.leaf.mT if is_transposed else tile.leaf
+            ends_here = offs[tile.start : tile.stop] - spans[tile][0]
+            return F.grouped_mm(own[tile], matrices, offs=ends_here, out_dtype=out_dtype)
+
+        outputs = self._run(one, tiles, multiply)
+        if len(rest):  # beyond the last group
+            outputs.append(outputs[0].new_zeros(len(rest), outputs[0].shape[1]))
+        return torch.cat(outputs)
+
+    def _bmm(self, left: Any, right: Any) -> Any:
+        is_left = (factor := self._factor(left)) is not None
+        factor = factor or self._factor(right)
+        other = right if is_left else left
+        if factor is None or not isinstance(other, Tensor) or other.dim() != 3:
+            return NotImplemented
+        one, is_transposed = factor
+        if len(other) != one.rows:
+            return NotImplemented
+        own = dict(zip(one.tiles, other.split(one.sizes), strict=True))
+
+        def multiply(tile: Tile) -> Tensor:
+            matrices = tile.leaf.mT if is_transposed else tile.leaf
+            return torch.bmm(matrices, own[tile]) if is_left else torch.bmm(own[tile], matrices)
+
+        return torch.cat(self._run(one, one.tiles, multiply))
+
+    def _einsum(self, equation: Any, *operands: Any) -> Any:
+        if len(operands) == 1 and isinstance(operands[0], list | tuple):
+            operands = tuple(operands[0])
+        plan = _einsum_plan(equation, len(operands))
+        factors = [(at, found) for at, one in enumerate(operands) if (found := self._factor(one)) is not None]
+        if plan is None or len(factors) != 1:
+            return NotImplemented
+        ((at, (one, is_transposed)),) = factors
+        inputs, output = plan
+        row = inputs[at][:1]
+        if row not in output or any(labels.count(row) > 1 for labels in inputs):
+            return NotImplemented
+        cut = {n: labels.index(row) for n, labels in enumerate(inputs) if n != at and row in labels}
+        same = [n for n in range(len(operands)) if n != at and n not in cut]
+        if len(same) > 1 or any(operands[n].shape[dim] != one.rows for n, dim in cut.items()):
+            return NotImplemented
+        parts = {n: dict(zip(one.tiles, operands[n].split(one.sizes, dim), strict=True)) for n, dim in cut.items()}
+
+        def multiply(tile: Tile, x: Tensor | None = None) -> Tensor:
+            own = [x if n in same else parts[n][tile] if n in parts else None for n in range(len(operands))]
+            own[at] = tile.leaf.mT if is_transposed else tile.leaf
+            return torch.einsum(equation, *own)
+
+        x = operands[same[0]] if same else None
+        outputs = self._run(one, one.tiles, multiply) if x is None else self._run_with_same(one, x, multiply)
+        return torch.cat(outputs, output.index(row))
+
+    def loss(self, hidden: Tensor, weight: nn.Parameter, bias: Tensor | None, loss: losses.TokenLosses) -> Any:
+        """Runs the loss of an output layer with a tiled weight; see [Note: the loss of a tiled output layer].
+
+        Returns:
+            0-dim, or one of each token; NotImplemented if the weight does not run in tiles.
+        """
+        tiled = self._of(weight)
+        if tiled is None:
+            return NotImplemented
+        tiles = tiled.tiles
+        self._units.apply(tiled.unit)
+        self._units.expect_tiles([tile.unit for tile in tiles])
         makes_graph = torch.is_grad_enabled()
         needed = [makes_graph and one is not None and one.requires_grad for one in (hidden, weight, bias)]
-        run = _LossInTiles(loss, hidden.detach(), bias, [leaf for _, leaf in tiles], needed)
+        run = _LossInTiles(loss, hidden.detach(), bias, [tile.leaf for tile in tiles], needed)
         result: Tensor | None = None
-        for number, (unit, leaf) in enumerate(tiles):
-            call_hidden(leaf.requires_grad_, weight.requires_grad)
+        for number, tile in enumerate(tiles):
             output = None
-            self._units.forward_begins(unit)
+            self._begin(tiled, tile)
+            self._units.forward_begins(tile.unit)
             try:
                 with losses.exactly(hidden.device):
                     run.see(number)
-                    value = loss.end_forward() if leaf is tiles[-1][1] else hidden.new_zeros((), dtype=loss.wide)
+                    value = loss.end_forward() if tile is tiles[-1] else hidden.new_zeros((), dtype=loss.wide)
                 inputs = (hidden, bias) if result is None else (result, None)
-                done = [tiles[at][1] for at in run.completes(number)]
+                done = [tiles[at].leaf for at in run.completes(number)]
                 output = _TileOfLoss.apply(value, run, number, *inputs, *done)  # type: ignore[no-untyped-call]
             finally:
-                self._units.forward_ends(unit, output)
+                self._units.forward_ends(tile.unit, output)
             result = output
         if needed[1]:
-            result = _Anchor.apply(result, weight, tiles[-1][1], self._unit_of[weight].name)  # type: ignore[no-untyped-call]
+            result = _Anchor.apply(result, weight, tiles[-1].leaf, tiled.unit.name)  # type: ignore[no-untyped-call]
         assert result is not None
         return result
+
+
+def _index(tile: Tile, ids: Tensor) -> Tensor:
+    return tile.leaf[ids]
+
+
+def _range_like(ids: Tensor) -> Tensor:
+    return torch.arange(len(ids), dtype=ids.dtype, device=ids.device)
+
+
+def _row(key: Any, rows: int) -> int | None:
+    """The number of the row that an index names; None if it is no number of a row."""
+    if isinstance(key, bool) or (isinstance(key, Tensor) and (key.dtype is torch.bool or key.is_floating_point())):
+        return None
+    if torch_private.functorch_level() is not None:
+        return None
+    with suppress(TypeError):
+        number = operator.index(key)
+        if -rows <= number < rows:
+            return number % rows
+    return None
+
+
+def _einsum_plan(equation: Any, count: int) -> tuple[list[str], str] | None:
+    """The labels of each operand, and of the output, if the equation names them all."""
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    left, output = equation.replace(" ", "").split("->")
+    inputs = left.split(",")
+    return (inputs, output) if len(inputs) == count else None
 
 
 class _LossInTiles:
@@ -329,6 +718,28 @@ def _is_asked_for(leaf: nn.Parameter) -> bool:
     return False
 
 
+_WITHOUT_VALUES: Any = torch.ops.aten._reshape_alias.default
+"""A view of other strides. Unlike `transpose` it may be made of a tensor that has no memory."""
+
+
+class _Transposed(torch.autograd.Function):
+    """The transposed view of a weight of three dimensions.
+
+    It is made of `p.data`: a view of the weight itself would get another history with each new version of that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, data: Tensor) -> Tensor:
+        with torch_private.PastSubclasses():
+            shape, (batches, rows, columns) = data.shape, data.stride()
+            made: Tensor = _WITHOUT_VALUES(data, (shape[0], shape[2], shape[1]), (batches, columns, rows))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.transpose(1, 2), None
+
+
 class _Widen(torch.autograd.Function):
     """An fp32 tensor of the shape of `x`, whose gradient is the gradient of `x`.
 
@@ -385,3 +796,28 @@ class _Carry(torch.autograd.Function):
         if of_carry is None:
             return None, None
         return of_carry.to(ctx.dtype), of_carry.view_as(of_carry)
+
+
+_MT: Any = Tensor.mT
+
+_ANSWERS: dict[Any, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    F.linear: (("input", "weight", "bias"), Tiling._linear),
+    F.embedding: (
+        ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+        Tiling._embedding,
+    ),
+    Tensor.__getitem__: (("input", "key"), Tiling._getitem),
+    torch.einsum: ((), Tiling._einsum),
+    torch_private.grouped_mm: (("input", "mat2", "offs", "bias", "out_dtype"), Tiling._grouped_mm),
+    **dict.fromkeys((Tensor.index_select, torch.index_select), (("input", "dim", "index"), Tiling._index_select)),
+    **dict.fromkeys((Tensor.select, torch.select), (("input", "dim", "index"), Tiling._select)),
+    **dict.fromkeys((Tensor.unbind, torch.unbind), (("input", "dim"), Tiling._unbind)),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), (("input", "dim0", "dim1"), Tiling._transpose)),
+    _MT.__get__: (("input",), Tiling._transpose),
+    **dict.fromkeys((Tensor.bmm, torch.bmm), (("input", "mat2"), Tiling._bmm)),
+    **dict.fromkeys((Tensor.matmul, torch.matmul), (("input", "other"), Tiling._bmm)),
+}
+"""By function: the names of its arguments, none if it takes any number of them, and what answers it."""
+
+SERVED: Iterable[Any] = _ANSWERS.keys()
+"""The functions of torch that may run in tiles."""

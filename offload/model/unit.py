@@ -67,13 +67,14 @@ class Unit:
         params: the numbers of its parameters. A tile has none.
         streamed: those of them that stream.
         watched: those of them that are plain while its forward runs; the others are tiled.
-        nbytes: bytes that it takes on the device while it is not released. A tiled weight is never there as a whole.
+        nbytes: bytes that it takes on the device while it is not released.
         presence: see [Note: presence of a unit].
         not_updated: while it is UPDATING, the chunks whose new values are not made yet.
         gathers: all-gathers of its values that are under way, over ranks that share parameters.
         forwards: how many forwards of its modules run, in any thread.
         guests: units whose parameters its forward used.
         stays: whether it stays on the device when it is not in use; see [Note: units that stay] in policy.py.
+        is_in_ram: whether it is a tiled weight that is in RAM as a whole, since the device has no room for that.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Unit:
     forwards: int = 0
     guests: dict[Unit, None] = field(default_factory=dict)
     stays: bool = False
+    is_in_ram: bool = False
 
     def __post_init__(self) -> None:
         if self.slices:
@@ -183,9 +185,16 @@ class Units(dict[str, Unit]):
         layout: of all held parameters.
         streamed: the flat parameters whose memory comes and goes.
         staying: names of units that stay on the device.
+        in_ram: names of tiled weights that are in RAM as a whole.
     """
 
-    def __init__(self, layout: Layout, streamed: Container[int] = (), staying: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        streamed: Container[int] = (),
+        staying: Container[str] = (),
+        in_ram: Container[str] = (),
+    ) -> None:
         super().__init__()
         of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
         for chunk in layout.param_chunks:
@@ -208,8 +217,9 @@ class Units(dict[str, Unit]):
                 params=_params_of(own),
                 streamed=_params_of(flat for flat in own if flat.index in streamed),
                 watched=frozenset(_params_of(flat for flat in own if not layout.tile_of(flat.index))),
-                nbytes=_bytes_on_device(layout, parts),
+                nbytes=0 if name in in_ram else _bytes_of(layout, parts),
                 stays=name in staying,
+                is_in_ram=name in in_ram,
             )
 
     def __missing__(self, name: str) -> Unit:
@@ -225,6 +235,5 @@ def _chunks_in(one: FlatSlice, chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     return tuple(chunk for chunk in chunks if one.start <= chunk.start < one.start + one.numel)
 
 
-def _bytes_on_device(layout: Layout, slices: Iterable[FlatSlice]) -> int:
-    there = [one for one in slices if one.is_tile or not layout.tile_of(one.flat)]
-    return starts_of(one.numel * layout.flats[one.flat].dtype.itemsize for one in there)[1]
+def _bytes_of(layout: Layout, slices: Iterable[FlatSlice]) -> int:
+    return starts_of(one.numel * layout.flats[one.flat].dtype.itemsize for one in slices)[1]

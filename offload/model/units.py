@@ -93,9 +93,10 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
 
 
 def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
-    """The length of a row of each of `inners` that can be tiled, by its number.
+    """How many elements a row of each of `inners` has that can be tiled, by its number.
 
-    It can be tiled if it is all of the weight of one nn.Linear, and is used by nothing else.
+    It can be tiled if it is the weight of nn.Linear and nn.Embedding, which may share it, or if it has three dimensions
+    and is a parameter of one module that is none of torch's own: those use theirs as a whole.
     """
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -104,11 +105,21 @@ def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
                 holders.setdefault(param, []).append((module, name))
     rows = {}
     for number, one in enumerate(inners):
-        (module, name), *more = holders[one.param]
-        is_own = type(module) in (nn.Linear, LossLinear) and name == "weight" and not more and one.tensor is one.param
-        if is_own and not one.is_part and one.param.dim() == 2 and one.param.is_contiguous():
-            rows[number] = one.param.shape[1]
+        used_by = holders[one.param]
+        if one.param.dim() == 3:
+            is_of_rows = len(used_by) == 1 and not type(used_by[0][0]).__module__.startswith("torch.")
+        else:
+            is_of_rows = one.param.dim() == 2 and all(
+                name == "weight" and _uses_rows(module) for module, name in used_by
+            )
+        if is_of_rows and one.tensor is one.param and not one.is_part and one.param.is_contiguous():
+            rows[number] = one.param.shape[1:].numel()
     return rows
+
+
+def _uses_rows(module: nn.Module) -> bool:
+    """Whether a module of torch's uses its weight row by row. With `max_norm` an nn.Embedding writes to all of it."""
+    return type(module) in (nn.Linear, LossLinear) or (type(module) is nn.Embedding and module.max_norm is None)
 
 
 def is_called(module: nn.Module) -> bool:

@@ -91,6 +91,7 @@ class Placement:
         resident_bytes: the part of `model_bytes` for frozen parameters that stay there, and for buffers.
         streamed_bytes: the part of `model_bytes` for units that stream.
         staying: the names of streamed units that stay on the device between two uses, see [Note: units that stay].
+        tiled_in_ram: the names of tiled weights that are in RAM where an operation needs all of one.
         read_bytes: what a step reads from the disk.
         written_bytes: what a step writes to the disk.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
@@ -109,6 +110,7 @@ class Placement:
     resident_bytes: int
     streamed_bytes: int
     staying: frozenset[str]
+    tiled_in_ram: frozenset[str]
     read_bytes: int
     written_bytes: int
     held_bytes: Mapping[str, int]
@@ -344,6 +346,22 @@ def units_that_stay(layout: Layout, choice: Choice, room: int, most: int | None 
     return frozenset(), _at_once(sizes, choice)
 
 
+def tiled_in_ram(layout: Layout, free: int | None, *, direct: bool) -> frozenset[str]:
+    """The names of the tiled weights that are in RAM where an operation needs all of one.
+
+    The others are on the device then, as any parameter is outside of its unit.
+
+    Args:
+        layout: of all parameters that are trained or stream.
+        free: bytes of the device beside the most that units take; None: any number.
+        direct: whether the device is the CPU.
+    """
+    tiled = (flat for flat in layout.flats if layout.tile_of(flat.index))
+    return frozenset(
+        flat.unit for flat in tiled if direct or (free is not None and flat.numel * flat.dtype.itemsize > free)
+    )
+
+
 def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
     """The most that units take on the device at once; see `streamed_bytes`.
 
@@ -430,7 +448,11 @@ def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
     parted = {unit: sum(modules.values()) for unit, modules in units.items() if len(modules) > 1}
     if not parted or _at_once(smallest, choice) > limit:
         largest = max(smallest, key=lambda unit: smallest[unit])
-        tiles = ", and only weights of nn.Linear run in tiles (Tuning.tile)" if layout.ranks == 1 else ""
+        tiles = (
+            ", and only weights of nn.Linear, nn.Embedding and with 3 dimensions run in tiles"
+            if layout.ranks == 1
+            else ""
+        )
         return (
             f"; smaller units are not enough: {largest or 'the root'} takes {format_bytes(smallest[largest])} at once"
             f"{tiles}"
@@ -846,6 +868,8 @@ def place(
         else units_that_stay(layout, choice, limit - slab_bytes - least_model_bytes + least_streamed, most_staying)
     )
     model_bytes = least_model_bytes - least_streamed + most_streamed
+    on_top = None if room.limit is None else room.limit - slab_bytes - least_model_bytes
+    in_ram = tiled_in_ram(layout, on_top, direct=direct)
     given = room.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // room.ranks_on_node if given is None else given
@@ -908,6 +932,7 @@ def place(
         resident_bytes=room.resident(choice),
         streamed_bytes=most_streamed,
         staying=staying,
+        tiled_in_ram=in_ram,
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         held_bytes=needs.held_bytes,

@@ -16,7 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from bench import adam, adam_prefetch, chunks, gpu_cases, guards, hiding, limits, losses, peers, report, rules, step
+from bench import (
+    adam,
+    adam_prefetch,
+    chunks,
+    experts,
+    gpu_cases,
+    guards,
+    hiding,
+    limits,
+    losses,
+    peers,
+    report,
+    rules,
+    step,
+)
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.demo.gpt import GPT, GPTConfig
@@ -115,6 +129,19 @@ def test_rules_compares_each_optimizer_with_torch_and_its_bytes(
     assert {name: rows[name]["bytes_per_element"] for name in wanted} == wanted
     assert all(row[what] > 0 for row in rows.values() for what in ("ns_pieces", "ns_torch", "ns_limit", "x_torch"))
     assert "| AdamW, 1 threads | C kernel |" in (results / "rules.md").read_text()
+
+
+def test_experts_in_tiles_move_fewer_bytes_than_whole_layers_where_few_have_tokens(
+    capsys: pytest.CaptureFixture[str], results: Path
+) -> None:
+    experts.main(tokens="1", width=16, experts=8, rounds=1, as_json=True, save=True)
+    whole, *tiles = json.loads(capsys.readouterr().out)["rows"]
+    assert (whole["x_whole"], whole["x_bytes"]) == (1, 1)
+    assert len(tiles) == 2
+    for one in tiles:
+        assert one["x_bytes"] < 0.5
+        assert one["peak_mib"] < whole["peak_mib"]
+    assert "whole layers" in (results / "experts.md").read_text()
 
 
 def test_step_moves_the_bytes_of_its_budget_and_leaves_nothing(

@@ -51,6 +51,9 @@ class Noted:
         self._note("add", place)
         self.values_given.append(values.clone())
 
+    def make_zeros(self, param: int, tile: int) -> None:
+        self._note("zeros", (param, tile))
+
     def tile_has_come(self, param: int, tile: int) -> None:
         self._note("has come", (param, tile))
 
@@ -177,13 +180,27 @@ def test_tiles_of_one_backward_are_added_as_autograd_adds_uses() -> None:
     layout = build([ParamSpec("p", 100, "p", torch.float32, 0, tile=64)], SUM_BLOCK)
     with noted(layout) as (buffer, shards):
         buffer.accumulate(0, torch.ones(64))
-        assert not buffer.has(0)
         buffer.accumulate(0, torch.ones(36), start=64)
         assert buffer.has(0)
         buffer.accumulate(0, torch.full((100,), 5.0))  # the weight was used as a whole, too
     assert [what for what, _ in shards.calls] == ["add", "has come", "add", "has come", "write", "write"]
     assert [about for what, about in shards.calls if what == "write"] == [(0, 0), (0, 64)]
     assert shards.stored[:101].tolist() == [5.0] * 100 + [0.0]
+
+
+def test_tiles_that_nobody_used_are_zeros_once_their_parameter_has_a_gradient() -> None:
+    layout = build(
+        [ParamSpec("p", 192, "p", torch.float32, 0, tile=64), ParamSpec("q", 3, "", torch.float32, 0)], SUM_BLOCK
+    )
+    with noted(layout) as (buffer, shards):
+        for used, others in ((64, [0, 2]), (0, [1, 2])):
+            buffer.accumulate(0, torch.ones(64), start=used)
+            assert buffer.finalize([0]) == buffer.finalize([0]) == [0]
+            assert [about for what, about in shards.calls if what == "zeros"] == [(0, tile) for tile in others]
+            shards.calls.clear()
+            buffer.clear_all()
+            buffer.finalize([0])  # what a step has used can still be read
+            assert not [what for what, _ in shards.calls if what == "zeros"]
 
 
 def test_a_tile_that_was_cleared_in_a_backward_begins_anew() -> None:

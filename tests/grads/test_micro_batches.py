@@ -25,14 +25,17 @@ def counted(most: int | None) -> MicroBatches:
     return MicroBatches(build(specs, 1 << 16), choice)
 
 
-def test_each_tile_is_counted_by_itself_and_a_parameter_has_a_gradient_when_all_have() -> None:
+def test_each_tile_is_counted_by_itself_and_those_that_nobody_used_are_filled() -> None:
     micro_batches = counted(3)
+    assert micro_batches.fill(TILED) == []
     assert not micro_batches.has_any()
     assert [micro_batches.count(TILED, tile) for tile in (0, 0, 2)] == [1, 2, 1]
     assert micro_batches.has_any()
-    assert not micro_batches.has(TILED)
-    assert micro_batches.count(TILED, 1) == 1
     assert micro_batches.has(TILED)
+    assert not micro_batches.has_all(TILED)
+    assert micro_batches.fill(TILED) == [1]
+    assert micro_batches.has_all(TILED)
+    assert micro_batches.fill(TILED) == []
     assert [micro_batches.of(TILED, tile) for tile in range(3)] == [2, 1, 1]
     assert not micro_batches.has(PLAIN)
     micro_batches.count(EMPTY)

@@ -215,7 +215,7 @@ def test_a_forward_that_was_compiled_in_its_unit_fetches_outside_of_it() -> None
             assert torch.equal(forward(x), expected)
 
 
-@pytest.mark.parametrize("placement", ["streamed", "recomputed", "tiles"])
+@pytest.mark.parametrize("placement", ["streamed", "recomputed"])
 def test_a_whole_model_in_one_graph_names_the_way_out(placement: str, tmp_path: Path) -> None:
     model = TinyLm()
     with OffloadZero(model, commit_every=None, **in_folder(placement, tmp_path)):
@@ -223,6 +223,14 @@ def test_a_whole_model_in_one_graph_names_the_way_out(placement: str, tmp_path: 
         with pytest.raises(Unsupported, match=r"block\.compile\(fullgraph=True\)") as caught:
             whole(next(token_batches())[0])
         assert "give torch.compile(model) no fullgraph=True" in str(caught.value)
+
+
+def test_a_model_with_an_embedding_in_tiles_in_one_graph_names_the_way_out(tmp_path: Path) -> None:
+    model = TinyLm()
+    with OffloadZero(model, commit_every=None, **in_folder("tiles", tmp_path)):
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(Unsupported, match="leave out fullgraph=True where such a use is compiled"):
+            whole(next(token_batches())[0])
 
 
 def test_a_use_outside_of_its_unit_in_one_graph_names_the_way_out() -> None:

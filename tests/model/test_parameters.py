@@ -15,7 +15,7 @@ from offload.devices.copies import HostCopier
 from offload.errors import ConfigError
 from offload.layout import ParamSpec, build
 from offload.model.dense import flattened, flattened_like, is_dense
-from offload.model.flat_param import FlatParameters
+from offload.model.flat_param import FlatParameters, Streaming
 from offload.model.inner import inner_tensors
 
 shapes = st.lists(st.integers(1, 4), max_size=4)
@@ -61,9 +61,8 @@ def test_holes_and_overlaps_are_seen(tensor: Tensor, dense: bool) -> None:
 def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool = False) -> FlatParameters:
     params = [nn.Parameter(tensor) for tensor in tensors]
     layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
-    parameters = FlatParameters(
-        layout, inner_tensors(params), torch.device("cpu"), HostCopier(), streamed=range(streams)
-    )
+    streaming = Streaming(range(streams))
+    parameters = FlatParameters(layout, inner_tensors(params), torch.device("cpu"), HostCopier(), streaming)
     parameters.make_dense(0)
     parameters.flatten(0)
     return parameters

@@ -53,6 +53,27 @@ def test_what_comes_next_is_what_came_next_in_the_pass_before(passes: list[list[
         before = entered
 
 
+def test_tiles_that_the_routing_names_are_expected_in_place_of_those_of_the_pass_before() -> None:
+    specs = [ParamSpec("a.w", 10, "a", torch.bfloat16, 0), ParamSpec("w", 256, "w", torch.bfloat16, 0, tile=64)]
+    made = Units(build(specs, 1024), range(2))
+    block, *tiles = made["a"], *(made[f"w[{number}]"] for number in range(4))
+    order = UnitOrder(ahead=2)
+    order.begin_pass()
+    for unit in (block, tiles[0], tiles[1], block, tiles[1], tiles[0], block):
+        order.enter(unit)
+    order.begin_pass()
+    order.enter(block)
+    assert order.after(block) == [tiles[0], tiles[1]]
+    order.expect_tiles([tiles[1], tiles[3]])
+    assert order.after(block) == [tiles[1], tiles[3]]
+    order.enter(tiles[1])
+    order.enter(tiles[3])
+    assert order.after(tiles[3]) == [block, tiles[1]]
+    order.enter(block)
+    order.enter(tiles[1])
+    assert order.after(tiles[1]) == [block], "the first tile is not used in this pass"
+
+
 def test_passes_with_and_without_gradients_have_orders_of_their_own() -> None:
     (a, b, c), order = units_of("a", "b", "c"), UnitOrder(2)
     for unit in (a, b, c, b, a):

@@ -304,4 +304,4 @@ def test_another_format_needs_one_row(tmp_path: Path, monkeypatch: pytest.Monkey
         for layer, own in zip(model, plain, strict=True):
             assert torch.equal(layer.weight.state.scale, own.weight.state.scale)
             assert layer.weight.state.table is TABLE
-            assert parameters.flat_at(layer.codes_too["of the weight"]) == parameters.flat_at(layer.weight)
+            assert parameters.slice_at(layer.codes_too["of the weight"]) == parameters.slice_at(layer.weight)

@@ -195,7 +195,7 @@ def test_frozen_layers_stay_and_freezing_later_works(streams: Streams) -> None:
     assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
 
 
-def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_tied_embedding_and_head_are_one_set_of_tiles(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -207,14 +207,71 @@ def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_pa
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.embed(x)) + self.layer(self.embed(x))
 
-    model = Tied()
-    options: dict[str, Any] = {"param_tier": "cpu", "tuning": tuning(1, 4096)}
-    assert {one.flat for one in plan_of(model, direct=True, **options).layout.slices if one.is_tile} == {1}
+    model, plain = Tied(), Tied()
+    plain.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"param_tier": "cpu", "tuning": tuning(1, 8192), "compute_dtype": torch.float32}
+    layout = plan_of(model, direct=True, **options).layout
+    assert [one.unit for one in layout.slices if one.is_tile and one.start == 0] == [
+        "embed.weight[0]",
+        "layer.weight[0]",
+    ]
+    ids = torch.tensor([[3, 499, 3], [70, 0, 3]])
     with OffloadZero(model, **options) as optimizer:
-        model(torch.arange(9)).float().mean().backward()
+        for one in (model, plain):
+            one(ids).square().mean().backward()
+        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+            grad = optimizer.grad(other)
+            assert grad is not None
+            torch.testing.assert_close(grad.reshape(own.shape), own.grad, rtol=1e-4, atol=1e-6)
         finish(optimizer)
-    with pytest.raises(BudgetError, match=r"units are not enough: embed takes 31\.25 KiB at once"):
-        OffloadZero(Tied(), param_tier="cpu", device_memory=20_000)
+    with OffloadZero(Tied(), param_tier="cpu", device_memory=20_000) as optimizer:
+        assert optimizer.stats()["peak_device_bytes"] <= 20_000
+
+
+class Words(nn.Module):
+    """An embedding of the root unit, whose batches use few of its rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(600, 16, **options)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return h
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -3}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("shape", [(40,), (2, 3), (0,)], ids=str)
+def test_an_embedding_in_tiles_has_the_bits_of_the_whole_one(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    model, plain = Words(**options), Words(**options)
+    ids = torch.randint(0, 600, shape, generator=torch.Generator().manual_seed(1)).masked_fill_(
+        torch.rand(shape) < 0.3, 597
+    )
+    chosen = tuning(1, 64 * 16 * 4)
+    with OffloadZero(model, param_tier="cpu", tuning=chosen, compute_dtype=torch.float32) as optimizer:
+        assert torch.equal(model(ids), plain(ids))
+        for one in (model, plain):
+            one(ids).square().sum().backward()
+        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+            grad = optimizer.grad(other)
+            assert grad is not None
+            assert torch.equal(grad.reshape(own.shape), own.grad)
+
+
+def test_an_embedding_fetches_the_tiles_of_the_tokens_and_torch_names_ids_that_are_none() -> None:
+    model = Words()
+    chosen = tuning(0, 64 * 16 * 4)
+    with OffloadZero(model, param_tier="cpu", tuning=chosen, compute_dtype=torch.float32) as optimizer, torch.no_grad():
+        optimizer.synchronize()
+        before = optimizer.stats()["gathered_bytes"]
+        model.embed(torch.tensor([5, 130, 6]))  # in the first and the third tile
+        assert optimizer.stats()["gathered_bytes"] - before == 2 * 64 * 16 * 4
+        with pytest.raises(IndexError):
+            model(torch.tensor([600]))
 
 
 def test_access_to_a_tiled_weight(streams: Streams) -> None:

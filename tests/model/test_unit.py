@@ -71,7 +71,8 @@ def test_a_unit_knows_its_parameters_chunks_and_bytes() -> None:
     # Parameters begin at multiples of 64 elements, flat parameters at multiples of 256 bytes.
     assert block.nbytes == 2 * (5056 + 11) + 106 + 4 * 7
     head, last = units["head"], units["head[2]"]
-    assert head.nbytes == 0, "a tiled weight is never on the device as a whole"
+    assert head.nbytes == 2 * made.flats[head.flats[0].index].numel
+    assert Units(made, range(5), in_ram=("head",))["head"].nbytes == 0, "the device has no room for it as a whole"
     assert not head.watched
     assert last.home is head
     assert last.nbytes == 2 * 1000

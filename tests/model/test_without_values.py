@@ -91,7 +91,7 @@ class OneParameter:
     def streams(self, number: int) -> bool:
         return self.streams_any
 
-    def flat_at(self, tensor: Tensor) -> int | None:
+    def slice_at(self, tensor: Tensor) -> int | None:
         return None
 
 

@@ -362,7 +362,7 @@ def test_codes_that_bitsandbytes_moves_into_a_module_keep_no_other_memory(name: 
         for block in model.blocks:
             layer = block.up.base
             assert layer.weight.CB is None
-            flat = optimizer._parts.parameters.flat_at(layer.state.CB)
+            flat = optimizer._parts.parameters.slice_at(layer.state.CB)
             assert flat is not None
             assert flat == optimizer._parts.parameters.flat_of(optimizer._parts.parameters.index[layer.weight])
 
