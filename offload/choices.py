@@ -44,6 +44,7 @@ class StateChoice:
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
+        shares: whether some states may be on the device while others are not: a step has the same bits on both sides.
     """
 
     tier: Tier
@@ -52,6 +53,7 @@ class StateChoice:
     in_flight: int | None
     temporary_bytes: int = 0
     form: str = "fp32"
+    shares: bool = False
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,8 @@ class Rule(ABC):
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
         is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
+        has_same_bits: whether its kernels give the same bits on a device and on the CPU. Only then some parameters may
+            be stepped there, and others here.
         methods: what else its class does with parameters and states, by the name of the method.
     """
 
@@ -254,6 +256,7 @@ class Rule(ABC):
     initial: Progress = NEVER
     splits_masters: bool = False
     is_whole: bool = False
+    has_same_bits: bool = False
     methods: Mapping[str, Method] = MappingProxyType({})
 
     @abstractmethod

@@ -10,6 +10,9 @@ sees a parameter's whole old value or its whole new one.
   not stream is kept in the memory of the gradient it was made from, which nobody needs any more, until `start_apply`
   copies it to the device: after the event of the step, not after what was queued since. The next gradient is copied
   there by a device that has waited for that copy.
+- Chunks whose states are on the device while those of others are not (`Run.device_flats`) are stepped by its own
+  kernels, meanwhile. `start_apply` launches them, behind what the device does. They read gradients and write parameters
+  where these are, so nothing is copied.
 - Elsewhere `start_apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
   beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute. Chunks that are in
   RAM are given to the threads together, those of several units too: small ones cost no more than a large one.
@@ -102,7 +105,8 @@ class Step:
         params: NewParameters,
     ) -> None:
         self._layout = run.layout
-        self._kernels = run.kernels
+        self._kernels_of = run.kernels_of
+        self._device_flats = run.device_flats
         self._matrices = MatrixMemory.of(run.memory)
         self._timeline = run.timeline
         self._split_master = choice.split_master
@@ -164,7 +168,8 @@ class Step:
         if self._worker is not None:
             before: Future[None] | None = None
             for work in works:
-                work.done = before = self._worker.submit(self._run_after, before, work)
+                if work.chunk.flat not in self._device_flats:
+                    work.done = before = self._worker.submit(self._run_after, before, work)
 
     def together(self, flats: Iterable[int]) -> Iterator[list[int]]:
         """Parts pending flat parameters into groups for `start_apply`.
@@ -199,13 +204,12 @@ class Step:
             return
         works = [work for flat in flats for work in self._pending[flat]]
         self._params.begin()
-        if self._worker is None:
-            try:
-                for batch in self._batches(works):
-                    self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
-            except BaseException as error:
-                self._health.fail(error)  # here, where no second interrupt has come yet
-                raise
+        try:
+            for batch in self._batches(work for work in works if work.done is None):
+                self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
+        except BaseException as error:
+            self._health.fail(error)  # here, where no second interrupt has come yet
+            raise
         for work in works:
             if work.done is not None:
                 self._wait_for(work.done, work.chunk)
@@ -271,7 +275,7 @@ class Step:
             is_split = lease.master.dtype is torch.int16
             current = self._params.current(work.chunk, target) if is_split else None
             with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
-                self._kernels.run(self._tasks(work, lease, grads, target, current))
+                self._kernels_of(work.chunk.flat).run(self._tasks(work, lease, grads, target, current))
 
     def _batches(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
         """Parts the queue into batches whose kernels run together.
@@ -304,7 +308,7 @@ class Step:
             self._timeline.span("adam_s"),
             self._timeline.event(ADAM, "Adam", chunk=works[0].chunk.index),
         ):
-            self._kernels.run(self._drawn(works, leases))
+            self._kernels_of(works[0].chunk.flat).run(self._drawn(works, leases))
 
     def _drawn(self, works: Sequence[_Work], leases: ExitStack) -> Iterator[Task]:
         for work in works:
@@ -350,4 +354,4 @@ class Step:
         if spans is None:
             spans = self._spans[chunk.index, run.start, run.stop] = spans_of(self._layout, chunk, run.start, run.stop)
         memory = SegmentMemory(arrays, grads, target, spans, current, self._matrices)
-        return self._rules[run.key.group].bind(self._kernels, memory)
+        return self._rules[run.key.group].bind(self._kernels_of(chunk.flat), memory)
