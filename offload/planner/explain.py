@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -83,7 +83,7 @@ class Planned:
     room: Room = field(default_factory=Room)
     refusal: BudgetError | None = None
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What it needs, with the states on the device that there is room for."""
         needs = Needs(self.layout, self.choice, self.direct)

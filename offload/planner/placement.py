@@ -720,14 +720,18 @@ class Needs:
         """
         if not self.choice.states.shares or self.direct:
             return self
-        found, spent = self, 0
+        units, spent = [], 0
         for unit, nbytes in self._bytes_with_gradients().items():
             if spent + nbytes <= room:
-                more = {flat.index for flat in self.layout.flats if flat.unit == unit}
-                wider = replace(self, device_flats=found.device_flats | more)
-                if wider.device_bytes <= room:
-                    found, spent = wider, spent + nbytes
-        return found
+                units.append(unit)
+                spent += nbytes
+        while units:
+            flats = frozenset(flat.index for flat in self.layout.flats if flat.unit in units)
+            found = replace(self, device_flats=flats)
+            if found.device_bytes <= room:
+                return found
+            units.pop()  # beside states and gradients there is little: sums of squares, and what kernels need
+        return self
 
     def _bytes_with_gradients(self) -> dict[str, int]:
         """About what the states of each unit take with their gradients, in the order of the layout."""
