@@ -527,6 +527,7 @@ def small_states_on_device(scratch: Tensor, master: Tensor, grad: Tensor, out: T
     from bench.limits import DITHERED
     from offload import native
     from offload.devices.copies import stream_handle
+    from offload.native.torch_kernels import dithered_room
 
     n, device = len(grad), grad.device
     figures = {}
@@ -536,7 +537,7 @@ def small_states_on_device(scratch: Tensor, master: Tensor, grad: Tensor, out: T
         if form == "8bit":
             scales = [torch.zeros(-(-n // 64), dtype=torch.uint8, device=device) for _ in range(2)]
         for stream in (partial(stream_handle, device), None):
-            kernels = native.load_on(scratch, stream)
+            kernels = native.load_on(scratch, stream, dithered_room(n, n))
             tensors = (master, None, *moments, *scales, grad, out)
             call = partial(kernels.call, native.ADAM_DITHERED, *tensors, scalars=DITHERED)
             figures[f"{kernels.variant}: adam, {form} states, GB/s"] = nbytes * n / GB / seconds_of(call)

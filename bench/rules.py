@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from bench.limits import allocate
 from bench.report import Json, Report, Rounds, Save, Table, note, ratio, run, spread
 from offload import native
-from offload.cli.plan_updates import FLOPS, measured_rate
+from offload.cli.plan_updates import measured_seconds
 from offload.layout import Whole, blocks_of
 from offload.optim.adopt import rules_of
 from offload.optim.rule import Rule, SegmentMemory, Span
@@ -61,6 +61,8 @@ OF_MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     "Muon": lambda params: o.Muon(params, lr=1e-4),
     "Adafactor": lambda params: o.Adafactor(params, lr=1e-4),
 }
+PLANNED = frozenset({"Muon"})
+"""Those whose steps `offload plan` gives the time of."""
 WHOLE = "whole"
 MATRICES = "256x256,512x512,512x2048,1024x1024,1024x4096"
 
@@ -235,8 +237,8 @@ def main(
         for name, shape in each:
             note(f"{name}, {' x '.join(map(str, shape))}, {count} threads, {rounds} rounds")
             results.append(race(name, shape, count, rounds))
-            if (flops := FLOPS.get(name.lower())) is not None:
-                results[-1].planned_s = flops(shape) / measured_rate(name.lower(), flops)
+            if name in PLANNED:
+                results[-1].planned_s = measured_seconds(name.lower(), {shape: 1})
     headings = (
         "optimizer",
         "piece",

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from offload.checkpoint.recovery import Start
@@ -33,7 +35,7 @@ from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
 from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
-from offload.model.meta_init import is_meta
+from offload.model.meta_init import Kept, Source, is_meta
 from offload.model.units import (
     bytes_on,
     compute_dtypes,
@@ -59,6 +61,7 @@ from offload.planner.placement import (
     SPILLED,
     Placement,
     Room,
+    dithered_room_of,
 )
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
@@ -66,14 +69,16 @@ from offload.regions import lent_bytes
 from offload.run import Memory, OpenEngine, Run, Stores
 from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Reserved
+from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.directories import replaceable_in
+from offload.storage.kept_base import BaseName, KeptBase
 from offload.storage.param_store import ParamStore, ResidentParams, StreamedParams
 from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.room import MANIFEST, RECORD
 from offload.storage.slot_map import ChunkKind
-from offload.storage.swap_file import RunFiles, Stripes
+from offload.storage.swap_file import RunFiles, Slots, Stripes
 from offload.tiers import CPU, DEVICE
 
 # Deciding.
@@ -95,6 +100,7 @@ class Plan:
         threads: see `Tuning`.
         io_engine: see `Tuning`.
         unquantised: what a quantised base has in 16 or 32 bits; see `units.unquantised`.
+        base: the base that is kept; None: there is none.
     """
 
     choice: Choice
@@ -108,6 +114,7 @@ class Plan:
     threads: int | None
     io_engine: str
     unquantised: tuple[int, Sequence[str]]
+    base: BaseName | None
 
     @property
     def layout(self) -> Layout:
@@ -132,6 +139,7 @@ def plan_run(
     options: Options,
     comm: Communicator,
     files: Files,
+    source: Source,
 ) -> Plan:
     """Decides what is where.
 
@@ -144,6 +152,7 @@ def plan_run(
         options: what the user said.
         comm: the ranks.
         files: the file system.
+        source: where values come from.
 
     Raises:
         ConfigError: if the model, or several ranks, cannot have what was asked for.
@@ -195,7 +204,32 @@ def plan_run(
     aliases_of(model, moved)
     tuning, inners = options.tuned, shape.inners[:every]
     left = unquantised(model, compute_dtypes(model, options.fp32_modules, options.compute_dtype))
-    return Plan(placed.choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left)
+    choice, base = placed.choice, None
+    if comm.everyone.size == 1 and choice.params.frozen_tier.is_durable:
+        base = _base_of(source.kept(), held, inners, options.paths)
+        choice = replace(choice, params=replace(choice.params, keeps_base=base is not None))
+    return Plan(choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base)
+
+
+def _base_of(kept: Kept | None, held: Layout, inners: Sequence[Inner], paths: Sequence[Path]) -> BaseName | None:
+    """The base that holds the frozen parameters; None: none is kept, or some have values from elsewhere.
+
+    Args:
+        kept: how it is kept; None: it is not.
+        held: the layout of all held parameters.
+        inners: their inner tensors.
+        paths: the directories of the run.
+    """
+    first = len(held.trained.specs)
+    if kept is None or first == len(held.specs) or any(one.param not in kept.names for one in inners[first:]):
+        return None
+    names = [one.name_in(kept.names[one.param]) for one in inners[first:]]
+    told: list[object] = [
+        (name, tuple(one.tensor.shape), str(held.specs[number].dtype), held.locations[number])
+        for number, (name, one) in enumerate(zip(names, inners[first:], strict=True), first)
+    ]
+    told += [(chunk.flat, chunk.start, chunk.numel) for chunk in held.param_chunks[len(held.trained.param_chunks) :]]
+    return BaseName(kept.directory or paths[0], kept.key(), xxhash.xxh3_64_hexdigest(repr(told).encode()), names)
 
 
 def _free_on_device(copier: Copier, ranks_on_node: int) -> int:
@@ -223,6 +257,7 @@ class Parts:
         slots: the swap files; None: there are none.
         engine: what reads and writes them; None: there are none.
         activations: where activations wait for their backward; None: where they are made.
+        base: the frozen parameters, if they are kept; None: they are not.
     """
 
     run: Run
@@ -237,6 +272,7 @@ class Parts:
     slots: Stripes | None
     engine: IOEngine | None
     activations: ActivationStore | None
+    base: KeptBase | None
 
 
 def build(
@@ -282,13 +318,19 @@ def build(
         comm,
         timeline,
         start.files,
+        start.claims,
         entries,
         health,
         placement.device_flats,
         device_kernels,
     )
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
-    stores = _stores(undo, run, placement, slots)
+    base = None
+    if plan.base is not None:
+        assert engine is not None
+        base = KeptBase(engine, plan.base, placement.arrays[ChunkKind.FROZEN], start.files, timeline)
+        undo.callback(base.close)
+    stores = _stores(undo, run, placement, slots, base)
     shards = open_shards(run, choice.grads.micro_batches, stores.get(ChunkKind.GRADS))
     gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, shards)
     undo.callback(gradients.close)
@@ -312,7 +354,7 @@ def build(
     assert not memory.reserved.left, memory.reserved.left
     scale = StepScale()
     return Parts(
-        run, stores, params, parameters, masters, gradients, new_params, step, scale, slots, engine, activations
+        run, stores, params, parameters, masters, gradients, new_params, step, scale, slots, engine, activations, base
     )
 
 
@@ -360,7 +402,10 @@ def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> tuple[Kernels, 
         Those of all states but `Run.device_flats`, and those of these, if there are any.
     """
     direct = plan.copier.direct
-    loaded = [load_on(scratch, partial(stream_handle, scratch.device)) for scratch in memory.take(SCRATCH)]
+    loaded = [
+        load_on(scratch, partial(stream_handle, scratch.device), dithered_room_of(plan.held))
+        for scratch in memory.take(SCRATCH)
+    ]
     if plan.choice.states.tier > DEVICE or direct:
         loaded.insert(0, load(kernel_threads(plan.threads, ranks_on_node=plan.room.ranks_on_node, direct=direct)))
     for kernels in loaded:
@@ -370,13 +415,18 @@ def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> tuple[Kernels, 
     return first, next(iter(others), None)
 
 
-def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None) -> Stores:
+def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, base: KeptBase | None) -> Stores:
     """The stores of all kinds of chunks that have a pool."""
     # The states' is made first of all in memory: a resume reads into it while the rest is made.
     stores = Stores({ChunkKind.STATES: _state_store(undo, run, placement, slots)})
     for kind, pool in placement.pools.items():
         if kind not in stores:
-            stores[kind] = _pool_store(undo, run, placement, slots, kind, pool)
+            part = None if slots is None else slots.of(kind)
+            if base is not None and kind is ChunkKind.FROZEN:
+                part = base.slots
+            stores[kind] = _pool_store(undo, run, placement, part, kind, pool)
+    if base is not None and base.is_whole:
+        stores[ChunkKind.FROZEN].reset(dict.fromkeys(range(len(placement.arrays[ChunkKind.FROZEN])), Version(0, 0)))
     return stores
 
 
@@ -402,7 +452,7 @@ def _pool_store(
     undo: ExitStack,
     run: Run,
     placement: Placement,
-    slots: Stripes | None,
+    part: Slots | None,
     kind: ChunkKind,
     pool: Pool,
 ) -> Store:
@@ -412,11 +462,10 @@ def _pool_store(
         undo: gets what closes the store.
         run: what the parts share.
         placement: what each chunk holds.
-        slots: the swap files.
+        part: the slots of these chunks.
         kind: the kind of chunks.
         pool: which chunks stay in RAM, and how many buffers there are.
     """
-    part = None if slots is None else slots.of(kind)
     store = Store(placement.arrays[kind], *_memory_of(kind, pool, run.memory), part, run.timeline, run.health)
     undo.callback(store.close)
     return store

@@ -68,6 +68,7 @@ class ParamChoice:
         prefetch_units: how many units are fetched ahead of the one in use.
         tile_bytes: weights larger than this run in tiles; 0: none do.
         is_chosen: whether the planner chose the tiers, since the user named none.
+        keeps_base: whether frozen ones on NVMe are in a file of their own, which other runs may use.
     """
 
     tier: Tier
@@ -77,6 +78,7 @@ class ParamChoice:
     prefetch_units: int = 1
     tile_bytes: int = 0
     is_chosen: bool = False
+    keeps_base: bool = False
 
     @property
     def streams(self) -> bool:
@@ -148,6 +150,7 @@ class CommitChoice:
         converts_states: whether states may be in another form than they were committed in.
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
+        lock_timeout_s: for how many seconds the lock of a directory that a lost machine may hold is waited for.
     """
 
     paths: tuple[Path, ...] = ()
@@ -158,6 +161,7 @@ class CommitChoice:
     holds_params: bool = False
     begins_states: bool = False
     converts_states: bool = False
+    lock_timeout_s: float = 120.0
 
     @property
     def slots_per_chunk(self) -> int:

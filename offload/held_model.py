@@ -20,7 +20,7 @@ from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
 from offload.model.inner import Inner, bring_along, inner_tensors
-from offload.model.meta_init import Source, materialise
+from offload.model.meta_init import Kept, KeptValues, Source, materialise
 from offload.model.original import Original
 from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
@@ -36,6 +36,7 @@ from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
+from offload.storage.kept_base import KeptBase
 from offload.storage.slot_map import ChunkKind
 from offload.tiers import DEVICE, NVME
 
@@ -308,8 +309,14 @@ class HeldModel:
         """
         parts, layout = self._parts, self._parts.parameters.layout
         moves = parts.parameters.params[0].device != parts.parameters.device
+        base, kept, source = parts.base, values.source.kept(), values.source
+        first = parts.parameters.trained
+        if base is not None and base.is_whole:
+            assert kept is not None
+            frozen = {one.param for one in parts.parameters.held if one.spec.is_frozen}
+            source = KeptValues(source, {param: kept.names[param] for param in frozen}, base.tables)
         owned: set[Tensor] = set()
-        for flat in self._complete_flats(values.source, owned):
+        for flat in self._complete_flats(source, owned):
             info = layout.flats[flat]
             if not info.is_frozen:
                 require_same(digests_of(parts.parameters.held), values.frozen)  # now, when nothing is lost yet
@@ -317,7 +324,9 @@ class HeldModel:
                 self._original.changes(parts.parameters.params[number])
             dense = parts.parameters.make_dense(flat)
             names = [layout.specs[number].name for number in info.params]
-            has_values = info.is_frozen or not all(name in values.committed for name in names)  # else they come
+            is_kept = info.is_frozen and base is not None and base.is_whole
+            comes = is_kept or (not info.is_frozen and all(name in values.committed for name in names))
+            has_values = not comes
             if has_values:
                 specs, locals_ = layout.specs, parts.parameters.locals
                 self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
@@ -332,19 +341,37 @@ class HeldModel:
                 if (number_of := parts.parameters.number_of(alias.param)) in info.params:
                     assert number_of is not None
                     alias.follow(parts.parameters.data_of(number_of))
-            if info.is_frozen and self._choice.commits.every is not None:
+            if info.is_frozen and (base is not None or self._choice.commits.every is not None):
                 for number in info.params:
-                    parts.parameters.held[number].digest = digest_of(parts.parameters.locals[number])
+                    found = base.digests[base.names[number - first]] if base is not None and is_kept else None
+                    parts.parameters.held[number].digest = found or digest_of(parts.parameters.locals[number])
             if streams and has_values:
                 transfers.store_and_free(flat)
             elif streams:
                 parts.parameters.free_flat(flat)
+        if base is not None and not base.is_whole:
+            assert kept is not None
+            self._finish(base, kept)
+        for one in parts.parameters.held[first:]:
+            one.is_shared = base is not None
         if not values.committed:
             parts.stores.states.expect(chunk.index for chunk in layout.chunks)
             for store in parts.stores.all:
                 store.drain()
         if moves:
             move_buffers(self._model, parts.parameters.device)
+
+    def _finish(self, base: KeptBase, kept: Kept) -> None:
+        """Writes what is left of a base that this run makes, so that others may use it."""
+        parameters = self._parts.parameters
+        self._parts.stores[ChunkKind.FROZEN].flush()
+        frozen = parameters.held[parameters.trained :]
+        inners = inner_tensors(dict.fromkeys(one.param for one in frozen))
+        tables = [one for one in inners if parameters.number_of(one.used) is None]
+        base.finish(
+            {name: one.digest or "" for name, one in zip(base.names, frozen, strict=True)},
+            {one.name_in(kept.names[one.param]): one.tensor.to("cpu", copy=True) for one in tables},
+        )
 
     def take_others(self) -> None:
         """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype.
@@ -411,7 +438,10 @@ class HeldModel:
         """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
         left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)
-        unheld = {one.param: (one, dtype) for one, dtype in self._others()}
+        unheld: dict[Tensor, list[tuple[Inner, torch.dtype]]] = {}
+        for one, dtype in self._others():
+            if not one.is_table:
+                unheld.setdefault(one.param, []).append((one, dtype))
         freed = 0
         for module, fresh in chain([(None, ())], materialise(self._model, source)):
             owned.update(fresh)
@@ -423,7 +453,8 @@ class HeldModel:
                     freed = _left_free(freed + nbytes)
             if module is not None:
                 for param in module.parameters(recurse=False):
-                    if param in unheld and self._original.was_meta(param):
-                        nbytes = param.nbytes
-                        self._move_other(*unheld[param])
-                        freed = _left_free(freed + nbytes)
+                    for one, dtype in unheld.get(param, ()):
+                        if self._original.was_meta(one.used):
+                            nbytes = one.tensor.nbytes
+                            self._move_other(one, dtype)
+                            freed = _left_free(freed + nbytes)

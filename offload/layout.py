@@ -22,7 +22,8 @@ param group and step count are the same.
 A flat parameter is *whole* if its optimizer steps whole parameters. Its chunks hold as many of them as `chunk_numel`
 has room for, and at least one, however large that is. One whose slices are stepped each by itself, such as the matrices
 of experts, may be cut between slices. Over ranks each parameter has one owner: shards are as large as
-the largest needs, and the parameters of each rank lie end to end at the beginning of its shard.
+the largest needs, and the parameters of each rank lie end to end at the beginning of its shard. Owners are chosen over
+all flats together, since a flat may have fewer parameters than there are ranks.
 
 A state of a whole parameter may have another shape, such as one number for each row of a matrix. Its array in a slot
 has one number for each `Form.block` elements of the parameter, with as large a block as leaves room for the state. The
@@ -45,7 +46,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from offload.sizes import DITHER_BLOCK, SUM_BLOCK, round_up
+from offload.sizes import DITHER_BLOCK, MASTER_ITEM_BYTES, SUM_BLOCK, round_up
 
 ALIGN_NUMEL = 64
 """Parameters begin at multiples of so many elements: a cache line or more in every dtype.
@@ -53,6 +54,9 @@ ALIGN_NUMEL = 64
 So matrix kernels find them as aligned as torch's own allocator leaves them, and two threads never write one line."""
 ALIGN_BYTES = 256
 """What lies in one piece of memory begins at multiples of this, which is enough for every kernel."""
+
+OWNERS_DIFFER = 0.02
+"""By this part of the mean, bytes of states may differ where that makes the updates of ranks cost more alike."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -165,12 +169,14 @@ class Whole:
         small: by name, the shapes of those states that have another one, and at most as many elements.
         has_slices: whether each slice of its first dimension is stepped by itself. It is row-major then, and all of its
             states have its shape.
+        flops: floating-point operations of a step of it, where they are known and many; else 0.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] = ()
     small: tuple[tuple[str, tuple[int, ...]], ...] = ()
     has_slices: bool = False
+    flops: float = 0.0
 
     @property
     def part(self) -> Whole:
@@ -549,9 +555,11 @@ def build(
         trained_replicas: how many groups keep all trained parameters: `replicas`, or 1; None: `replicas`.
     """
     flats: list[Flat] = []
-    for key, params in _by_unit_and_dtype(specs):
+    parts = list(_by_unit_and_dtype(specs))
+    owners = _owners(specs, [params for key, params in parts if key.is_whole], ranks) if ranks > 1 else {}
+    for key, params in parts:
         if key.is_whole and ranks > 1:
-            params, offsets, end = _by_owner(specs, params, ranks)
+            params, offsets, end = _by_owner(specs, params, owners, ranks)
         else:
             offsets, end = _end_to_end(specs, params)
         flats.append(
@@ -588,26 +596,71 @@ def _end_to_end(specs: Sequence[ParamSpec], params: Sequence[int]) -> tuple[list
     return offsets, end
 
 
-def _by_owner(specs: Sequence[ParamSpec], params: Sequence[int], ranks: int) -> tuple[list[int], list[int], int]:
-    """Gives each of these parameters to a rank: the largest first, each to the one that has the least.
+def _owners(specs: Sequence[ParamSpec], flats: Sequence[Sequence[int]], ranks: int) -> dict[int, int]:
+    """The rank that owns each of these parameters. All ranks have about as many bytes of states.
+
+    The largest parameters come first, and of these the most costly. Each goes to the rank that has the least bytes of
+    all flats together, among those whose shard has room for it. A shard has room for what the fullest one needs if its
+    flat is divided alone. Among ranks that have about as many bytes the one is chosen whose updates take the fewest
+    operations.
+
+    Args:
+        specs: all parameters.
+        flats: the numbers of the parameters of each flat that is whole.
+        ranks: how many ranks there are.
+    """
+    numels = {param: round_up(specs[param].numel, ALIGN_NUMEL) for params in flats for param in params}
+    costs = {param: whole.flops for param in numels if (whole := specs[param].whole) is not None}
+    flat_of = {param: flat for flat, params in enumerate(flats) for param in params}
+    room = [_fullest([numels[param] for param in params], ranks) for params in flats]
+    filled = [[0] * ranks for _ in flats]
+    nbytes, flops = [0] * ranks, [0.0] * ranks
+    slack = OWNERS_DIFFER * sum(_state_bytes(specs[param]) for param in numels) / ranks
+    found: dict[int, int] = {}
+    for param in sorted(numels, key=lambda param: (-numels[param], -costs[param])):
+        flat, numel = flat_of[param], numels[param]
+        able = [rank for rank in range(ranks) if filled[flat][rank] + numel <= room[flat]]
+        if not able:  # others of this flat lie so that what is left of the shards is in pieces
+            able = [filled[flat].index(min(filled[flat]))]
+        most = min(nbytes[rank] for rank in able) + (slack if costs[param] else 0)
+        able = [rank for rank in able if nbytes[rank] <= most]
+        owner = min(able, key=lambda rank: (flops[rank], nbytes[rank]))
+        found[param] = owner
+        filled[flat][owner] += numel
+        nbytes[owner] += _state_bytes(specs[param])
+        flops[owner] += costs[param]
+    return found
+
+
+def _fullest(numels: Iterable[int], ranks: int) -> int:
+    """What the fullest rank has if each of these goes to the rank that has least, the largest first."""
+    sizes = [0] * ranks
+    for numel in sorted(numels, reverse=True):
+        sizes[sizes.index(min(sizes))] += numel
+    return max(sizes)
+
+
+def _state_bytes(spec: ParamSpec) -> int:
+    """The bytes of a parameter's master and of its states."""
+    arrays = ((MASTER_ITEM_BYTES, 1), *(array for state in spec.states for array in state.form.arrays))
+    return sum(itemsize * -(-spec.numel // block) for itemsize, block in arrays)
+
+
+def _by_owner(
+    specs: Sequence[ParamSpec], params: Sequence[int], owners: Mapping[int, int], ranks: int
+) -> tuple[list[int], list[int], int]:
+    """Lays out the parameters of a flat by their owners.
 
     Returns:
         The parameters in the order in which they lie, where each begins, and the end of all shards.
     """
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks
-    for param in sorted(params, key=lambda param: -specs[param].numel):
-        rank = sizes.index(min(sizes))
-        owned[rank].append(param)
-        sizes[rank] += round_up(specs[param].numel, ALIGN_NUMEL)
-    shard = max(sizes)
-    order: list[int] = []
-    offsets: list[int] = []
-    for rank, mine in enumerate(owned):
-        mine.sort()
-        order += mine
-        offsets += [rank * shard + offset for offset in _end_to_end(specs, mine)[0]]
-    return order, offsets, ranks * shard
+    for param in params:
+        owned[owners[param]].append(param)
+    laid = [_end_to_end(specs, mine) for mine in owned]
+    shard = round_up(max(end for _, end in laid), ALIGN_NUMEL)
+    offsets = [rank * shard + offset for rank, (mine, _) in enumerate(laid) for offset in mine]
+    return [param for mine in owned for param in mine], offsets, ranks * shard
 
 
 def _chunks_of(layout: Layout, shards: Iterable[tuple[Flat, int]], first: int) -> tuple[Chunk, ...]:

@@ -38,6 +38,7 @@ from offload import interrupts, torch_private
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
+from offload.checkpoint.commit import spelled
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
@@ -50,6 +51,7 @@ from offload.errors import (
     ConfigError,
     NonFiniteGradientError,
     OffloadError,
+    PathInUseError,
     ResumeError,
 )
 from offload.health import Health
@@ -61,7 +63,7 @@ from offload.model.aliases import aliases_of
 from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
 from offload.model.inner import is_wrapper, kind_of
-from offload.model.meta_init import Init, Source, source_of
+from offload.model.meta_init import Init, Source, check_source, source_of
 from offload.model.original import Original
 from offload.model.states import States
 from offload.model.torch_helpers import Hook
@@ -180,6 +182,9 @@ class OffloadZero(torch.optim.Optimizer):
         cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
             for models that cast their inputs where they have to (time steps, positions).
         keep: how many of the commits that `state_dict()` has named stay, beside the last commit.
+        lock_timeout: for how many seconds a directory is waited for whose lock names another machine, which may have
+            been lost: a file server keeps its lock until a lease ends. What a run on this machine holds is not waited
+            for.
         activation_tier: where activations wait between a forward and its backward: "device", "cpu" or "nvme". Only what
             enters a unit is kept, and the unit's forward runs again in its backward; see Tuning.recompute. What
             torch.utils.checkpoint keeps in the model waits there, too. None: they stay where they are made.
@@ -247,6 +252,7 @@ class OffloadZero(torch.optim.Optimizer):
         process_group: object | None = None,
         cast_forward_inputs: bool = True,
         keep: int = 2,
+        lock_timeout: float = 120.0,
         activation_tier: str | None = None,
         activation_memory: int | str | None = None,
         partition_activations: bool = False,
@@ -293,6 +299,12 @@ class OffloadZero(torch.optim.Optimizer):
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 paths, left = self._parts.run.paths, self._plan.unquantised
                 print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
+                if self._everyone.size > self._everyone.ranks_on_node:
+                    print(
+                        "offload: ranks on several machines: one that is lost is found after "
+                        f"{self._everyone.timeout_s:.0f} s; a shorter init_process_group(timeout=...) finds it sooner",
+                        file=sys.stderr,
+                    )
                 if found is not None:
                     states = "; the optimizer's states begin anew" if found.begins_states else ""
                     at = f"step {self._step}, committed {found.committed_at}"
@@ -331,8 +343,8 @@ class OffloadZero(torch.optim.Optimizer):
             if options.every is not None:
                 stored(groups)
             source = source_of(options.init, init_missing=options.init_missing)
-            source.check(model)
-            self._plan = plan_run(model, groups, rules, options, self._comm, files)
+            check_source(source, model)
+            self._plan = plan_run(model, groups, rules, options, self._comm, files, source)
             self._choice, self._layout = self._plan.choice, self._plan.layout
             params = [one.param for one in self._plan.inners[: len(self._layout.specs)]]
             self._dithered = {n for n, spec in enumerate(self._layout.specs) if is_dithered(spec.states)}
@@ -342,6 +354,8 @@ class OffloadZero(torch.optim.Optimizer):
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
             if any(rule.name != ADAM for rule in rules):
                 wanted = replace(wanted, rules=tuple(rule.name for rule in rules))
+            if (base := self._plan.base) is not None:
+                wanted = replace(wanted, base=(spelled(base.directory), base.path.name))
         interrupts.hold()
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
@@ -356,6 +370,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._commits = Commits(
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
             )
+            undo.callback(self._commits.stop_copy)
             self._commits.read_ahead()
             if parts.slots is not None and found is None:
                 parts.slots.shut_out_older()
@@ -463,6 +478,8 @@ class OffloadZero(torch.optim.Optimizer):
             PathError: for a commit that is due, a directory or a swap file was moved, removed or cut off.
             BudgetError: for a commit that is due, the disk has no space for a snapshot of the one before, which a state
                 dict names.
+            PathInUseError: another run has taken a directory, on a file system whose locks do not reach its machine.
+                Nothing is changed.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
             OtherRankError: a commit that is due failed on another rank.
@@ -832,17 +849,19 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: on all ranks, if one of them cannot step, or they would step differently.
+            PathInUseError: if another run has taken a directory of this rank.
             RankError: another rank failed, or cannot be reached.
         """
         update = _Update(math.nan, {})
-        fault: ConfigError | None = None
+        fault: ConfigError | PathInUseError | None = None
         try:
+            self._parts.run.claims.require_ours()
             require_sound(self._plan.rules, self.param_groups)
             changes = self._advanced(active)
             if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
             update = _Update(self._factor(active), changes)
-        except ConfigError as error:
+        except (ConfigError, PathInUseError) as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
         if self._everyone.size > 1:
@@ -1083,6 +1102,8 @@ class OffloadZero(torch.optim.Optimizer):
           in the step of an optimizer that it runs is counted as it was planned.
         - activation_bytes, peak_activation_bytes: the size of the region for activations, and the most that was in it
           at once.
+        - snapshot_copied_step: the step of the last snapshot that was copied to another `path`, 0: none.
+          snapshot_left_bytes: what of the one under way is not copied yet. snapshot_copied_bytes: of all of them.
         - disk_bytes: the size of the swap files. arena_utilisation: the share of the buffers' bytes that chunks fill, 0
           to 1.
         - held_param_bytes, held_grad_bytes, held_master_bytes, held_exp_avg_bytes, held_exp_avg_sq_bytes: what this
@@ -1120,6 +1141,8 @@ class OffloadZero(torch.optim.Optimizer):
             "device_budget_bytes": placement.device_budget_bytes,
             "arena_utilisation": placement.states.utilisation,
             "disk_bytes": placement.disk_bytes,
+            **self._commits.copies_of_snapshots,
+            "snapshot_copied_bytes": counted("snapshot_copied_bytes"),
             **{name: self._timeline.seconds(name) for name in _SPANS},
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,
@@ -1347,7 +1370,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
 
     @exclusive_entry("snapshot")
-    def snapshot(self, *, keep: int | None = None) -> tuple[Path, ...]:
+    def snapshot(self, *, keep: int | None = None, path: PathLike | None = None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; the copy is durable when this returns.
 
         Each directory of this run gets a directory with its part of the snapshot. `resume=[...]` and `offload inspect`,
@@ -1356,7 +1379,10 @@ class OffloadZero(torch.optim.Optimizer):
 
         Args:
             keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those that
-                were made because a state dict names their commit. None: all.
+                were made because a state dict names their commit. None: all. With a `path` those in it are meant.
+            path: a directory that all ranks see, on storage that outlives a machine. The snapshot is copied there while
+                training goes on, and is there when `stats()["snapshot_copied_step"]` says so, or after `close()`. Then
+                it is removed from this run's directories. None: it stays in these.
 
         Returns:
             The directories of the snapshot, one for each of this rank's in `path`.
@@ -1377,7 +1403,7 @@ class OffloadZero(torch.optim.Optimizer):
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
         with self._together():
-            return self._commits.snapshot(keep)
+            return self._commits.snapshot(keep, None if path is None else Path(path))
 
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
@@ -1773,6 +1799,7 @@ class OffloadZero(torch.optim.Optimizer):
                 if self._is_commit_due():
                     self._parts.gradients.reset()  # no step will use them; all ranks have sent the same then
                     self._commit_if_due()
+                self._commits.finish_copy(waits=True)
                 is_parked = self._parts.parameters.is_parked
                 self._held.keep_parameters(self._plan.room_at_end(self._placement, is_parked))
         finally:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,7 @@ class Options:
     process_group: object | None = None
     cast_forward_inputs: bool = True
     keep: int = 2
+    lock_timeout: float = 120.0
     activation_tier: str | None = None
     activation_memory: int | str | None = None
     partition_activations: bool = False
@@ -194,6 +196,10 @@ class Options:
         )
         yield self.keep is None, "keep=None: give a whole number, at least 1"
         yield _not_whole("keep", self.keep, 1)
+        yield (
+            not isinstance(self.lock_timeout, int | float) or not 0 <= self.lock_timeout < math.inf,
+            f"lock_timeout={self.lock_timeout!r}: give seconds, at least 0",
+        )
         yield _not_whole("Tuning.prefetch_chunks", tuning.prefetch_chunks, 0)
         yield _not_whole("Tuning.prefetch_units", tuning.prefetch_units, 0)
         yield _not_whole("Tuning.threads", tuning.threads, 1)

@@ -24,6 +24,7 @@ from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
 from offload.storage.arena import Arena, Lender, Reserved
 from offload.storage.chunk_cache import Store
+from offload.storage.directory_lock import Claims
 from offload.storage.slot_map import ChunkKind
 
 OpenEngine = Callable[[str, Sequence[Path]], IOEngine]
@@ -89,6 +90,7 @@ class Run:
         comm: the ranks.
         timeline: counts and records what runs.
         files: the file system.
+        claims: the directories, which no other run can take.
         entries: the threads in the run.
         device_flats: the flat parameters whose states and gradients are on the device, if those of others are not.
         device_kernels: those that work there.
@@ -102,6 +104,7 @@ class Run:
     comm: Communicator
     timeline: Timeline
     files: Files = field(default_factory=Files)
+    claims: Claims = field(default_factory=Claims)
     entries: Entries = field(default_factory=Entries)
     health: Health = field(default_factory=Health)
     device_flats: frozenset[int] = frozenset()

@@ -245,6 +245,11 @@ _require(_missing)
 # --- Process groups ---
 
 
+def live_groups() -> int:
+    """How many process groups this process has, by which new_group names a part of the world."""
+    return len(import_module("torch.distributed.distributed_c10d")._world.pg_names)
+
+
 def timeout_s(group: Any, device: torch.device) -> float | None:
     """The `timeout` that init_process_group or new_group got, in seconds, for collectives on `device`.
 

@@ -103,7 +103,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     members = {f"OffloadZero.{name}" for name in vars(OffloadZero) if not name.startswith("_") and name != "entries"}
     frameworks = {name for name in named if name.startswith("integrations.")}
     assert sorted(named) == sorted(members | set(offload.__all__) | frameworks)
-    assert {name.split(".")[1] for name in frameworks} == {"transformers", "accelerate", "lightning"}
+    assert {name.split(".")[1] for name in frameworks} == {"transformers", "accelerate", "lightning", "quantised"}
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS], ids=lambda path: path.stem)

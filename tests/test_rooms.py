@@ -66,7 +66,7 @@ OF_A_PATH = {
 OPENS = {"open", "open_nofollow", "open_follow", "open_directory", "open_file"}
 """Functions that open a file, of Python and of io/engine.py."""
 
-OURS = {"files", "_files", "disk", "_disk", "LOCAL", "engine", "snapshot", "transfer"}
+OURS = {"files", "_files", "disk", "_disk", "LOCAL", "engine", "snapshot", "copied", "transfer"}
 """What has methods of such names, and is no path: `Files`, and other objects of ours."""
 
 

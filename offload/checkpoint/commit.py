@@ -44,6 +44,7 @@ from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
     Digest,
+    Directory,
     Manifest,
     Natural,
     Schema,
@@ -69,8 +70,6 @@ MAX_TENSORS_BYTES = 16 << 30
 """The most bytes of the file with the tensors of the user's extra state, which is read as a whole."""
 
 
-Directory = Annotated[str, Meta(max_length=3 * 4096, pattern=r"^(?:[A-Za-z0-9_.~/-]|%[0-9A-F]{2})*\Z")]
-"""The path of a directory, as a record has it."""
 Name = Annotated[str, Meta(max_length=255, pattern=r"^[A-Za-z0-9.-]+\Z")]
 
 

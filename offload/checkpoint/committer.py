@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -60,6 +61,7 @@ from offload.checkpoint.snapshot import (
     records_in,
     require_space,
 )
+from offload.checkpoint.snapshot_copy import SnapshotCopy, copy_of
 from offload.errors import (
     ConfigError,
     InterruptedStepError,
@@ -79,8 +81,9 @@ from offload.ranks.agreement import all_gather_object, together
 from offload.run import Run, Stores
 from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Store
+from offload.storage.directories import check_directory
 from offload.storage.slot_map import ChunkKind
-from offload.storage.swap_file import Stripes
+from offload.storage.swap_file import Stripes, make_directory
 
 T = TypeVar("T")
 
@@ -132,6 +135,7 @@ class Commits:
         self._layout = run.layout
         self._comm = run.comm.everyone
         self._files = run.files
+        self._claims = run.claims
         self._slots = slots
         self._all_stores = stores
         self._masters = masters
@@ -154,6 +158,9 @@ class Commits:
         self._named: tuple[str, ...] = ()
         # Whether a state dict names the last commit.
         self._is_named = False
+        self._timeline = run.timeline
+        self._copying: SnapshotCopy | None = None
+        self._copied_step = 0
         if found is not None:
             found.require_last()
             if found.manifest is not None:
@@ -213,7 +220,9 @@ class Commits:
             self.learn_outcome()
             if self._slots is not None:
                 self._slots.require_here()
+            self._claims.require_ours()
             prepare()
+        self.finish_copy(waits=False)
         self._snapshot_if_named(step)
         with self._agree():
             written = self._write(step, progress, groups, extra)
@@ -328,6 +337,7 @@ class Commits:
                 collect(path, self._record, (), self._files, rank=self._comm.rank)
         written = [write_files(path, manifest, carried, self._files) for path in self._paths]
         slots.require_here()
+        self._claims.require_ours()
         slots.make_permanent()
         return manifest, versions, *written[0]
 
@@ -574,16 +584,18 @@ class Commits:
         assert self._record is not None
         return Snapshot(self._record, manifest, self._paths, slots.paths, self._files)
 
-    def snapshot(self, keep: int | None) -> tuple[Path, ...]:
+    def snapshot(self, keep: int | None, target: Path | None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; see [Note: snapshots] in snapshot.py.
 
         Every rank has to call it. It changes neither the run nor its commits. What fails on one rank fails on all.
 
         Args:
-            keep: how many of this run's snapshots stay, the newest; None: all.
+            keep: how many of this run's snapshots stay, the newest; None: all. With a `target` those in it are meant.
+            target: a directory to which it is copied while training goes on; see [Note: copies of snapshots] in
+                snapshot_copy.py. None: it stays where it is made.
 
         Returns:
-            This rank's directories of the snapshot.
+            This rank's directories of the snapshot, or of its copy.
 
         Raises:
             ResumeError: nothing is committed.
@@ -594,18 +606,104 @@ class Commits:
             OtherRankError: it failed on another rank.
             RankError: another rank failed, or cannot be reached.
         """
+        self.finish_copy(waits=True)
         snapshot = self._as_snapshot()
         # The one of which the last commit is a copy may have the same name.
         if (
-            not self._source
+            target is not None
+            or not self._source
             or self._found_by_first(lambda: self._snapshot_called(snapshot.commit.step, self.last_id)) != snapshot.name
         ):
             self._complete(snapshot)
+        if target is not None:
+            return self._begin_copy(snapshot, copy_of(snapshot, target), keep)
         # It is the user's from now on.
         self._named = tuple(name for name in self._named if name != snapshot.name)
         if keep is not None:
             self._remove(snapshot, lambda locks: snapshot.superseded(keep, self._named, locks))
         return snapshot.directories
+
+    def _begin_copy(self, snapshot: Snapshot, copied: Snapshot, keep: int | None) -> tuple[Path, ...]:
+        """Begins to copy a snapshot that is there.
+
+        Returns:
+            This rank's directories of the copy.
+        """
+        comm, files = self._comm, self._files
+
+        def make_home() -> None:
+            for path in copied.paths:
+                check_directory(path, files)
+                make_directory(path, files)
+
+        with together(comm):
+            if comm.rank == 0:
+                make_home()
+        with together(comm):
+            make_home()
+        exists, undecided = self._found_by_first(lambda: (copied.exists(), copied.undecided()))
+        self._clear(copied, undecided)
+        if not exists:
+            self._require_room(copied)
+            with together(comm):
+                if comm.rank == 0:
+                    copied.begin()
+            with together(comm):
+                self._copying = SnapshotCopy(snapshot, copied, keep, limit_s=comm.timeout_s, counted=self._count_copied)
+        return copied.directories
+
+    def _count_copied(self, nbytes: int) -> None:
+        self._timeline.count("snapshot_copied_bytes", nbytes)
+
+    @property
+    def copies_of_snapshots(self) -> dict[str, int]:
+        """The step of the last snapshot that was copied, 0: none; the bytes of this rank's part of it that are left."""
+        copying = self._copying
+        left = 0 if copying is None else copying.left
+        return {"snapshot_copied_step": self._copied_step, "snapshot_left_bytes": left}
+
+    def finish_copy(self, *, waits: bool) -> None:
+        """Takes note of a copy of a snapshot that has ended on all ranks, and removes the snapshot that was copied.
+
+        Every rank has to call it. A copy that failed is told in a warning, and the snapshot stays.
+
+        Args:
+            waits: whether one that has not ended is waited for.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+        copying, comm = self._copying, self._comm
+        if copying is None:
+            return
+        if not waits and comm.all_reduce_any(not copying.is_done):
+            return
+        copying.wait_for_part()
+        if comm.all_reduce_any(copying.error is not None):
+            copying.stop()  # rank 0 waits for a part that does not come
+        copying.wait()
+        self._copying = None
+        told = [
+            error for error in all_gather_object(comm, "" if copying.error is None else str(copying.error)) if error
+        ]
+        if told:
+            target = copying.copy.directories[0]
+            warnings.warn(
+                f"the snapshot of step {copying.copy.commit.step} was not copied to {target}: {told[0]}; it stays in "
+                f"{copying.snapshot.directories[0]}",
+                stacklevel=2,
+            )
+            return
+        self._copied_step, keep = copying.copy.commit.step, copying.keep
+        if keep is not None:
+            self._remove(copying.copy, lambda locks: copying.copy.superseded(keep, (), locks))
+        if copying.snapshot.name not in self._named:
+            self._remove(copying.snapshot, lambda locks: copying.snapshot.free([copying.snapshot.name], locks))
+
+    def stop_copy(self) -> None:
+        """Ends the copy that is under way, which is then not whole. Other ranks are not asked."""
+        if self._copying is not None:
+            self._copying.stop()
 
     def _complete(self, snapshot: Snapshot) -> None:
         """Makes a snapshot if there is none, and clears away those that are half made or half removed."""
@@ -628,15 +726,19 @@ class Commits:
             if self._comm.rank == 0:
                 snapshot.clear_homes(names)
 
-    def _make(self, snapshot: Snapshot) -> None:
-        """Makes a snapshot that is not there."""
-        comm = self._comm
+    def _require_room(self, snapshot: Snapshot) -> None:
+        """Checks that nothing has a snapshot's name, and that there is space for it."""
 
         def needs() -> list[Need]:
             snapshot.require_no_other()
             return snapshot.needs()
 
         require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
+
+    def _make(self, snapshot: Snapshot) -> None:
+        """Makes a snapshot that is not there."""
+        comm = self._comm
+        self._require_room(snapshot)
         try:
             with together(comm):
                 if comm.rank == 0:

@@ -39,11 +39,11 @@ of it does, or if a directory has its swap file and no manifest; of any other ru
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, NoReturn
 
 from msgspec import Meta
 
@@ -51,13 +51,12 @@ from offload.checkpoint.atomic_file import failing, read_whole, sync_directory, 
 from offload.checkpoint.commit import (
     MAX_COMMIT_BYTES,
     Commit,
-    Directory,
     manifest_name,
     path_of,
     read_commit,
     spelled,
 )
-from offload.checkpoint.manifest import MAX_WORLD, Manifest, Natural, Schema, canonical, decode, digest
+from offload.checkpoint.manifest import MAX_WORLD, Directory, Manifest, Natural, Schema, canonical, decode, digest
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.files import LOCAL, Files, unusable
@@ -679,8 +678,58 @@ def ranks_in(directories: Sequence[Path], commit: Commit, files: Files, ranks: C
     return {swap.rank for directory in directories for swap in swaps(directory, files, ranks, commit.run_id)}
 
 
+class OtherStep(NamedTuple):
+    """A manifest of another commit of a run, in a directory that lacks the one that the record names.
+
+    Attributes:
+        step: the step that it commits.
+        where: the directory, and the machine where there are several.
+    """
+
+    step: int
+    where: str
+
+
+def other_steps(directories: Sequence[Path], commit: Commit, files: Files) -> dict[int, OtherStep]:
+    """For each rank with manifests of other commits of the run, the last of them.
+
+    Raises:
+        PathError: a directory cannot be read.
+    """
+    found: dict[int, OtherStep] = {}
+    for directory in directories:
+        for name in names_in(directory, files):
+            said = file_name(name)
+            if said is None or (said.kind, said.run_id, said.suffix) != ("manifest", commit.run_id, ""):
+                continue
+            if said.step != commit.step and (said.rank not in found or said.step > found[said.rank].step):
+                found[said.rank] = OtherStep(said.step, str(directory))
+    return found
+
+
+def refuse_step(rank: int, found: OtherStep, commit: Commit, home: Path) -> NoReturn:
+    """Refuses the files of a rank that are of another step than the record.
+
+    Raises:
+        ResumeError: always.
+    """
+    older, newer = f"{found.where} (rank {rank})", f"{home} (the record)"
+    if found.step > commit.step:
+        older, newer = newer, older
+    raise ResumeError(
+        f"{found.where} has step {found.step} of rank {rank}, and the record in {home} is of step {commit.step}: "
+        f"{older} is older, a copy from before or an exchanged disk. Bring back what belongs to {newer}, or resume "
+        "from a snapshot"
+    )
+
+
 def require_manifests(
-    commit: Commit, found: Collection[int], lying: Collection[int], directories: Sequence[Path], home: Path
+    commit: Commit,
+    found: Collection[int],
+    lying: Collection[int],
+    others: Mapping[int, OtherStep],
+    directories: Sequence[Path],
+    home: Path,
 ) -> None:
     """Checks that the manifests of all ranks were found.
 
@@ -688,14 +737,18 @@ def require_manifests(
         commit: the record.
         found: the ranks whose manifest was found.
         lying: the ranks of which a swap file was found.
+        others: the ranks of which a manifest of another commit was found.
         directories: where all this was looked for.
         home: the directory of the record.
 
     Raises:
         CorruptionError: a manifest is gone, and the swap files are there.
-        ResumeError: directories are missing.
+        ResumeError: directories are missing, or older than the record, or the record is older.
     """
     ranks = range(len(commit.manifests))
+    for rank in ranks:
+        if rank not in found and rank in others:
+            refuse_step(rank, others[rank], commit, home)
     if gone := [rank for rank in ranks if rank not in found and rank in lying]:
         name = manifest_name(commit, gone[0])
         raise CorruptionError(

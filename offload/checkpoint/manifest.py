@@ -4,7 +4,8 @@
 One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
-                       another form than fp32; 5 if one has another shape than its parameter
+                       another form than fp32; 5 if one has another shape than its parameter; 6 if frozen parameters
+                       are in a kept base
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -51,6 +52,12 @@ more, which is not spelled otherwise:
     shapes             at the end of a parameter: rows of the name of such a state and its shape. Its form is "fp32-64",
                        "fp32-32" ... "fp32-2", or "fp32": its numbers are the first ones of the parameter's part of an
                        array that has one for each 64, 32 ... elements of the parameters
+
+Where frozen parameters are in a kept base (storage/kept_base.py) there is one more, which is not spelled otherwise:
+
+    base               at the end: the directory of the base, as COMMIT spells directories, and its name there. A resume
+                       does not go by it: it finds the base, or makes it again, where it is told to. It is for who
+                       verifies a run
 
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
@@ -104,6 +111,8 @@ VERSION_OF_FORMS = 4
 """That of manifests with states in other forms than fp32."""
 VERSION_OF_SHAPES = 5
 """That of manifests with states of other shapes than their parameter's."""
+VERSION_OF_BASES = 6
+"""That of manifests of runs with a kept base."""
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -135,6 +144,10 @@ ScalarDType = Annotated[str, Meta(pattern=r"^(bfloat16|float16|float32|float64|i
 NumberValue: TypeAlias = bool | Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | float
 Scalar: TypeAlias = bool | Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | float | Text | None
 Option: TypeAlias = Scalar | Annotated[tuple[Scalar, ...], Meta(max_length=MAX_OPTIONS)]
+
+
+Directory = Annotated[str, Meta(max_length=3 * 4096, pattern=r"^(?:[A-Za-z0-9_.~/-]|%[0-9A-F]{2})*\Z")]
+"""The path of a directory, as records have it."""
 
 
 class Digest(NamedTuple):
@@ -274,6 +287,7 @@ class Manifest:
     tensors: Digest | None = None
     slices: Annotated[int, Meta(ge=1, le=MAX_WORLD)] = 1
     rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
+    base: tuple[Directory, Annotated[str, Meta(pattern=r"^base-[0-9a-f]{32}-[0-9a-f]{16}\Z")]] | None = None
 
     @property
     def optimizers(self) -> list[str]:
@@ -468,6 +482,8 @@ def serialise(manifest: Manifest) -> bytes:
         del plain["slices"]
     if not manifest.rules:
         del plain["rules"]
+    if manifest.base is None:
+        del plain["base"]
     for facts in (*plain["parameters"], *plain["flats"]):
         for name in ("shard_dim", "progress", "shapes", "states", "forms"):
             if facts.get(name) is None:
@@ -477,6 +493,8 @@ def serialise(manifest: Manifest) -> bytes:
         version = VERSION_OF_FORMS
     if any(param.shapes is not None for param in manifest.parameters):
         version = VERSION_OF_SHAPES
+    if manifest.base is not None:
+        version = VERSION_OF_BASES
     return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
@@ -491,7 +509,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_SHAPES), file, least_version=VERSION)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_BASES), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest

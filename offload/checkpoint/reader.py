@@ -27,6 +27,7 @@ from offload.checkpoint.live import (
     live,
     manifests_in,
     names_in,
+    other_steps,
     ranks_in,
     require_manifests,
     swaps,
@@ -708,7 +709,8 @@ class Reader:
     def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
         lying = manifests_in(self.paths, commit, self._disk)
         missing = set(range(len(commit.manifests))) - lying.keys()
-        require_manifests(commit, lying, ranks_in(self.paths, commit, self._disk, missing), self.paths, home)
+        swapping = ranks_in(self.paths, commit, self._disk, missing)
+        require_manifests(commit, lying, swapping, other_steps(self.paths, commit, self._disk), self.paths, home)
         return tuple(read_manifest(lying[rank], commit, rank, self._disk) for rank in sorted(lying))
 
     def _number(self, name: str) -> int:

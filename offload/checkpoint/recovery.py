@@ -13,9 +13,10 @@ is in it.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.live import (
     ON_OTHER_MACHINES,
     Live,
+    OtherStep,
     Tag,
     collect,
     collect_homes,
@@ -51,9 +53,11 @@ from offload.checkpoint.live import (
     manifests_in,
     merge,
     names_in,
+    other_steps,
     ranks_in,
     ranks_named,
     read_tag,
+    refuse_step,
     require_manifests,
     swaps,
     untag,
@@ -74,7 +78,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.reshard import copy_ranges
 from offload.choices import Choice, CommitChoice
 from offload.errors import CorruptionError, ResumeError
-from offload.io.files import Files, unusable
+from offload.io.files import Files, Host, unusable
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.dense import is_dense
@@ -84,7 +88,7 @@ from offload.ranks.communicator import Communicator
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, RECORD_START, check_directory, swap_name, tag_name
-from offload.storage.directory_lock import claim
+from offload.storage.directory_lock import Claimant, Claims
 from offload.storage.swap_file import make_directory, new_run_id, remove_if_empty
 
 
@@ -128,25 +132,27 @@ class _Told(NamedTuple):
 
     Attributes:
         run_id: 32 hex digits, the id of a new run. That of rank 0 counts.
+        host: the rank's machine.
         paths: the rank's directories, as it was given them.
         origins: the directories in its `resume`, as it was given them.
     """
 
     run_id: str
+    host: Host
     paths: tuple[Path, ...]
     origins: tuple[Path, ...]
 
 
-def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, bytes]:
+def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDirectories, Claimant]:
     """What ranks have to know of each other before they look for a commit.
 
     Returns:
-        The directories of all ranks, and the id of a new run: 16 bytes, those of rank 0.
+        The directories of all ranks, and who takes them. The id of the start is that of a new run, and rank 0's.
 
     Raises:
         RankError: another rank failed, or cannot be reached.
     """
-    told = all_gather_object(comm, _Told(new_run_id().hex(), choice.paths, choice.origins), _Told)
+    told = all_gather_object(comm, _Told(new_run_id().hex(), files.host(), choice.paths, choice.origins), _Told)
     known = {files.real(path) for path in choice.paths}
     found: list[tuple[Path, ...]] = []
     for given in ([one.paths for one in told], [one.origins for one in told]):
@@ -154,7 +160,8 @@ def meet(choice: CommitChoice, comm: Communicator, files: Files) -> tuple[RunDir
         known |= {files.real(path) for path in new}
         found.append(tuple(new))
     others, named = found
-    return RunDirectories(choice.paths, others, named, choice.origins), bytes.fromhex(told[0].run_id)
+    claimant = Claimant(bytes.fromhex(told[0].run_id), tuple(one.host for one in told))
+    return RunDirectories(choice.paths, others, named, choice.origins), claimant
 
 
 def look_together(directories: RunDirectories, comm: Communicator, files: Files) -> Views:
@@ -207,7 +214,15 @@ def read_together(
     flags = [[number in those for number in range(count)] for those in (lying, swapping, wanted)]
     rows = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
     seen, swapped, lacking = rows[:, 0], rows[:, 1], rows[:, 2] & ~rows[:, 0]
-    require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), directories, home)
+    if not seen.any(0).all():
+        with together(comm):
+            others = {
+                rank: one._replace(where=f"{one.where} on {files.host().name}" if comm.size > 1 else one.where)
+                for rank, one in other_steps(directories, commit, files).items()
+            }
+        told = all_gather_object(comm, [*others.items()], list[tuple[int, OtherStep]])
+        others = {rank: one for those in reversed(told) for rank, one in those}
+        require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), others, directories, home)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
     with together(comm):
@@ -472,12 +487,14 @@ class Start(NamedTuple):
             anew.
         run_id: 16 bytes, the id of a new run.
         files: the file system, which holds those of this rank's directories that exist.
+        claims: the directories, which no other run can take.
     """
 
     paths: tuple[Path, ...]
     found: RecoveryPlan | None
     run_id: bytes
     files: Files
+    claims: Claims
 
 
 def find_together(
@@ -512,10 +529,12 @@ def find_together(
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
-    directories, run_id = meet(choice, comm, files)
+    directories, claimant = meet(choice, comm, files)
+    run_id = claimant.start
     undo.callback(files.let_go)
+    claims = Claims(claimant, files, wait_s=choice.lock_timeout_s, say=_say)
     with together(comm):
-        _enter(undo, directories, run_id, files)
+        _enter(undo, directories, claims, files)
         if not choice.resume:
             _require_no_strange_record(choice.paths, files)
     seen = look_together(directories, comm, files)
@@ -526,21 +545,21 @@ def find_together(
     if target is None:
         collect_together(choice.paths, None, seen.runs.dead, comm, files)
         _tag(undo, choice.paths, run_id, comm, files)
-        return Start(choice.paths, None, run_id, files)
+        return Start(choice.paths, None, run_id, files, claims)
     found = _plan(undo, choice, comm, layout, wanted, files, frozen, target, seen)
     with together(comm):
         for path in target.owned:
             if path not in choice.paths and LOCK_NAME in names_in(path, files):
-                _take(undo, path, run_id, files)
+                _take(undo, path, claims, files)
     found.collect(target.here, comm)
     with together(comm):
         found.lock(alone=comm.size == 1)
     if choice.paths:
         _tag(undo, found.paths, run_id if found.slots is None else found.slots[0], comm, files)
-    return Start(found.paths, found, run_id, files)
+    return Start(found.paths, found, run_id, files, claims)
 
 
-def _enter(undo: ExitStack, directories: RunDirectories, start: bytes, files: Files) -> None:
+def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: Files) -> None:
     """Makes and locks this rank's directories, and holds open those of `resume`.
 
     Raises:
@@ -553,20 +572,25 @@ def _enter(undo: ExitStack, directories: RunDirectories, start: bytes, files: Fi
         if make_directory(path, files):
             undo.callback(remove_if_empty, path, files)
         files.hold(path)
-        _take(undo, path, start, files)
+        _take(undo, path, claims, files)
     for path in directories.origins:
         if files.is_directory(path, follows=True):
             files.hold(path)
 
 
-def _take(undo: ExitStack, path: Path, start: bytes, files: Files) -> None:
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+        print(f"offload: {line}", file=sys.stderr, flush=True)
+
+
+def _take(undo: ExitStack, path: Path, claims: Claims, files: Files) -> None:
     """Takes the lock of a directory. Giving it back removes it, too, if there is nothing else of ours.
 
     Raises:
         PathInUseError: a live run, or another start, has the directory.
         PathError: it cannot be locked.
     """
-    undo.callback(claim(path, start, files).close)
+    undo.callback(claims.take(path))
     undo.callback(leave, path, files)
 
 
@@ -698,7 +722,7 @@ def _plan(
         taken = {"of_masters": choice.begins_states, "converts": choice.converts_states}
         first = _require_this_model(target, manifests, wanted, files, frozen, **taken)
         _require_no_other(choice.paths, target, seen.runs)
-        _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], target.last[1], files)
+        _require_current([*choice.origins, *(() if target.is_elsewhere else choice.paths)], *target.last, files)
         # States that begin anew would be written over committed ones.
         can_stay = not (target.is_elsewhere or target.last[1].is_older or choice.begins_states)
         manifest = _own_of(manifests, wanted) if can_stay else None
@@ -738,17 +762,20 @@ def _require_no_other(paths: Sequence[Path], target: Target, runs: Live) -> None
             )
 
 
-def _require_current(paths: Iterable[Path], commit: Commit, files: Files) -> None:
+def _require_current(paths: Iterable[Path], home: Path, commit: Commit, files: Files) -> None:
     """Checks that no directory of a run is a copy from before the commit, which lacks the manifest.
 
     Raises:
-        CorruptionError: one is.
+        ResumeError: one is.
+        CorruptionError: the manifest is gone from one.
     """
     for path in paths:
-        there = {*names_in(path, files)}
+        there, others = {*names_in(path, files)}, other_steps([path], commit, files)
         for rank in range(len(commit.files)):
             name = manifest_name(commit, rank)
             if tag_name(commit.run_id, rank) in there and name not in there:
+                if rank in others:
+                    refuse_step(rank, others[rank], commit, home)
                 problem = f"is missing: is {path} a copy from before the commit of step {commit.step}?"
                 raise CorruptionError(problem, file=str(path / name))
 

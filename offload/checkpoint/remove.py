@@ -2,7 +2,8 @@
 
 A file is recognized by its content: a swap file by its first bytes, a record, tag or manifest by being one. A damaged
 file, and one with the tensors of `extra`, is recognized by its run, if another file of that run is here. A file that
-only has such a name belongs to somebody else, and stays.
+only has such a name belongs to somebody else, and stays. A kept base goes, too, unless a live run reads it: other runs
+that named it make it again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from offload.storage.directories import (
     TEMPORARY,
     file_name,
 )
-from offload.storage.directory_lock import claim
+from offload.storage.directory_lock import Claimant, Claims
+from offload.storage.kept_base import is_base_name, is_in_use
 from offload.storage.swap_file import new_run_id, open_locked
 from offload.storage.swap_format import MAGIC, parse_superblock
 
@@ -76,6 +78,9 @@ def find(directories: Sequence[Path]) -> Found:
             unknown[path] = _NOT_KNOWN
         else:
             runs[path] = found
+    for path in [path for path in runs if is_base_name(path.name) and is_in_use(path)]:
+        del runs[path]
+        unknown[path] = "is a kept base, and a live run uses it"
     known = set().union(*runs.values())
     by_run = {path for path, why in unknown.items() if why == _NOT_KNOWN and _is_of(path, known)}
     own = tuple(path for path in paths if path in runs or path in by_run)
@@ -101,9 +106,10 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
         PathInUseError: a live run holds one.
         PathError: a file cannot be opened or locked.
     """
+    claims = Claims(Claimant(new_run_id(), (LOCAL.host(),)), LOCAL)
     with ExitStack() as stack:
         for directory in dict.fromkeys(path.parent for path in files):
-            stack.callback(claim(directory, new_run_id(), LOCAL).close)
+            stack.callback(claims.take(directory))
             stack.callback(leave, directory, LOCAL)
         for path in files:
             if _is_swap(path):
@@ -144,7 +150,7 @@ def _named(directory: Path) -> Iterator[Path]:
     with failing("read", directory):
         names = sorted(LOCAL.names(directory), key=lambda name: (name != COMMIT_NAME, name))
     for name in names:
-        if name in _RECORDS or file_name(name) is not None:
+        if name in _RECORDS or file_name(name) is not None or is_base_name(name):
             yield directory / name
 
 
@@ -182,7 +188,7 @@ def _runs_in(path: Path) -> set[str] | None:
 
 
 def _is_swap(path: Path) -> bool:
-    return _is_kind(path, "swap", "older")
+    return _is_kind(path, "swap", "older") or is_base_name(path.name)
 
 
 def _is_kind(path: Path, *kinds: str) -> bool:

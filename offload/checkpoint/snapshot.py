@@ -20,7 +20,7 @@ import errno
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,10 +40,12 @@ from offload.checkpoint.live import Tag, leave, names_in, read_tag, swaps, write
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.io.files import Files
-from offload.sizes import PAGE_BYTES, format_bytes
+from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.directories import COMMIT_NAME, TEMPORARY, file_name, swap_name, tag_name
 from offload.storage.swap_file import open_locked
 
+PIECE_BYTES = 64 * MIB
+"""Copied between two reports of progress."""
 RUN_DIGITS = 8
 """How many digits of the run's id a snapshot's name has. A run that began from one may come to the same step again."""
 _NAME = re.compile(rf"snapshot-(?:0|[1-9]\d{{0,18}})-[0-9a-f]{{{RUN_DIGITS}}}")
@@ -128,8 +130,9 @@ class Snapshot:
         commit: the record of the commit that is kept.
         manifest: this rank's manifest of that commit.
         paths: this rank's directories.
-        swaps: this rank's swap files, one in each directory.
+        swaps: this rank's swap files, one for each directory.
         files: the file system.
+        sources: where the manifest and the tensors are, by directory; None: in `paths`.
 
     Raises:
         TierIOError: from every method: a disk or its file system failed.
@@ -141,6 +144,7 @@ class Snapshot:
     paths: Sequence[Path]
     swaps: Sequence[str]
     files: Files
+    sources: Sequence[Path] | None = None
 
     @cached_property
     def name(self) -> str:
@@ -264,7 +268,7 @@ class Snapshot:
                 device, available = self.files.space(path)
             rank = self.manifest.rank
             nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[rank].size
-            tensors = read_manifest(path, self.commit, rank, self.files).tensors
+            tensors = read_manifest(self._sources[number], self.commit, rank, self.files).tensors
             nbytes += 0 if tensors is None else tensors.size
             found.append(Need(socket.gethostname(), device, nbytes, available, path))
         return found
@@ -273,13 +277,21 @@ class Snapshot:
         """For rank 0: makes the home, durably, with its tag. Until `decide`, the snapshot is dead."""
         self._make_part(0)
 
-    def make(self) -> None:
-        """Makes this rank's part, durably, when the home is there. It counts only after `decide`."""
+    def make(self, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Makes this rank's part, durably, when the home is there. It counts only after `decide`.
+
+        Args:
+            progress: told how many bytes were copied, now and then; what it raises ends this.
+        """
         for number, directory in enumerate(self.directories):
             self._make_part(number)
-            self._copy_slots(number, directory / swap_name(self.manifest.run_id, self.manifest.rank))
+            self._copy_slots(number, directory / swap_name(self.manifest.run_id, self.manifest.rank), progress)
             sync_directory(self.files, directory)
-            copy_manifest(directory.parent, directory, self.commit, self.manifest.rank, self.files)
+            copy_manifest(self._sources[number], directory, self.commit, self.manifest.rank, self.files)
+
+    @property
+    def _sources(self) -> Sequence[Path]:
+        return self.paths if self.sources is None else self.sources
 
     def _make_part(self, number: int) -> None:
         directory, rank = self.directories[number], self.manifest.rank
@@ -319,14 +331,17 @@ class Snapshot:
                 found.append((offset, size))
         return found
 
-    def _copy_slots(self, number: int, target: Path) -> None:
+    def _copy_slots(self, number: int, target: Path, progress: Callable[[int], None]) -> None:
         source = Path(self.swaps[number])
         with failing("write", target):
             file = self.files.create(target)
         try:
             for offset, length in self._ranges(number):
-                with failing("write", target, offset, length):
-                    self.files.copy(source, file, offset, length)
+                for start in range(offset, offset + length, PIECE_BYTES):
+                    size = min(PIECE_BYTES, offset + length - start)
+                    with failing("write", target, start, size):
+                        self.files.copy(source, file, start, size)
+                    progress(size)
             with failing("sync", target):
                 self.files.sync(file)
         finally:

@@ -116,7 +116,7 @@ def _update_line(summary: dict[str, Any]) -> str:
     moved, rate, seconds = (summary[f"update_{name}"] for name in ("link_bytes", "flops_per_s", "seconds"))
     who = f"{summary['optimizer']} steps matrices"
     if not moved:
-        return f"{who} on the CPU, in about {_seconds(seconds)} of a step ({rate:.3g} FLOP/s, measured here on one)."
+        return f"{who} on the CPU, in about {_seconds(seconds)} of a step ({rate:.3g} FLOP/s, measured here)."
     link = f"{format_bytes(moved)} over the link ({LINK_GB_PER_S:.0f} GB/s each way, assumed)"
     if seconds is None:
         return f"{who} on the GPU: {summary['update_flops']:.3g} FLOP, and {link}; --flops gives the time."

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from offload.sizes import MASTER_ITEM_BYTES
 
 if TYPE_CHECKING:
+    from offload.optim.rule import Rule
     from offload.planner.explain import Planned
 
 MEASURED = (1024, 1024)
-"""The matrix whose step is measured."""
+"""The largest matrix whose step is measured. Larger ones are taken to have its rate."""
+MEASURED_S = 0.05
+"""For about so many seconds a matrix is stepped, and at least three times."""
 LINK_GB_PER_S = 25.0
 """What is assumed of the link between RAM and a GPU, each way: PCIe 4.0 with 16 lanes."""
-
-
-def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """Floating-point operations of a step of torch's Muon on a matrix.
-
-    In each of five rounds x, with at most as many rows as columns, is multiplied by its transpose, the product by
-    itself, and x by what comes out.
-    """
-    rows, columns = sorted(shape)
-    return 5.0 * (2 * rows * rows * columns + 2 * rows**3 + 2 * rows * rows * columns)
-
-
-FLOPS: dict[str, Callable[[Sequence[int]], float]] = {"muon": newton_schulz_flops}
-"""Of a step of a matrix, by the name of the optimizer, as --optimizer has it."""
 
 
 def update_figures(planned: Planned, optimizer: str, *, on_gpu: bool, flops_per_s: float | None) -> dict[str, Any]:
@@ -42,25 +34,27 @@ def update_figures(planned: Planned, optimizer: str, *, on_gpu: bool, flops_per_
 
     Returns:
         Nothing if it multiplies no matrices. Else "update_flops"; "update_link_bytes" over the link to a GPU, both ways
-        together, 0 without; "update_flops_per_s", measured here if there is no GPU; and "update_seconds", of whichever
-        of the two takes longer. The last two are None if they are unknown.
+        together, 0 without; "update_flops_per_s"; and "update_seconds", on a GPU of whichever of the two takes longer.
+        If there is no GPU, the last two are measured here; if there is one, they are None if they are unknown.
     """
-    count = FLOPS.get(optimizer)
-    if count is None:
-        return {}
     specs = planned.layout.specs
-    wholes = [(specs[piece.param], piece.numel) for chunk in planned.layout.chunks for piece in chunk.pieces]
     flops, up_bytes, down_bytes = 0.0, 0, 0
-    for spec, numel in wholes:
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for spec, numel in ((specs[piece.param], piece.numel) for chunk in planned.layout.chunks for piece in chunk.pieces):
         if spec.whole is not None:
-            flops += count(spec.whole.shape)
+            flops += spec.whole.flops * numel / spec.numel
+            shapes[spec.whole.shape] += spec.whole.flops > 0
             states = MASTER_ITEM_BYTES * (numel + sum(spec.whole.numels(spec.states)))
             up_bytes += states + spec.dtype.itemsize * numel  # with the gradient
             down_bytes += states
-    rate = flops_per_s if on_gpu else measured_rate(optimizer, count)
-    seconds = None if rate is None else flops / rate
-    if on_gpu and seconds is not None:
-        seconds = max(seconds, up_bytes / (1e9 * LINK_GB_PER_S))
+    if not flops:
+        return {}
+    if on_gpu:
+        rate = flops_per_s
+        seconds = None if rate is None else max(flops / rate, up_bytes / (1e9 * LINK_GB_PER_S))
+    else:
+        seconds = measured_seconds(optimizer, +shapes)
+        rate = flops / seconds
     return {
         "update_flops": flops,
         "update_link_bytes": up_bytes + down_bytes if on_gpu else 0,
@@ -69,27 +63,53 @@ def update_figures(planned: Planned, optimizer: str, *, on_gpu: bool, flops_per_
     }
 
 
-def measured_rate(optimizer: str, count: Callable[[Sequence[int]], float]) -> float:
-    """The FLOP/s of the fastest of three steps of one matrix on this machine's CPU, with torch's threads.
+def measured_seconds(optimizer: str, shapes: Mapping[tuple[int, ...], int]) -> float:
+    """What the steps of matrices take on this machine's CPU, as a run makes them, with torch's threads.
+
+    One matrix of each shape is stepped. Those that take more operations than one of `MEASURED` are not: they are taken
+    to have the rate of that one.
 
     Args:
         optimizer: the name of the optimizer.
-        count: its floating-point operations.
+        shapes: how many matrices there are of each shape.
     """
     import torch
     from torch import nn
 
     from offload.cli.plan_models import optimizers
+    from offload.optim.adopt import rules_of
 
     kind, options = optimizers()[optimizer]
+    given = kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **options)
+    (rule,) = rules_of([given])
+    group = {name: value for name, value in given.param_groups[0].items() if name != "params"}
+    seconds_of = cache(partial(_seconds_of, rule, group))
+    most = rule.flops(MEASURED)
+    seconds = 0.0
+    for shape, count in shapes.items():
+        larger = max(rule.flops(shape) / most, 1.0)
+        seconds += count * larger * seconds_of(MEASURED if larger > 1 else shape)
+    return seconds
+
+
+def _seconds_of(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
+    """The fastest of some steps of one matrix: what else the machine does makes steps slower only."""
+    import torch
+
+    from offload import native
+    from offload.layout import Whole, blocks_of
+    from offload.optim.rule import SegmentMemory, Span
+
+    kept, numel = rule.kept(shape), math.prod(shape)
     made = torch.Generator("cpu").manual_seed(0)
-    matrix = nn.Parameter(torch.randn(MEASURED, generator=made, device="cpu"))
-    matrix.grad = torch.randn(MEASURED, generator=made, device="cpu")
-    stepped = kind([matrix], **options)
-    stepped.step()  # which makes its states
-    taken = []
-    for _ in range(3):
+    arrays = [torch.zeros(-(-numel // block), device="cpu") for block in blocks_of(kept.states)]
+    grad, out = (torch.randn(numel, generator=made, device="cpu").bfloat16() for _ in range(2))
+    span = Span(0, numel, Whole(shape, small=kept.small))
+    kernels = native.load(1)
+    bound = rule.bind(kernels, SegmentMemory(arrays, grad, out, [span]))
+    taken: list[float] = []
+    while len(taken) < 3 or sum(taken) < MEASURED_S:
         start = time.perf_counter()
-        stepped.step()
+        kernels.run([bound(rule.scalars(group, rule.initial, 1.0))])
         taken.append(time.perf_counter() - start)
-    return count(MEASURED) / min(taken)  # what else the machine does makes steps slower only
+    return min(taken)

@@ -165,7 +165,9 @@ def verify(
     from rich.console import Console
     from rich.progress import track
 
+    from offload.checkpoint.commit import path_of
     from offload.checkpoint.reader import Reader
+    from offload.storage.kept_base import verify as verify_base
 
     if threads < 1:
         raise ConfigError(f"--threads {threads}: give a whole number, at least 1")
@@ -178,6 +180,12 @@ def verify(
             nbytes += one.nbytes
             if one.error is not None:
                 damaged.append({"rank": one.rank, "chunk": one.chunk, "error": str(one.error)})
+        bases = {path_of(one.base[0]) / one.base[1] for one in reader.manifests if one.base is not None}
+        for base in sorted(path for path in bases if path.exists()):  # what is missing is made again
+            for problem in verify_base(base):
+                total += 1
+                if problem is not None:
+                    damaged.append({"base": str(base), "error": str(problem)})
         step = reader.commit.step
     if json:
         print_json({"step": step, "slots": total, "bytes": nbytes, "damaged": damaged})

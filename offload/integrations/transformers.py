@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -16,10 +18,16 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.quantizers.auto import get_hf_quantizer
 
 from offload import ConfigError, OffloadZero
+from offload.integrations.quantised import kept_as, parts_of, skeleton
 from offload.io.regular import check_file
-from offload.model.meta_init import FromSafetensors, Source, meta_tensors
+from offload.model.inner import is_composite
+from offload.model.meta_init import FromSafetensors, Kept, PartOfModel, Parts, Source
+
+LIBRARIES = ("transformers", "bitsandbytes", "torchao")
+"""Those whose versions decide what a quantised weight is."""
 
 
 def from_pretrained(
@@ -27,6 +35,8 @@ def from_pretrained(
     directory: str | os.PathLike[str],
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     *,
+    quantization_config: Any = None,
+    base: str | os.PathLike[str] | Literal[False] | None = None,
     adapt: Callable[[Any], Any] | None = None,
     init_missing: bool = False,
     **options: Any,
@@ -45,6 +55,11 @@ def from_pretrained(
         kind: a class of models, such as transformers.AutoModelForCausalLM or transformers.LlamaForCausalLM.
         directory: with config.json and safetensors, as `save_pretrained` writes them. Nothing is downloaded.
         optimizer: makes a torch optimizer of the parameters that are trained; None: AdamW with torch's defaults.
+        quantization_config: how transformers quantises the model, such as a BitsAndBytesConfig or a TorchAoConfig. It
+            is done matrix by matrix, so that at most one is in RAM before it is quantised. Of files that hold a
+            quantised model it is not needed.
+        base: the directory where a quantised base that streams from NVMe is kept, for this run and others; None: the
+            run's first one. False: it is not kept, and so may be written to.
         adapt: called with the model while its weights have no values; returns the model to train, such as
             `partial(get_peft_model, peft_config=LoraConfig(...))` for adapters on a base that is never in memory.
         init_missing: whether weights that the files lack are made by the model's own initialisation.
@@ -54,8 +69,8 @@ def from_pretrained(
         The model, which is held, and its optimizer.
 
     Raises:
-        ConfigError: if the files lack weights, weights cannot be converted, or `adapt` added some without values; it
-            names them.
+        ConfigError: if the files lack weights, weights cannot be converted or quantised, or `adapt` added some without
+            values; it names them.
         OffloadError: as OffloadZero.
     """
     path = Path(directory)
@@ -67,7 +82,12 @@ def from_pretrained(
             "downloaded"
         ) from error
     model = _on_meta(kind, path)
-    source: Source = PretrainedFiles(path, init_missing=init_missing)
+    files = PretrainedFiles(path, init_missing=init_missing)
+    if quantization_config is not None or getattr(model.config, "quantization_config", None) is not None:
+        files.quantiser = Quantiser(model, quantization_config, files)
+        if base is not False:
+            files.keep(model, base)
+    source: Source = files
     params = list(model.parameters())
     if adapt is not None:
         source = PartOfModel(source, model)
@@ -164,32 +184,72 @@ class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transforme
     on_save = on_step_begin = on_train_end = _is_saved
 
 
-class PartOfModel(Source):
-    """The values of a model that becomes a part of another one, in which its modules have other names.
+class Quantiser:
+    """Quantises the weights of a model as transformers does while it loads one.
 
     Args:
-        source: of the values.
-        model: the model before it becomes a part.
+        model: the model on the meta device, which gets the modules and the weights that it will have, without values.
+        given: the configuration; None: the one that the model was saved with.
+        files: the model's files.
 
     Raises:
-        OffloadError: as `source.check` does.
+        ConfigError: if transformers cannot quantise the model, or not in this way.
     """
 
-    def __init__(self, source: Source, model: nn.Module) -> None:
-        source.check(model)
-        self._source = source
-        self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-        self._known = {module: frozenset(meta_tensors(module)) for module in self._prefixes}
+    def __init__(self, model: Any, given: Any, files: PretrainedFiles) -> None:
+        device_map = {"": "cpu"}
+        paths = list(dict.fromkeys(map(str, files.files.values())))
+        try:
+            found = get_hf_quantizer(model.config, given, device_map, weights_only=True, user_agent={})
+            self.transformers: Any = found[0]
+            self.transformers.preprocess_model(
+                model=model, dtype=model.dtype, device_map=device_map, checkpoint_files=paths
+            )
+        except (ImportError, ValueError, TypeError) as error:
+            raise ConfigError(f"transformers cannot quantise {type(model).__name__}: {error}") from error
+        if self.transformers.quantization_config.quant_method == "bitsandbytes":
+            _make_bitsandbytes_tables()
+        self.plain: Any = skeleton(model)
+        """The model with the modules that it will have, before weights are quantised."""
+        for name, weight in self.plain.named_parameters():
+            if self.transformers.param_needs_quantization(self.plain, name):
+                module, _, own = name.rpartition(".")
+                # Where it was saved as a quantised one, it has that dtype already.
+                values = weight if weight.is_floating_point() else torch.empty_like(weight, dtype=model.dtype)
+                model.get_submodule(module)._parameters[own] = self.quantised(name, values.detach())
+        self.transformers.postprocess_model(model)
+        model.hf_quantizer = self.transformers
 
-    def check(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if added := meta_tensors(module).keys() - self._known.get(module, frozenset()):
-                raise ConfigError(
-                    f"{name}.{min(added)} was added to the model without values: build it on the CPU, with values"
-                )
+    def quantised(self, name: str, values: Tensor) -> Any:
+        """The quantised weight of a name; of values on the meta device one without values.
 
-    def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
-        self._source.fill(self._prefixes[module], module, fresh)
+        Raises:
+            ConfigError: if transformers cannot quantise it.
+        """
+        prefix, _, own = name.rpartition(".")
+        module = self.plain.get_submodule(prefix)
+        before: Any = module._parameters[own]
+        attributes = dict(vars(module))
+        about = {"full_layer_name": name, "missing_keys": set(), "config": self.plain.config}
+        try:
+            if values.is_meta and hasattr(before, "_quantize"):  # bitsandbytes' would wait for another device
+                options = {key: value for key, value in vars(before).items() if key not in ("CB", "SCB")}
+                return type(before)(values, requires_grad=False, **options)._quantize(values.device)
+            made = self.transformers.get_quantize_ops().convert({name: [values]}, model=self.plain, **about)
+            weight = made.get(name, module._parameters[own])
+        except Exception as error:
+            raise ConfigError(f"transformers cannot quantise {name}: {error}") from error
+        finally:
+            vars(module).update(attributes)
+            module._parameters[own] = before
+        return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+
+
+def _make_bitsandbytes_tables() -> None:
+    """Makes a table that bitsandbytes keeps where it is first used, which the meta device must not be."""
+    import bitsandbytes
+
+    bitsandbytes.functional.quantize_blockwise(torch.ones(1, device="cpu"))
 
 
 class PretrainedFiles(FromSafetensors):
@@ -197,6 +257,8 @@ class PretrainedFiles(FromSafetensors):
 
     def __init__(self, path: Path, *, init_missing: bool = False) -> None:
         super().__init__(path, init_missing=init_missing)
+        self.quantiser: Quantiser | None = None
+        self._kept: Kept | None = None
         self._model: Any = None
         self._keys: dict[str, str] = {}  # of what is only renamed, by name in the model
         self._converters: dict[str, Any] = {}  # by the first name that they make
@@ -206,12 +268,13 @@ class PretrainedFiles(FromSafetensors):
     def check(self, model: nn.Module) -> None:
         if not isinstance(model, transformers.PreTrainedModel):
             raise ConfigError(f"{type(model).__name__} is no model of transformers: give a PreTrainedModel")
-        self._model = model
-        transforms: list[Any] = get_model_conversion_mapping(model)
+        quantiser = None if self.quantiser is None else self.quantiser.transformers
+        self._model = plain = model if self.quantiser is None else self.quantiser.plain
+        transforms: list[Any] = get_model_conversion_mapping(plain, hf_quantizer=quantiser)
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
-        wanted, base = model.state_dict(), model.base_model_prefix
+        wanted, base = plain.state_dict(), model.base_model_prefix
         for key in sorted(self.files, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, base, wanted)
             if name not in wanted and key in wanted:
@@ -229,6 +292,16 @@ class PretrainedFiles(FromSafetensors):
             self._made_by |= {name.replace(first, other): name for other in converter.target_patterns}
         super().check(model)
 
+    def keep(self, model: Any, base: str | os.PathLike[str] | None) -> None:
+        """Keeps the quantised base of a model, which has its quantised parameters now."""
+        assert self.quantiser is not None
+        settings = [self.quantiser.transformers.quantization_config.to_json_string(), type(model).__name__, model.dtype]
+        settings += [f"{name} {version(name)}" for name in LIBRARIES if find_spec(name) is not None]
+        self._kept = kept_as(self, "; ".join(map(str, settings)), base, model)
+
+    def kept(self) -> Kept | None:
+        return self._kept
+
     def has(self, name: str) -> bool:
         return name in self._keys or name in self._made_by
 
@@ -240,6 +313,19 @@ class PretrainedFiles(FromSafetensors):
         if name not in self._made:
             raise ConfigError(f"transformers makes no {name} from what is in the files")
         return self._made.pop(name)
+
+    def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
+        found = {}
+        for own in names:
+            name = prefix + own
+            if self.quantiser is None or not self.has(name):
+                return super().make(prefix, module, names)
+            value = self.read(name)
+            if not is_composite(value):  # it was not saved as a quantised one
+                dtype = self.quantiser.plain.get_parameter(name).dtype
+                value = self.quantiser.quantised(name, value.to(dtype))
+            found[own] = parts_of(value)
+        return found
 
     def _convert(self, name: str) -> None:
         converter = self._converters[name]

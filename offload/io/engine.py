@@ -165,7 +165,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 _told_no_direct: set[int] = set()
 
 
-def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -> IOFile:
+def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False, is_new: bool = False) -> IOFile:
     """Opens a regular file to read and write, and makes it with mode 0600 if it is missing.
 
     A link as last component is refused. Transfers go past the page cache where the file system can do that.
@@ -174,13 +174,16 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
         path: the file's path.
         dir_fd: the directory that the file is in, wherever `path` leads by now; None: it is found by its path.
         buffered: whether transfers go through the page cache.
+        is_new: whether it must not be there, whatever a file system of several machines remembers of its name.
 
     Raises:
-        PathError: if it cannot be opened, or is no regular file.
+        PathError: if it cannot be opened, is no regular file, or is there and must not be.
     """
     name = path if dir_fd is None else os.path.basename(path)
     flags = os.O_RDWR | os.O_CREAT | (0 if buffered else O_DIRECT)
     try:
+        if is_new:  # in a call of its own: one with O_DIRECT that fails may have made the file
+            open_nofollow(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd, path=path).close()
         file = open_nofollow(name, flags, dir_fd=dir_fd, path=path)
     except OSError as error:
         if not is_of_system(error):
@@ -294,7 +297,7 @@ class IOEngine(ABC):
     name: str
 
     @abstractmethod
-    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
+    def open(self, path: str, *, dir_fd: int | None = None, is_new: bool = False) -> IOFile:
         """Opens `path` as `open_file` does, and keeps the file open until `close()`.
 
         Raises:
@@ -466,8 +469,8 @@ class QueuedEngine(IOEngine):
     def _stop(self) -> None:
         """Ends the engine's own threads. Called when nothing is under way any more."""
 
-    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
-        return self.adopt(open_file(path, dir_fd=dir_fd))
+    def open(self, path: str, *, dir_fd: int | None = None, is_new: bool = False) -> IOFile:
+        return self.adopt(open_file(path, dir_fd=dir_fd, is_new=is_new))
 
     def adopt(self, file: IOFile) -> IOFile:
         with self._lock:

@@ -12,11 +12,12 @@ import errno
 import fcntl
 import os
 import secrets
+import socket
 import stat
 import time
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from offload.errors import OffloadError, PathError
 from offload.interrupts import is_of_system
@@ -49,6 +50,18 @@ def unusable(why: str, path: Path | str, but: Container[int] = ()) -> Iterator[N
         if isinstance(error, OffloadError) or error.errno in but or not is_of_system(error):
             raise
         raise PathError(error.errno, f"{why}: {error.strerror}", str(path)) from error
+
+
+class Host(NamedTuple):
+    """A machine, for as long as it runs.
+
+    Attributes:
+        name: what it is called.
+        boot: the id that the kernel has since it started; "" where it tells none.
+    """
+
+    name: str
+    boot: str
 
 
 class Files:
@@ -265,6 +278,14 @@ class Files:
                 if unknown > 2 or any(map(self.lives, holders)):
                     raise
             time.sleep(0.01)
+
+    def host(self) -> Host:
+        """This machine."""
+        try:
+            boot = self.kernel_text(Path("/proc/sys/kernel/random/boot_id")).strip()
+        except OSError:
+            boot = ""
+        return Host(socket.gethostname(), boot)
 
     def wait_for_lock(self, file: IOFile) -> None:
         """Takes the lock of a file, however long another process has it."""

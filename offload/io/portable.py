@@ -51,8 +51,8 @@ class PortableEngine(QueuedEngine):
         # The thread does not hold the engine: one that is forgotten ends it, too.
         self._end = weakref.finalize(self, _stop_serving, self._loop, self._thread, os.getpid())
 
-    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
-        return self.adopt(open_file(path, dir_fd=dir_fd, buffered=True))
+    def open(self, path: str, *, dir_fd: int | None = None, is_new: bool = False) -> IOFile:
+        return self.adopt(open_file(path, dir_fd=dir_fd, buffered=True, is_new=is_new))
 
     def _start(self, requests: list[Request]) -> Sequence[Refused]:
         refused = []

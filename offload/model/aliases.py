@@ -41,7 +41,9 @@ class Alias:
         self._before: Tensor | None = tensor
         self.tensor = tensor
         self.param = param
-        start = (tensor.data_ptr() - param.data_ptr()) // param.element_size()
+        start = tensor.storage_offset() - param.storage_offset()
+        if not tensor.is_meta:
+            start = (tensor.data_ptr() - param.data_ptr()) // param.element_size()
         self._geometry = tensor.shape, tensor.stride(), start
 
     def follow(self, data: Tensor) -> None:
@@ -76,13 +78,17 @@ def _aliases(model: nn.Module, moved: Mapping[Tensor, str]) -> Iterator[Alias]:
     plain = [param for param in moved if _has_memory(local_of(param))]
     spans = sorted(((*_span(local_of(param)), number) for number, param in enumerate(plain)), key=lambda one: one[0])
     starts = [start for start, _, _ in spans]
+    buffers = set(model.buffers())
     on_meta = {p.untyped_storage()._cdata: p for p in moved if p.is_meta}
     for name, table, key, tensor in _tensors_of(model):
         if tensor in moved:
             continue
         if tensor.is_meta and tensor.layout is torch.strided:
             if (param := on_meta.get(tensor.untyped_storage()._cdata)) is not None:
-                raise _shares(name, moved[param])
+                is_plain = type(tensor) is Tensor and tensor.dtype is param.dtype
+                if not is_plain or table is None or tensor in buffers:  # a buffer gets values of its own
+                    raise _shares(name, moved[param])
+                yield Alias(table, key, tensor, param)
             continue
         if not _has_memory(tensor):
             continue

@@ -658,6 +658,8 @@ class StreamedUnits(HeldUnits):
 
     def store_outside_writes(self, within: Collection[int] | None = None) -> None:
         numbers = self._parameters.find_outside_writes(within)
+        if shared := [number for number in numbers if self._parameters.held[number].is_shared]:
+            self._refuse_writes(shared)
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._units[self._layout.flats[flat].unit])  # refuses what an update would overwrite
@@ -671,6 +673,21 @@ class StreamedUnits(HeldUnits):
         for flat in flats:
             if self._parameters.streams(self._layout.flats[flat].params[0]):
                 self.transfers.store_flat(flat)
+
+    def _refuse_writes(self, numbers: Sequence[int]) -> None:
+        """Takes back what somebody wrote to parameters of a kept base.
+
+        Raises:
+            ConfigError: always.
+        """
+        for flat in sorted({self._parameters.flat_of(number) for number in numbers}):
+            self.transfers.take_back_writes(flat)
+        self._parameters.forget_writes(numbers)
+        raise ConfigError(
+            f"{self._parameters.held[numbers[0]].spec.name} was written to, and lies in a kept base, which other runs "
+            "may read: it has its values again. For a base that may be written to, give from_pretrained base=False, or "
+            "Quantised no settings"
+        )
 
     def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
         if numbers is not None:

@@ -115,6 +115,7 @@ class HeldParam:
             follow yet.
         digest: of its values when the model was taken, if it has no states and commits say so (written_frozen.py).
         was_written: whether others wrote to it since then, as far as that was looked for.
+        is_shared: whether it is in a kept base, which other runs read, so that nobody may write to it.
     """
 
     __slots__ = (
@@ -130,6 +131,7 @@ class HeldParam:
         "has_stored_write",
         "is_inside",
         "is_sharded",
+        "is_shared",
         "local",
         "number",
         "offset",
@@ -169,6 +171,7 @@ class HeldParam:
         self.has_stored_write = False
         self.digest: str | None = None
         self.was_written = False
+        self.is_shared = False
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
         self._guarded: type[Tensor] = self._kind

@@ -215,13 +215,18 @@ def bring_along(inners: Iterable[Inner], device: torch.device) -> None:
         if one.is_table and one.tensor.device != device:
             if one.tensor not in moved:
                 moved[one.tensor] = one.tensor.to(device)
-            path, _, name = one.key.rpartition(".")
-            setattr(_at(one.param, path), name, moved[one.tensor])
+            replace_table(one, moved[one.tensor])
     for param in dict.fromkeys(one.param for one in inners if one.key and is_wrapper(kind_of(one.param))):
         if param.device != device:
             made = rebuilt(param, lambda leaf: leaf)
             torch_private.swap_implementations(param, made)
             vars(param).update(vars(made))
+
+
+def replace_table(one: Inner, table: Tensor) -> None:
+    """Gives a parameter another table."""
+    path, _, name = one.key.rpartition(".")
+    setattr(_at(one.param, path), name, table)
 
 
 def table_bytes(inners: Iterable[Inner]) -> int:

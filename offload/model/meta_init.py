@@ -12,17 +12,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, UntypedStorage, nn
 
 from offload import torch_private
 from offload.errors import ConfigError
+from offload.io.files import LOCAL
 from offload.io.regular import check_file, read_json
 from offload.model.dense import flattened
+from offload.model.inner import Inner, inner_tensors, is_composite, replace_table
 from offload.sizes import MIB
+
+Parts = Mapping[str, Tensor]
+"""The inner tensors of a parameter, by key."""
+
+
+class Kept(NamedTuple):
+    """How a base that a source quantises is kept; see [Note: kept base] in storage/kept_base.py.
+
+    Attributes:
+        key: gives the digest of all that the values come from, 32 hex digits. It reads all of that.
+        directory: where the base lies; None: in the run's first directory.
+        names: the parameters that the source gives values, and their names in it.
+    """
+
+    key: Callable[[], str]
+    directory: Path | None
+    names: Mapping[Tensor, str]
 
 
 class Source(ABC):
@@ -46,7 +66,37 @@ class Source(ABC):
             fresh: its own tensors that have no values yet, by name.
         """
 
+    def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
+        """Makes the inner tensors of quantised parameters of a module.
 
+        Args:
+            prefix: what comes before the parameters' names in the model.
+            module: the module, whose parameters these are, on the meta device.
+            names: their names in the module.
+
+        Returns:
+            For each name the inner tensors by key (inner.py), on the CPU. Tables may be shared, all others are nobody
+            else's.
+
+        Raises:
+            ConfigError: if it cannot make them.
+        """
+        raise _not_made(prefix + min(names))
+
+    def kept(self) -> Kept | None:
+        """How the base that it quantises is kept on NVMe; None: it is not."""
+        return None
+
+
+def _not_made(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} was quantised on the meta device, and init gives it no values: quantise it while loading, with "
+        "offload.integrations.quantised.Quantised or from_pretrained(quantization_config=...)"
+    )
+
+
+DIGESTED_BYTES = 4 * MIB
+"""Of a file, read at once for its digest."""
 MOST_INDEX_BYTES = 64 * MIB
 
 Init = Callable[[str, Tensor], None] | str | os.PathLike[str] | Source | None
@@ -155,6 +205,23 @@ class FromSafetensors(Source):
             raise ConfigError(f"{name} cannot be read from {self.files[name]}: {error}") from error
         return values
 
+    def digest(self) -> str:
+        """The XXH3-128 of all bytes of the files.
+
+        Raises:
+            ConfigError: if one cannot be read.
+        """
+        hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(DIGESTED_BYTES))
+        for path in sorted(set(self.files.values())):
+            try:
+                with LOCAL.open_followed(path) as file, LOCAL.stream(file) as stream:
+                    hasher.update(LOCAL.require_regular(file).to_bytes(8, "little"))
+                    while count := stream.readinto(buffer):  # type: ignore[attr-defined]
+                        hasher.update(buffer[:count])
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read: {error}") from error
+        return str(hasher.hexdigest())
+
     def _file(self, path: Path) -> Any:
         """Opens a file, which stays open until another one is asked for."""
         if self._open is None or self._open[0] != path:
@@ -245,6 +312,81 @@ class FromSafetensors(Source):
                 )
 
 
+class PartOfModel(Source):
+    """The values of a model that becomes a part of another one, in which its modules have other names.
+
+    Args:
+        source: of the values.
+        model: the model before it becomes a part.
+
+    Raises:
+        OffloadError: as `source.check` does.
+    """
+
+    def __init__(self, source: Source, model: nn.Module) -> None:
+        source.check(model)
+        self._source = source
+        self._know(model)
+
+    def _know(self, model: nn.Module) -> None:
+        """Notes the names that modules have now, and the tensors that have a value."""
+        self._prefixes = {module: _join(name) for name, module in model.named_modules()}
+        self._known = {module: frozenset(meta_tensors(module)) for module in self._prefixes}
+
+    def check(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if added := meta_tensors(module).keys() - self._known.get(module, frozenset()):
+                raise ConfigError(
+                    f"{_join(name)}{min(added)} was added to the model without values: build it on the CPU, with values"
+                )
+
+    def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
+        self._source.fill(self._prefixes[module], module, fresh)
+
+    def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
+        return self._source.make(self._prefixes[module], module, names)
+
+    def kept(self) -> Kept | None:
+        return self._source.kept()
+
+
+class KeptValues(Source):
+    """The values of a model whose base is kept already: of parameters in it no value is made.
+
+    Args:
+        source: of all other values.
+        names: the parameters that are in the base, and their names there.
+        tables: the tables of these, by name.
+    """
+
+    def __init__(self, source: Source, names: Mapping[Tensor, str], tables: Mapping[str, Tensor]) -> None:
+        self._source = source
+        self._names = names
+        self._tables = tables
+
+    def check(self, model: nn.Module) -> None:
+        self._source.check(model)
+
+    def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
+        if others := {name: tensor for name, tensor in fresh.items() if tensor not in self._names}:
+            self._source.fill(prefix, module, others)
+
+    def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
+        own = {name: module._parameters[name] for name in names}
+        others = [name for name, param in own.items() if param not in self._names]
+        made = dict(self._source.make(prefix, module, others)) if others else {}
+        for name in own.keys() - made.keys():
+            inners = inner_tensors([cast(nn.Parameter, own[name])])
+            made[name] = {one.key: self._of(one) for one in inners}
+        return made
+
+    def _of(self, one: Inner) -> Tensor:
+        name = one.name_in(self._names[one.param])
+        if name in self._tables:
+            return self._tables[name]
+        return torch.empty_strided(one.tensor.shape, one.tensor.stride(), dtype=one.tensor.dtype, device="cpu")
+
+
 def _weight_map(index: Path) -> dict[str, Path]:
     """Reads the file of each tensor from an index.
 
@@ -281,6 +423,20 @@ def source_of(init: Any, *, init_missing: bool = False) -> Source:
     )
 
 
+def check_source(source: Source, model: nn.Module) -> None:
+    """Checks, before anything is allocated, that a source has values for a model.
+
+    Raises:
+        ConfigError: if it has none for some parameter or buffer.
+    """
+    if type(source).make is Source.make:
+        for prefix, module in model.named_modules():
+            for name, tensor in meta_tensors(module).items():
+                if is_composite(tensor):
+                    raise _not_made(_join(prefix) + name)
+    source.check(model)
+
+
 def is_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer of the model is on the meta device."""
     return any(meta_tensors(module) for module in model.modules())
@@ -296,7 +452,13 @@ def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, C
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
         made: dict[nn.Parameter, UntypedStorage] = {}
+        quantised = {}
         for name, tensor in meta_tensors(module).items():
+            if is_composite(tensor):
+                inners = inner_tensors([cast(nn.Parameter, tensor)])
+                if any(one.tensor.is_meta for one in inners):  # else another module has it, too
+                    quantised[name] = tensor
+                continue
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 become(tensor, memory, _join(prefix) + name)
@@ -305,12 +467,47 @@ def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, C
             else:
                 module._buffers[name] = fresh[name] = memory
             del memory
+        if not fresh and not quantised:
+            continue
         if fresh:
             source.fill(_join(prefix), module, fresh)
             fresh.clear()
-            owned = {param for param, storage in made.items() if _is_owned(param, storage)}
-            made.clear()
-            yield module, owned
+        if quantised:
+            for name, parts in source.make(_join(prefix), module, quantised).items():
+                _take(quantised.pop(name), parts, _join(prefix) + name)
+            assert not quantised
+        owned = {param for param, storage in made.items() if _is_owned(param, storage)}
+        made.clear()
+        yield module, owned
+
+
+def _take(param: Any, parts: Parts, name: str) -> None:
+    """Gives a quantised parameter, which stays the object that it was, inner tensors with values.
+
+    Args:
+        param: the parameter, on the meta device.
+        parts: its inner tensors with values.
+        name: its name, for the error.
+
+    Raises:
+        ConfigError: if these are not what it was planned with.
+    """
+    inners = {one.key: one for one in inner_tensors([param])}
+    planned, found = (
+        {key: (one.shape, one.dtype) for key, one in those.items()}
+        for those in ({key: one.tensor for key, one in inners.items()}, parts)
+    )
+    if planned != found:
+        key = next(key for key in (*planned, *found) if planned.get(key) != found.get(key))
+        raise ConfigError(
+            f"{name} was quantised on the meta device with {planned.get(key, 'no')} {key or 'codes'}, and with "
+            f"values with {found.get(key, 'no')}: quantise both in the same way"
+        )
+    for key, one in inners.items():
+        if one.is_table and one.tensor.is_meta:
+            replace_table(one, parts[key])
+        elif one.tensor.is_meta:
+            become(one.used, parts[key], one.name_in(name))
 
 
 def _is_owned(param: nn.Parameter, made: UntypedStorage) -> bool:
@@ -320,13 +517,13 @@ def _is_owned(param: nn.Parameter, made: UntypedStorage) -> bool:
     return is_same and uses == 2  # by the parameter and by `made`
 
 
-def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
+def become(param: Tensor, memory: Tensor, name: str) -> None:
     """Gives a parameter other memory, which may be on the meta device. It stays the object that it was.
 
     Its class and attributes stay, too.
 
     Args:
-        param: the parameter.
+        param: the parameter, or an inner tensor of one.
         memory: a tensor with the memory.
         name: the parameter's name, for the error.
 
@@ -338,7 +535,8 @@ def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
             f"{name} is on the meta device, and a graph or a view of it is kept somewhere: drop the results of "
             "forwards that ran on the meta device, and views, before OffloadZero takes the model"
         )
-    torch_private.swap_implementations(param, nn.Parameter(memory, param.requires_grad))
+    is_param = isinstance(param, nn.Parameter)
+    torch_private.swap_implementations(param, nn.Parameter(memory, param.requires_grad) if is_param else memory)
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -235,7 +235,6 @@ class Original:
         try:
             if is_meta and not param.is_meta:
                 memory = torch.empty_strided(param.shape, before.strides, dtype=before.dtype, device="meta")
-                assert isinstance(param, nn.Parameter)
                 become(param, memory, before.name)
             elif before.is_changed:
                 data, has_values = self._data_of(before)

@@ -432,6 +432,13 @@ class UnitTransfers:
         for tile in tiles:
             self._refresh(tile, tile.slices[0])
 
+    def take_back_writes(self, flat: int) -> None:
+        """Gives a flat parameter, which is available, the values that its store has."""
+        self._refresh(self._unit_of(flat), self._layout.slices[flat])
+        for tile in self._available_tiles(flat):
+            self._refresh(tile, tile.slices[0])
+        self.drain()
+
     def find_silent_writes(self, numbers: Iterable[int]) -> None:
         """Compares parameters, all available, with the store, and increases the version of those that differ.
 

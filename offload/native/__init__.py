@@ -325,7 +325,7 @@ def load(threads: int | None = None, variant: str | None = None) -> Kernels:
     return Kernels(usable_cpus() if threads is None else threads, backend)
 
 
-def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels:
+def load_on(scratch: Tensor, stream: Callable[[], int] | None = None, room: int = SUM_BLOCK) -> Kernels:
     """Loads kernels for tensors on the device of `scratch`, whose current stream runs them in order.
 
     Their variant is "device" where they are compiled for it, which is tried once a process and device. It is "device,
@@ -335,8 +335,10 @@ def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels
         scratch: uint8, of `torch_kernels.scratch_bytes(n)` for tensors of about n elements; larger ones take several
             rounds.
         stream: gives the driver's handle of the device's current stream; None: nothing is compiled.
+        room: of `torch_kernels.dithered_room`: how many elements with moments of one or two bytes are stepped at a
+            time.
     """
-    backend = device_kernels(scratch, stream)
+    backend = device_kernels(scratch, stream, room)
     return Kernels(1, backend, scratch.device)
 
 

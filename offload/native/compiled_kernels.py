@@ -68,13 +68,14 @@ class CompiledKernels(DeviceKernels):
     Args:
         scratch: as for `DeviceKernels`.
         program: the compiled kernels.
+        room: as for `DeviceKernels`.
 
     Attributes:
         program: None once a launch was refused.
     """
 
-    def __init__(self, scratch: Tensor, program: Program) -> None:
-        super().__init__(scratch)
+    def __init__(self, scratch: Tensor, program: Program, room: int = SUM_BLOCK) -> None:
+        super().__init__(scratch, room)
         self._device = scratch.device
         self.program: Program | None = program
         self.variant = "device"
@@ -114,17 +115,18 @@ class CompiledKernels(DeviceKernels):
         return True
 
 
-def device_kernels(scratch: Tensor, stream: Callable[[], int] | None) -> DeviceKernels:
+def device_kernels(scratch: Tensor, stream: Callable[[], int] | None, room: int = SUM_BLOCK) -> DeviceKernels:
     """The kernels for a device: compiled ones if they can be had and have the same bits, else torch's operations.
 
     Args:
         scratch: as for `DeviceKernels`.
         stream: gives the handle of the current stream of scratch's device; None: nothing is compiled.
+        room: as for `DeviceKernels`.
     """
     program = None
     if stream is not None and scratch.device.type in LIBRARIES:
         program = _program(scratch, stream)
-    return DeviceKernels(scratch) if program is None else CompiledKernels(scratch, program)
+    return DeviceKernels(scratch, room) if program is None else CompiledKernels(scratch, program, room)
 
 
 _programs: dict[torch.device, Program | None] = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.layout import BF16, CODED
 from offload.native import codes
 from offload.native.library import Work
-from offload.native.table import AdamScalars, DitheredScalars, Kernel
+from offload.native.table import ADAM_DITHERED, AdamScalars, DitheredScalars, Kernel
 from offload.sizes import SUM_BLOCK
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -33,11 +33,12 @@ _HALVES = tuple(_GROUPS * _LANES >> fold for fold in range(1, 12))
 
 _TORCH_BLOCK = 32768  # elements: temporaries stay in the second-level cache, and torch starts no threads
 
-
-_DITHERED_BLOCK = SUM_BLOCK
-"""Elements at a time, of steps with moments of one or two bytes, whose temporaries are the allocator's."""
 _DITHERED_BYTES = 32
-"""More than the allocator gives for each of these elements at once: 28 for moments of a byte, 24 for those of two."""
+"""More than the allocator gives for each element of a piece of a step with moments of one or two bytes.
+
+It gives 28 for moments of a byte, and 24 for those of two."""
+_DITHERED_SHARE = 128
+"""The elements of such a piece are at most this part of all that are stepped so: a quarter of a byte of each."""
 
 
 class _Scratch(threading.local):
@@ -91,9 +92,8 @@ class _Operations(ABC):
     def _rounding(self) -> AbstractContextManager[object]:
         """A context in which this thread's operations keep denormals."""
 
-    @property
     @abstractmethod
-    def _room(self) -> int:
+    def _room(self, kernel: Kernel) -> int:
         """The most elements of a piece; if that is less than a block, a piece is a block."""
 
     def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
@@ -107,7 +107,7 @@ class _Operations(ABC):
             raise ValueError(f"torch has no operations for {kernel.name} here: it is one of the C kernels for the CPU")
         given = [None if x is None else x.detach() for x in tensors]
         blocks = [argument.block for argument in kernel.arguments]
-        room = min(self._room, _DITHERED_BLOCK) if kernel.counts else self._room
+        room = self._room(kernel)
 
         def bound(scalars: Any) -> Work:
             def work(low: int, high: int) -> None:
@@ -197,8 +197,7 @@ class TorchKernels(_Operations):
     def _rounding(self) -> AbstractContextManager[object]:
         return _KeepDenormals()
 
-    @property
-    def _room(self) -> int:
+    def _room(self, kernel: Kernel) -> int:
         return _TORCH_BLOCK
 
     def adam_split(
@@ -329,13 +328,27 @@ def scratch_bytes(largest: int) -> int:
     return 8 * _block(largest)
 
 
-def dithered_bytes(largest: int) -> int:
+def dithered_room(largest: int, numel: int) -> int:
+    """How many elements steps with moments of one or two bytes take at a time on a device.
+
+    Each takes 90 to 135 operations, so the more the better. Their temporaries are the allocator's, and take at most a
+    quarter of a byte for each element of all, or what one block of a sum of squares takes.
+
+    Args:
+        largest: the number of elements of the largest tensor that they are given.
+        numel: the elements that are stepped so.
+    """
+    return min(_block(largest), max(numel // _DITHERED_SHARE // SUM_BLOCK, 1) * SUM_BLOCK)
+
+
+def dithered_bytes(largest: int, room: int) -> int:
     """How many bytes steps with moments of one or two bytes take of the device's allocator at once.
 
     Args:
         largest: the number of elements of the largest tensor that they are given.
+        room: of `dithered_room`.
     """
-    return _DITHERED_BYTES * min(_DITHERED_BLOCK, largest)
+    return _DITHERED_BYTES * min(room, largest)
 
 
 def _block(largest: int) -> int:
@@ -349,11 +362,13 @@ class DeviceKernels(_Operations):
 
     Args:
         scratch: uint8, of `scratch_bytes(largest)`, on the device.
+        room: of `dithered_room`.
     """
 
     variant = "device, by torch"
 
-    def __init__(self, scratch: Tensor) -> None:
+    def __init__(self, scratch: Tensor, room: int = SUM_BLOCK) -> None:
+        self._dithered_room = room
         # An element's square in fp64, or two fp32 temporaries of Adam.
         self._squares = scratch.view(torch.float64)
         self._g, self._t = scratch.view(torch.float32).split(self._squares.numel())
@@ -368,9 +383,9 @@ class DeviceKernels(_Operations):
     def _rounding(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    @property
-    def _room(self) -> int:
-        return self._squares.numel()
+    def _room(self, kernel: Kernel) -> int:
+        room = self._squares.numel()
+        return min(room, self._dithered_room) if kernel is ADAM_DITHERED else room
 
     def sum_squares(self, _: None, x: Tensor, out: Tensor) -> None:
         # What the last block lacks are zeros, which change no sum.

@@ -101,6 +101,10 @@ class NewParameters(ABC):
         """
 
     @abstractmethod
+    def lends_several(self, chunk: Chunk) -> bool:
+        """Whether `target` lends memory for a chunk that no other chunk needs."""
+
+    @abstractmethod
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         """The 16-bit parameters of a chunk before the step.
 
@@ -200,6 +204,9 @@ class InPlace(NewParameters):
             if self.direct:
                 self._exchange.send(chunk, values, step)
 
+    def lends_several(self, chunk: Chunk) -> bool:
+        return self._params.is_resident(chunk.index)
+
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         return target
 
@@ -229,6 +236,9 @@ class ToDevice(NewParameters):
         if chunk.flat in self._device_flats:
             return self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step)
         return nullcontext(self._in_gradient(chunk)) if self._fits_gradient(chunk) else self._bounced(chunk)
+
+    def lends_several(self, chunk: Chunk) -> bool:
+        return self._fits_gradient(chunk)
 
     @contextmanager
     def _bounced(self, chunk: Chunk) -> Iterator[Tensor]:

@@ -3,8 +3,8 @@
 An update of a whole matrix, such as Muon's, multiplies matrices: five rounds of Newton-Schulz take some 300 to 750 ns
 an element on a CPU thread, and about 1 ns on a GPU. So with a device that has memory of its own a matrix's master,
 states and gradient are copied there, the optimizer's class steps them, and master and states are copied back. Two
-matrices of a chunk are under way at once, in memory that is reserved for two of the largest. What is no matrix is
-stepped on the CPU.
+matrices are under way at once, in memory that is reserved for two of the largest. They are of one chunk, or of all
+chunks of a flat parameter that are in RAM. What is no matrix is stepped on the CPU.
 
 Which side computes depends on the rule, the shape and the kind of device alone. So a run has the same bits wherever its
 states wait, on any number of ranks, and those are the device's.
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,20 +32,6 @@ AT_ONCE = 2
 
 Step = Callable[[list[Tensor], Tensor], None]
 """Steps a master and its states, with the gradient."""
-
-
-class Begin(Protocol):
-    """Queues the step of a matrix on the device, on a stream of its own."""
-
-    def __call__(self, arrays: Sequence[Tensor], grad: Tensor, step: Step, then: Callable[[], object]) -> None:
-        """Queues it.
-
-        Args:
-            arrays: the master and the states, fp32, in RAM. They get what `step` makes of their copies.
-            grad: the gradient, of the master's shape, in RAM.
-            step: gets the copies of `arrays`, and that of `grad`.
-            then: called, later, once `arrays` are written.
-        """
 
 
 def is_stepped_there(shape: Sequence[int]) -> bool:
@@ -78,6 +63,8 @@ class MatrixMemory:
         self._memory = memory.chunk(AT_ONCE)
         self._copier = copier
         self._is_free = copier.mark()  # of who had this memory before
+        self._under_way: deque[tuple[DeviceEvent, Callable[[], object]]] = deque()
+        self._number = 0
 
     @staticmethod
     def of(memory: Memory) -> MatrixMemory | None:
@@ -85,41 +72,45 @@ class MatrixMemory:
         return next((MatrixMemory(piece, memory.copier) for piece in memory.take(MATRIX)), None)
 
     @contextmanager
-    def steps(self) -> Iterator[Begin]:
-        """Steps matrices, two of which are under way: one is copied while the other one computes.
+    def steps(self) -> Iterator[None]:
+        """A context in which matrices are stepped, two of which are under way: one is copied while the other computes.
 
-        Yields:
-            What queues a matrix. At the end of the block all have ended. If the block raises, the device is waited for,
-            so nothing is written any more.
+        At the end of the block all have ended. If the block raises, the device is waited for, so nothing is written any
+        more.
         """
-        under_way: deque[tuple[DeviceEvent, Callable[[], object]]] = deque()
-        number = 0
-
-        def end() -> None:
-            done, then = under_way.popleft()
-            done.wait()
-            then()
-
-        def begin(arrays: Sequence[Tensor], grad: Tensor, step: Step, then: Callable[[], object]) -> None:
-            nonlocal number
-            if len(under_way) == AT_ONCE:
-                end()
-            place = number % AT_ONCE
-            number += 1
-            under_way.append((self._queue(place, arrays, grad, step), then))
-
         try:
-            yield begin
-            while under_way:
-                end()
+            yield
+            while self._under_way:
+                self._end()
         except BaseException:
+            self._under_way.clear()
             for place in range(AT_ONCE):
                 with self._copier.apart(place):
                     self._copier.mark().wait()
             raise
 
+    def begin(self, arrays: Sequence[Tensor], grad: Tensor, step: Step, then: Callable[[], object]) -> None:
+        """Queues the step of a matrix on the device, on a stream of its own. Called in the context of `steps`.
+
+        Args:
+            arrays: the master and the states, fp32, in RAM. They get what `step` makes of their copies.
+            grad: the gradient, of the master's shape, in RAM.
+            step: gets the copies of `arrays`, and that of `grad`.
+            then: called, later, once `arrays` are written.
+        """
+        if len(self._under_way) == AT_ONCE:
+            self._end()
+        place = self._number % AT_ONCE
+        self._number += 1
+        self._under_way.append((self._queue(place, arrays, grad, step), then))
+
+    def _end(self) -> None:
+        done, then = self._under_way.popleft()
+        done.wait()
+        then()
+
     def _queue(self, place: int, arrays: Sequence[Tensor], grad: Tensor, step: Step) -> DeviceEvent:
-        """Queues what `Begin` describes, in one of the two places.
+        """Queues what `begin` describes, in one of the two places.
 
         Returns:
             An event after all of it.

@@ -118,7 +118,8 @@ class SegmentMemory(NamedTuple):
         spans: where the segment's parameters lie. What is between them is a gap.
         current: shape (n,): the bf16 parameters before the step, if the master is split and has the low halves only;
             None: it is whole.
-        matrices: where a rule of whole parameters steps matrices; None: where the arrays are.
+        matrices: where a rule of whole parameters steps matrices; None: where the arrays are. Tasks run in the context
+            of its `steps`.
     """
 
     arrays: Sequence[Tensor]
@@ -299,6 +300,10 @@ class Rule(ABC):
             before: the progress before the step.
             scale: the factor of the gradients.
         """
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """The floating-point operations of a step of a whole parameter, where they are known and many; else 0."""
+        return 0.0
 
     def decay_in_gradient(self, group: Mapping[str, Any]) -> float:
         """By what a step multiplies a parameter before it adds that to its gradient."""

@@ -9,7 +9,8 @@ sees a parameter's whole old value or its whole new one.
 - Where the states are in RAM and the model on a device, one worker runs the queue in order. A new parameter that does
   not stream is kept in the memory of the gradient it was made from, which nobody needs any more, until `start_apply`
   copies it to the device: after the event of the step, not after what was queued since. The next gradient is copied
-  there by a device that has waited for that copy.
+  there by a device that has waited for that copy. Where the device steps matrices, the chunks of a flat parameter that
+  are in RAM are one piece of work, so that the device need not wait at the end of each.
 - Chunks whose states are on the device while those of others are not (`Run.device_flats`) are stepped by its own
   kernels, meanwhile. `start_apply` launches them, behind what the device does. They read gradients and write parameters
   where these are, so nothing is copied.
@@ -22,8 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -167,9 +169,12 @@ class Step:
         self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
             before: Future[None] | None = None
-            for work in works:
-                if work.chunk.flat not in self._device_flats:
-                    work.done = before = self._worker.submit(self._run_after, before, work)
+            here = (work for work in works if work.chunk.flat not in self._device_flats)
+            for _, group in groupby(here, self._goes_with):
+                together = list(group)
+                before = self._worker.submit(self._run_after, before, together)
+                for work in together:
+                    work.done = before
 
     def together(self, flats: Iterable[int]) -> Iterator[list[int]]:
         """Parts pending flat parameters into groups for `start_apply`.
@@ -252,17 +257,29 @@ class Step:
                 wait_for_all([done])
         done.result()
 
-    def _run_after(self, before: Future[None] | None, work: _Work) -> None:
-        """Steps a chunk in the worker, after the chunk before it.
+    def _goes_with(self, work: _Work) -> tuple[int, int | None]:
+        """What chunks have in common that a worker steps together: see [Note: a step does not block]."""
+        chunk = work.chunk
+        goes = (
+            self._matrices is not None
+            and self._layout.flats[chunk.flat].is_whole
+            and self._gradients.is_in_memory
+            and self._store.is_resident(chunk.index)
+            and self._params.lends_several(chunk)
+        )
+        return chunk.flat, None if goes else chunk.index
+
+    def _run_after(self, before: Future[None] | None, works: Sequence[_Work]) -> None:
+        """Steps chunks in the worker, after those before them.
 
         Args:
-            before: the future of the chunk before, which has ended; None: there is none. What it raised is raised here,
-                too.
-            work: the chunk to step.
+            before: the future of the chunks before, which has ended; None: there are none. What it raised is raised
+                here, too.
+            works: the chunks to step.
         """
         if before is not None:
             before.result()
-        self._run(work)
+        self._run_together(works) if len(works) > 1 else self._run(works[0])
 
     def _run(self, work: _Work) -> None:
         # A split master is half in its lease and half in the parameter, which is read too.
@@ -274,8 +291,15 @@ class Step:
         ):
             is_split = lease.master.dtype is torch.int16
             current = self._params.current(work.chunk, target) if is_split else None
-            with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
+            with (
+                self._timeline.span("adam_s"),
+                self._timeline.event(ADAM, "Adam", chunk=work.chunk.index),
+                self._steps_of_matrices(),
+            ):
                 self._kernels_of(work.chunk.flat).run(self._tasks(work, lease, grads, target, current))
+
+    def _steps_of_matrices(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._matrices is None else self._matrices.steps()
 
     def _batches(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
         """Parts the queue into batches whose kernels run together.
@@ -307,6 +331,7 @@ class Step:
             ExitStack() as leases,
             self._timeline.span("adam_s"),
             self._timeline.event(ADAM, "Adam", chunk=works[0].chunk.index),
+            self._steps_of_matrices(),
         ):
             self._kernels_of(works[0].chunk.flat).run(self._drawn(works, leases))
 

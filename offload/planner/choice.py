@@ -119,7 +119,8 @@ class ModelShape:
             rows.pop(number, None)
             kept = rule.kept(tuple(one.param.shape))
             strides = tuple(one.param.stride()) if is_dense(one.param) and not one.param.is_contiguous() else ()
-            whole = Whole(tuple(one.param.shape), strides, kept.small, kept.has_slices and not strides)
+            shape = tuple(one.param.shape)
+            whole = Whole(shape, strides, kept.small, kept.has_slices and not strides, rule.flops(shape))
             specs.append(replace(spec, states=kept.states, whole=whole))
         return replace(self, specs=specs, rows=rows)
 

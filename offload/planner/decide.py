@@ -145,6 +145,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             converts_states=options.converts_states,
             holds_params=split and options.every is not None,
             begins_states=options.begins_states,
+            lock_timeout_s=options.lock_timeout,
         ),
     )
 

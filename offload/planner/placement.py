@@ -32,7 +32,7 @@ from offload.grads.shards import dtypes_of as gradient_dtypes
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
-from offload.native.torch_kernels import dithered_bytes, scratch_bytes
+from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
 from offload.optim import new_params, on_device
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
@@ -69,6 +69,7 @@ ACTIVATIONS, SPILLED = "activations", "activations that the device has no room f
 SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
+BASE = "kept base, which other runs may share"
 SLOTS = "slots"
 """The kind of slots that are there for commits only."""
 ARRAYS = {ChunkKind.PARAMS: "param", ChunkKind.GRADS: "grad", ChunkKind.FROZEN: "frozen"}
@@ -244,7 +245,7 @@ class Placement:
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
         in_ram = self.pools[ChunkKind.FROZEN].resident_bytes if choice.params.frozen_tier.is_durable else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
-        where = choice.params.frozen_tier.words
+        where = choice.params.frozen_tier.words + (", kept for other runs" if choice.params.keeps_base else "")
         return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
 
 
@@ -490,6 +491,8 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
     is_committed = {ChunkKind.STATES: commits.every is not None, ChunkKind.PARAMS: commits.holds_params}
     tiers = tiers_of(choice).items()
     kinds = {kind: arrays[kind] for kind, tier in tiers if tier.is_durable or is_committed.get(kind, False)}
+    if choice.params.keeps_base:
+        kinds.pop(ChunkKind.FROZEN)
     # With replicas the other parameters are committed by other ranks.
     committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
     return SlotMap(kinds, commits.slots_per_chunk, None if commits.every is None else committed)
@@ -646,7 +649,8 @@ class Needs:
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(max(spec.numel for spec in there))))
             dithered = max((spec.numel for spec in there if is_dithered(spec.states)), default=0)
             if dithered:  # also where they are compiled: the driver may refuse that
-                found.append(Region(DEVICE, TEMPORARIES, dithered_bytes(dithered), is_lent=False))
+                nbytes = dithered_bytes(dithered, dithered_room_of(self.layout))
+                found.append(Region(DEVICE, TEMPORARIES, nbytes, is_lent=False))
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
@@ -767,6 +771,8 @@ class Needs:
                 if kind is ChunkKind.STATES:
                     stays = chunk in states.resident or chunk in states.on_device
                 found.append(_slot(kind, one, names, is_moved=not stays))
+        if self.choice.params.keeps_base:
+            found.append(Region(NVME, BASE, PAGE_BYTES + sum(self._sizes(ChunkKind.FROZEN))))
         second = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
         found += [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in second]
         return found if self.choice.commits.every is None else found + self._of_room()
@@ -816,6 +822,13 @@ class Needs:
         found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
         both = streamed[ChunkKind.STATES] + micro_batches * streamed[ChunkKind.GRADS]
         return both + 2 * micro_batches * (new + streamed[ChunkKind.FROZEN]) - found, both + new
+
+
+def dithered_room_of(layout: Layout) -> int:
+    """How many elements with moments of one or two bytes a device steps at a time by torch; 0: it has none."""
+    largest = max((spec.numel for spec in layout.specs if is_dithered(spec.states)), default=0)
+    numel = sum(chunk.numel for chunk in layout.chunks if is_dithered(layout.flats[chunk.flat].states))
+    return dithered_room(largest, numel) if largest else 0
 
 
 def _slot(kind: ChunkKind, one: SlotArrays, names: Sequence[str], *, is_moved: bool) -> Region:

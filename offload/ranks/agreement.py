@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,7 +115,8 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
         yield
     except Exception as error:
         comm.all_reduce_any(True)
-        message = f"{type(error).__name__}: {error}"
+        machine = f" on {socket.gethostname()}" if comm.size > comm.ranks_on_node else ""
+        message = f"{machine}: {type(error).__name__}: {error}"
         # Names of files may hold what UTF-8 has no bytes for.
         all_gather_object(comm, (message.encode(errors="backslashreplace").decode(), is_final()))
         raise
@@ -123,7 +125,7 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
         failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
         rank, message, _ = failed[0]
         more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        raise OtherRankError(f"rank {rank}: {message}{more}{result}", is_final=any(final for *_, final in failed))
+        raise OtherRankError(f"rank {rank}{message}{more}{result}", is_final=any(final for *_, final in failed))
 
 
 def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:

@@ -77,7 +77,10 @@ class Communicator(ABC):
         size: how many ranks the group has.
         local_rank: this process's number among those of the job on this machine.
         ranks_on_node: how many of the job's processes share this machine's RAM, cores and drives.
+        timeout_s: how many seconds after the launch of a collective another rank counts as lost.
     """
+
+    timeout_s = math.inf
 
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
         self.rank = rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class Group(Communicator):
         self._tensor_parallel: Communicator | None = None
         self._everyone: Group | None = None
         self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
+        self._live_groups = 0  # when it had been made
         self._side_group: Communicator | None = None
         self._ends = math.inf
 
@@ -158,6 +160,7 @@ class Group(Communicator):
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
             self._own, self._side_group = made, self._subgroup(made)
+            self._live_groups = torch_private.live_groups()
         assert self._side_group is not None
         return self._side_group
 
@@ -209,8 +212,17 @@ class Group(Communicator):
         quiet = [work.arrives_by(self._ends) for work in self._shared.under_way]
         if self._everyone is not None:
             self._everyone.close()
-        # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
-        if self._own is not None and self.size == dist.get_world_size() and self._shared.health.is_sound and all(quiet):
+        # Unless it is of the whole world in its order, a group is named by its ranks and by how many groups there are.
+        # If it went, or another that was made before it, the next of the same ranks would get the name of one that was
+        # there, and would meet at its addresses.
+        is_newest = torch_private.live_groups() == self._live_groups
+        if (
+            self._own is not None
+            and _is_whole(self._ranks)
+            and is_newest
+            and self._shared.health.is_sound
+            and all(quiet)
+        ):
             dist.destroy_process_group(self._own)
             self._own = None
         return all(quiet)
@@ -241,7 +253,8 @@ class Group(Communicator):
         return self._shared.health.fail(
             RankError(
                 f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
-                "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit",
+                "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit"
+                f"{_advice() if self.size > self.ranks_on_node else ''}",
                 collective=name,
                 waited_s=waited_s,
             )
@@ -574,10 +587,30 @@ def _new_group(ranks: list[int], **options: Any) -> object:
     return dist.new_group(torch_2_11.in_this_order(ranks), use_local_synchronization=True, **options)
 
 
+def _advice() -> str:
+    """What helps where this machine tells the others an address of its own that they cannot reach."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = ""
+    if named or not address.startswith("127."):
+        return ""
+    return (
+        f"; the name of this machine leads to {address}, where no other machine reaches it: set GLOO_SOCKET_IFNAME to "
+        "the network interface, such as eth0"
+    )
+
+
+def _is_whole(ranks: list[int]) -> bool:
+    """Whether these are all ranks of the world, in its order."""
+    return ranks == list(range(dist.get_world_size()))
+
+
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Makes another group of `ranks`, in this order. All of them call this."""
     timeout = timedelta(seconds=timeout_s)
-    if ranks == list(range(dist.get_world_size())):
+    if _is_whole(ranks):
         made = dist.new_group(timeout=timeout, backend=backend)
     else:
         made = _new_group(ranks, timeout=timeout, backend=backend)

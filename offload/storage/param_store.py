@@ -40,6 +40,10 @@ class ParamStore(ABC):
             step: the step that makes its values, if they are new.
         """
 
+    @abstractmethod
+    def is_resident(self, chunk: int) -> bool:
+        """Whether the values of a chunk stay in memory, so that a lease needs no buffer that another one may have."""
+
     def to_commit(self, steps: Mapping[int, int]) -> None:  # noqa: B027
         """Brings values to where commits are made from.
 
@@ -84,6 +88,9 @@ class ResidentParams(ParamStore):
             known = self._leases[chunk] = flat, nullcontext(self.values(chunk))
         return known[1]
 
+    def is_resident(self, chunk: int) -> bool:
+        return True
+
     def to_commit(self, steps: Mapping[int, int]) -> None:
         if self._beneath is not None:
             for chunk, step in steps.items():
@@ -124,3 +131,6 @@ class StreamedParams(ParamStore):
         dtype = self._layout.flats[self._layout.param_chunks[chunk].flat].dtype
         with self._store.lease(chunk, use, step=step) as lease:
             yield lease.arrays[0].view(dtype)
+
+    def is_resident(self, chunk: int) -> bool:
+        return self._store.is_resident(chunk)

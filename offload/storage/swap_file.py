@@ -71,6 +71,16 @@ def lock(file: IOFile, files: Files) -> None:
         raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
 
 
+def lock_shared(file: IOFile, files: Files) -> None:
+    """Locks a file against those who would remove it. Others may hold it so, too.
+
+    Raises:
+        PathInUseError: a process holds it alone.
+        PathError: the file system cannot lock it.
+    """
+    _lock(file, files, exclusive=False)
+
+
 def is_held(path: Path, files: Files) -> bool:
     """Whether a live run holds a swap file. To know it, takes a reader's lock and gives it back at once.
 
@@ -341,7 +351,56 @@ class SlotFile:
             raise CorruptionError(problem, chunk=header.chunk, file=self.path, offset=offset)
 
 
-class SwapFile(SlotFile):
+class WrittenSlots(SlotFile):
+    """The slots in one open swap file, as they are written, too. The arguments are SlotFile's."""
+
+    def __init__(
+        self,
+        engine: IOEngine,
+        file: IOFile,
+        table: SlotTable,
+        run_id: str,
+        hasher: Workers,
+        timeline: Timeline | None = None,
+        stripe: int = 0,
+    ) -> None:
+        super().__init__(engine, file, table, run_id, hasher, timeline, stripe)
+        self._checksums: dict[int, int] = {}
+
+    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+        """Adds padding, checksum and header to a slot, and writes it.
+
+        Args:
+            chunk: the number of the slot.
+            data: the whole slot, of which the first page is for the header.
+            step: the step whose result it is.
+            slot: the version, A (0) or B (1).
+
+        Returns:
+            A future. It raises the engine's errors.
+        """
+        transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
+        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step)
+        return transfer
+
+    def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
+        data, slot = transfer.view, self._table.slots.all_arrays[chunk]
+        with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
+            for _, _, end in slot.ranges():
+                data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
+            checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, slot.numel, checksum).encode()
+        moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
+        if moving is not None:
+            transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
+        self._engine.submit(transfer)
+
+    def checksum(self, chunk: int) -> int:
+        """The XXH3-64 of the data that the last `write` of a slot wrote. That write has to have ended."""
+        return self._checksums[chunk]
+
+
+class SwapFile(WrittenSlots):
     """The slots of one rank in one directory, as a run reads and writes them; see [Note: swap file format 1].
 
     Making one makes the file, or opens the one that is resumed, locks it and reserves its space. If that fails, nothing
@@ -382,7 +441,6 @@ class SwapFile(SlotFile):
         check_directory(directory, files)
         numbers = range(slots.total) if numbers is None else numbers
         table = SlotTable(slots, numbers)
-        self._checksums: dict[int, int] = {}
         self._is_permanent = False
         # What takes away again what would be left where the run does not begin.
         self._traces = ExitStack()
@@ -403,7 +461,7 @@ class SwapFile(SlotFile):
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
             if not (is_new or resumes):
                 raise PathError(errno.EEXIST, "is there already: no run uses a name again", str(path))
-            file = engine.open(str(path), dir_fd=dir_fd)
+            file = engine.open(str(path), dir_fd=dir_fd, is_new=is_new)
             undo.callback(file.close)
             super().__init__(engine, file, table, run.run_id.hex(), hasher, timeline, stripe[0])
             lock(file, files)
@@ -440,37 +498,8 @@ class SwapFile(SlotFile):
         return self._file.direct
 
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
-        """Adds padding, checksum and header to a slot, and writes it.
-
-        Args:
-            chunk: the number of the slot.
-            data: the whole slot, of which the first page is for the header.
-            step: the step whose result it is.
-            slot: the version, A (0) or B (1).
-
-        Returns:
-            A future. It raises the engine's errors.
-        """
         self._size_before = None
-        transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
-        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step)
-        return transfer
-
-    def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
-        data, slot = transfer.view, self._table.slots.all_arrays[chunk]
-        with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
-            for _, _, end in slot.ranges():
-                data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
-            checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
-            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, slot.numel, checksum).encode()
-        moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
-        if moving is not None:
-            transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
-        self._engine.submit(transfer)
-
-    def checksum(self, chunk: int) -> int:
-        """The XXH3-64 of the data that the last `write` of a slot wrote. That write has to have ended."""
-        return self._checksums[chunk]
+        return super().write(chunk, data, step=step, slot=slot)
 
     def sync(self) -> IOFuture:
         """Makes durable what was written before; see IOEngine.sync."""
@@ -675,7 +704,7 @@ class Slots:
         numbers: the numbers of the slots, by chunk.
     """
 
-    def __init__(self, files: Mapping[int, SwapFile], numbers: Sequence[int]) -> None:
+    def __init__(self, files: Mapping[int, WrittenSlots], numbers: Sequence[int]) -> None:
         self._files = files
         self._numbers = numbers
 

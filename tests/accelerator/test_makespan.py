@@ -174,6 +174,7 @@ def measured(
     rows: int = 4,
     shape: Shape = ONE,
     trained: int = UNITS,
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] | None = None,
 ) -> tuple[float, list[simulated_device.Span]]:
     """Virtual seconds from one step() to the next, and what ran in them. The first `trained` units are."""
     torch.manual_seed(4)
@@ -193,7 +194,8 @@ def measured(
         nbytes / times.copy_s, times.product_s, exchanged_bytes_per_s=exchanged, host=times.host
     )
     with workers_have_clocks(times.adam_s), clocks:
-        with OffloadZero(model, tier="cpu", **({"tuning": Tuning(chunk="8KiB")} | options)) as optimizer:
+        given = () if optimizers is None else (optimizers(model),)
+        with OffloadZero(model, *given, tier="cpu", **({"tuning": Tuning(chunk="8KiB")} | options)) as optimizer:
             ends = []
             for _ in range(4):
                 model(x).float().square().mean().backward()
@@ -443,12 +445,34 @@ def test_matrices_that_the_device_steps_travel_while_others_are_multiplied(numbe
 
     with simulated_device.virtual_time(up_bytes, product_s):  # a second for what a matrix needs
         began = simulated_device.host_s()
-        with matrices.steps() as begin:
+        with matrices.steps():
             for arrays in made:
-                begin(arrays, grad, step, lambda: None)
+                matrices.begin(arrays, grad, step, lambda: None)
         took = simulated_device.host_s() - began
     wanted = math.ceil(number / 2) * (1 + product_s + down_bytes / up_bytes)
     assert took == pytest.approx(wanted, rel=0.01)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(param for param in model.parameters() if param.dim() != 2)]
+
+
+@pytest.mark.parametrize("chunk", ["12KiB", "1MiB"], ids=["a chunk each", "one chunk"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_with_matrices_on_the_device_takes_little_more_than_the_ideal_schedule(case: str, chunk: str) -> None:
+    """Those of a unit are stepped two at a time, also where each is a chunk. If the device waited at the end of each
+    chunk: 1.62."""
+    times = Times(product_s=0.1, adam_s=0.0)
+    found, _ = measured(
+        CASES[case] | {"tuning": Tuning(chunk=chunk)}, times=times, shape=LAYER, optimizers=muon_and_adamw
+    )
+    copy_s = times.copy_s / LAYER.weights
+    matrix_s = (4 + 4 + 2) / 2 * copy_s + 15 * times.product_s + (4 + 4) / 2 * copy_s
+    chunks = LAYER.weights if chunk == "12KiB" else 1
+    unit_s = math.ceil(LAYER.weights / on_device.AT_ONCE) * matrix_s
+    wanted = ideal(times._replace(adam_s=unit_s / chunks), LAYER._replace(chunks=chunks), streams=case == "streamed")
+    assert 0.95 <= found / wanted <= 1.05, (found, wanted)
 
 
 def draw(file: Path, runs: dict[str, list[simulated_device.Span]]) -> None:

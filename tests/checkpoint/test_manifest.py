@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,8 +178,8 @@ def test_a_version_that_its_states_do_not_ask_for_is_not_taken() -> None:
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":6').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 6 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":7').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 7 of its format"):
         parse(newer)
 
 
@@ -266,3 +267,13 @@ def test_every_layout_makes_a_manifest(specs: list[tuple[int, str, str]], chunk_
         changes: dict[str, object] = {"parameters": parameters, "flats": tuple(flats), "chunks": tuple(chunks)}
         manifest = manifest_of(rank, world, **changes)  # type: ignore[arg-type]
         assert parse(serialise(manifest)) == manifest
+
+
+def test_a_kept_base_makes_version_6_and_is_a_name_in_a_directory() -> None:
+    named = replace(manifest_of(), base=("/a%20b", f"base-{'0' * 32}-{'a' * 16}"))
+    data = serialise(named)
+    assert b'"version":6,' in data
+    assert parse(data) == named
+    for base in (("/a b", named.base[1]), ("/a", "../base"), ("/a", "swap-1")):  # type: ignore[index]
+        with pytest.raises(CorruptionError, match="base"):
+            parse(serialise(replace(named, base=base)))

@@ -29,7 +29,7 @@ def test_a_stored_run_goes_on_with_the_same_bits(archive: Path, layout: str, tmp
     given = stored_runs.options(case, tmp_path, resume=True, **LAYOUTS[layout])
     if case == "snapshot":
         given["resume"] = directories
-    with stored_runs.in_least_memory(model, given) as optimizer:
+    with stored_runs.in_least_memory(model, case, given) as optimizer:
         assert optimizer.resumed is not None
         assert optimizer.resumed.step == STEPS
         extra: Any = optimizer.resumed.extra

@@ -19,12 +19,12 @@ MORE = 2
 """Steps after the commit."""
 
 
-def _gone_on(given: dict[str, Any], rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _gone_on(case: str, given: dict[str, Any], rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Resumes. Returns: what the run has at its commit, and `MORE` steps later."""
     model = Model()
     for param in model.parameters():
         torch.nn.init.constant_(param, 0.5)  # what was there before has no part in it
-    with stored_runs.in_least_memory(model, given) as optimizer:
+    with stored_runs.in_least_memory(model, case, given) as optimizer:
         assert optimizer.resumed is not None
         assert optimizer.resumed.step == STEPS
         extra: Any = optimizer.resumed.extra
@@ -40,7 +40,7 @@ def _gone_on(given: dict[str, Any], rank: int = 0) -> tuple[dict[str, Tensor], d
 def _go_on(case: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """On one of the ranks that committed it."""
     rank = dist.get_rank()
-    return _gone_on(stored_runs.options(case, folder, rank, resume=True), rank)
+    return _gone_on(case, stored_runs.options(case, folder, rank, resume=True), rank)
 
 
 def _assert_plain(plain: PlainRun, ranks: int, runs: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
@@ -64,4 +64,4 @@ def test_a_stored_run_of_ranks_goes_on_with_the_same_bits_on_one(archive: Path, 
     alone = stored_runs.options(case, tmp_path, resume=True)
     if alone["path"] != directories:  # one for each rank
         alone |= {"path": tmp_path / "alone", "resume": directories}
-    _assert_plain(plain, 1, [_gone_on(alone)])
+    _assert_plain(plain, 1, [_gone_on(case, alone)])

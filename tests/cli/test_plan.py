@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,10 +23,10 @@ from offload import BudgetError, OffloadZero, Tuning, tiers
 from offload.cli import plan_models, plan_updates
 from offload.cli.main import app
 from offload.cli.plan import SHARES
-from offload.cli.plan_updates import newton_schulz_flops
 from offload.demo.gpt import GPT, PRESETS, GPTConfig
 from offload.devices.copies import accelerator
 from offload.io.select import Settings
+from offload.optim.flops import newton_schulz_flops
 from offload.planner import least_cpu_memory
 from offload.planner.explain import Planned, bytes_per_param, explain, plan_of
 from offload.planner.placement import IN_FLIGHT
@@ -181,7 +183,9 @@ def test_time_of_muon_is_that_of_its_operations(monkeypatch: pytest.MonkeyPatch)
     flops = sum(newton_schulz_flops(param.shape) for param in matrices)
     numel = sum(param.numel() for param in matrices)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(plan_updates, "measured_rate", lambda *_: 2.0 * flops)
+        shapes = Counter(tuple(param.shape) for param in matrices)
+        taken = {shape: newton_schulz_flops(shape) / (2.0 * flops) for shape in shapes}
+        monkeypatch.setattr(plan_updates, "_seconds_of", lambda rule, group, shape: taken[shape])
         here = run_json("--optimizer", "muon", "--tier", "cpu")
         assert (here["update_flops"], here["update_seconds"], here["update_link_bytes"]) == (flops, 0.5, 0)
         assert "muon steps matrices on the CPU, in about 0.5 s of a step" in " ".join(
@@ -195,8 +199,26 @@ def test_time_of_muon_is_that_of_its_operations(monkeypatch: pytest.MonkeyPatch)
     assert "update_flops" not in run_json("--optimizer", "sgd")
 
 
-def test_the_rate_of_muon_is_measured() -> None:
-    assert 1e6 < plan_updates.measured_rate("muon", newton_schulz_flops) < 1e15
+def test_a_small_matrix_is_measured_and_a_large_one_has_the_rate_of_the_largest_that_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stepped: list[tuple[int, ...]] = []
+    original = torch.optim.Muon.step
+
+    def noted(self: torch.optim.Optimizer, closure: Any = None) -> None:
+        stepped.extend(tuple(param.shape) for param in self.param_groups[0]["params"])
+        original(self, closure)
+
+    monkeypatch.setattr(torch.optim.Muon, "step", noted)
+    monkeypatch.setattr(plan_updates, "MEASURED", (64, 64))
+    monkeypatch.setattr(plan_updates, "MEASURED_S", 0.0)
+    clock = itertools.count()
+    monkeypatch.setattr(plan_updates.time, "perf_counter", lambda: float(next(clock)))  # each step takes a second
+    found = plan_updates.measured_seconds("muon", {(64, 32): 5, (64, 64): 1, (160, 64): 3, (200, 200): 2})
+    ratios = [newton_schulz_flops(shape) / newton_schulz_flops((64, 64)) for shape in ((160, 64), (200, 200))]
+    assert found == pytest.approx(5 + 1 + 3 * ratios[0] + 2 * ratios[1])
+    assert {(64, 32), (64, 64)} <= set(stepped)
+    assert not {(160, 64), (200, 200)} & set(stepped)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -12,10 +12,13 @@ from tests.support.runs import layout_of
 from tests.support.threads import Threads
 
 
-def done_by(failing: dict[int, Exception], result: str = "", final: int | None = None) -> list[BaseException | None]:
+def done_by(
+    failing: dict[int, Exception], result: str = "", final: int | None = None, ranks_on_node: int = 3
+) -> list[BaseException | None]:
     """What three ranks do together raises on each of them."""
 
     def work(comm: Communicator) -> BaseException | None:
+        comm.ranks_on_node = ranks_on_node
         try:
             with together(comm, result, lambda: comm.rank == final):
                 if comm.rank in failing:
@@ -39,6 +42,13 @@ def test_the_others_hear_what_the_one_that_failed_says() -> None:
         assert isinstance(other, OtherRankError)
         assert str(other) == "rank 1: ConfigError: layers.0.weight is sparse; nothing was changed"
         assert not other.is_final
+
+
+def test_the_others_hear_on_which_machine_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "alpha")
+    first, second, _ = done_by({0: ConfigError("a")}, ranks_on_node=1)
+    assert str(first) == "a"
+    assert str(second) == "rank 0 on alpha: ConfigError: a"
 
 
 def test_what_an_error_says_may_hold_what_utf_8_cannot() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -254,6 +256,33 @@ def test_what_lies_on_other_machines_is_refused_before_anything_is_changed(world
     assert same(worlds(2).run(_bits, base, (2, 2))[0], expected[0])
 
 
+def _go_on(base: str, step: int) -> None:
+    with on(base, TWO):
+        training = Training(RUN, stage=2, resume=True)
+        training.go_to(step)
+        training.optimizer.commit()
+        training.optimizer.close()
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_an_older_disk_is_named_with_its_machine_and_both_steps(worlds: Worlds, tmp_path: Path, stale: int) -> None:
+    worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
+    disk, copy = tmp_path / f"machine{stale}", tmp_path / "copy"
+    shutil.copytree(disk, copy)
+    worlds(2).run(_go_on, str(tmp_path), AT + MORE)
+    shutil.rmtree(disk)
+    copy.rename(disk)
+    before = content(tmp_path)
+    on_host, later = f" on {socket.gethostname()}", AT + MORE
+    found, recorded = (later, AT) if stale == 0 else (AT, later)
+    for said in worlds(2).run(_refused, str(tmp_path), TWO):
+        assert said.startswith("ResumeError: ")
+        assert f"{on_host} has step {found} of rank 1" in said
+        assert f"is of step {recorded}: " in said
+        assert "is older, a copy from before or an exchanged disk" in said
+    assert content(tmp_path) == before
+
+
 def _bits(base: str, machines: tuple[int, ...]) -> dict[str, Tensor]:
     with on(base, machines):
         training = Training(RUN, stage=3, resume=True)
@@ -305,6 +334,40 @@ def test_machines_go_back_to_a_snapshot_that_each_has_a_part_of(worlds: Worlds, 
         assert same(found, expected)
     assert len([*tmp_path.glob("machine*/run/snapshot-*/swap-*")]) == 2
     assert len([*tmp_path.glob("machine*/run/swap-*")]) == 2
+
+
+def _copied(base: str, shared: str) -> tuple[dict[str, Tensor], str, list[str]]:
+    """A snapshot that is copied to what both machines see: its bits, its directory, what is left on this machine."""
+    with on(base, TWO):
+        training = Training(RUN, stage=2)
+        training.go_to(AT)
+        training.optimizer.commit()
+        expected = training.bits()
+        (directory,) = training.optimizer.snapshot(path=shared)
+        training.go_to(AT + MORE)
+        training.optimizer.close()
+        return expected, str(directory), [name for name in os.listdir(RUN) if name.startswith("snapshot-")]
+
+
+def _elsewhere(path: str, directory: str) -> tuple[int, dict[str, Tensor]]:
+    training = Training(path, stage=2, resume=[directory])
+    assert training.optimizer.resumed is not None
+    with training.optimizer:
+        return training.optimizer.resumed.step, training.bits()
+
+
+def test_a_snapshot_on_shared_storage_outlives_the_disks_and_goes_on_with_any_number_of_ranks(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    found = worlds(2).run(_copied, str(tmp_path), str(tmp_path / "shared"))
+    expected, directory, _ = found[0]
+    assert all(one == directory and not left for _, one, left in found)
+    for machine in tmp_path.glob("machine*"):
+        shutil.rmtree(machine)
+    for ranks in (1, 3):
+        for step, again in worlds(ranks).run(_elsewhere, str(tmp_path / f"new{ranks}"), directory):
+            assert step == AT
+            assert same(again, expected)
 
 
 def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -204,6 +205,31 @@ def test_what_every_slice_has_comes_from_the_first_rank(worlds: Worlds) -> None:
     assert (parts[0][half:].mean() - parts[0][:half].mean()).item() == pytest.approx(1, abs=0.2)
 
 
+def _one_after_the_other() -> list[Tensor]:
+    """Three models over one mesh: the groups that are made for one must not meet at the addresses of another's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+        model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), mesh["tp"], [Shard(0)]))
+        if mesh.get_rank() == 1:
+            time.sleep(0.5)  # until the others have looked up its address
+        with OffloadZero(model, process_group=mesh["dp"]) as optimizer:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            found.append(model.weight.to_local().clone())
+    return found
+
+
+def test_one_mesh_serves_several_models_one_after_the_other(worlds: Worlds) -> None:
+    for first, second, third in worlds(4).run(_one_after_the_other):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)
+
+
 def _refused(kind: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = tp.GPT()
@@ -216,9 +242,16 @@ def _refused(kind: str) -> str:
     if kind == "two meshes":
         model.norm.weight = nn.Parameter(distribute_tensor(model.norm.weight.detach(), mesh["dp"], [Replicate()]))
     group = {"no group": None, "that of tensor parallelism": mesh["tp"], "both": mesh}.get(kind, group)
+    given: list[torch.optim.Optimizer] = []
+    if kind == "whole parameters":
+        matrices = [param for name, param in model.named_parameters() if "blocks." in name and param.dim() == 2]
+        rest = [param for param in model.parameters() if all(param is not one for one in matrices)]
+        given = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    before = {name: (id(param), param.dtype) for name, param in model.named_parameters()}
     try:
-        OffloadZero(model, process_group=group)
+        OffloadZero(model, *([given] if given else []), process_group=group)
     except ConfigError as error:
+        assert {name: (id(param), param.dtype) for name, param in model.named_parameters()} == before
         return str(error)
     return ""
 
@@ -231,6 +264,10 @@ def _refused(kind: str) -> str:
         ("both", 'process_group=mesh["dp"]'),
         ("two dimensions", "shard parameters over the tensor-parallel one alone"),
         ("two meshes", "shard all over one mesh"),
+        (
+            "whole parameters",
+            "is cut by tensor parallelism, and Muon steps whole parameters: give it another optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(worlds: Worlds, kind: str, says: str) -> None:

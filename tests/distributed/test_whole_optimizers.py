@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from tests.parity.test_optimizers import clip
 from tests.parity.test_whole_optimizers import MAKES, Net
+from tests.support.cases import products
 from tests.support.ranks import Worlds
 from tests.support.toy import batch
 
 STEPS = 4
+MOST = 0.05
+"""That a gradient is clipped to."""
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
 """Some matrices are larger than a chunk, and than a bucket."""
+NAMES = ("muon", "muon adjusted", "muon and adamw", "lamb", "adafactor", "factored", "one class with a flag")
 USUAL = [
     ("muon", 2, 1, "cpu"),
     ("muon", 2, 2, "device"),
@@ -30,7 +35,7 @@ CASES = [
     pytest.param(*case, id="-".join(map(str, case)), marks=() if case in USUAL else pytest.mark.slow)
     for case in (
         (name, ranks, stage, tier)
-        for name in ("muon", "lamb", "factored", "one class with a flag")
+        for name in NAMES
         for ranks in (2, 3, 4)
         for stage in (1, 2, 3)
         for tier in ("device", "cpu")
@@ -75,6 +80,7 @@ def plain(name: str, counts: tuple[int, ...], micros: int = 1, stage: int = 1) -
             add(total, {key: value / ranks for key, value in average.items()})
         for key, param in model.named_parameters():
             param.grad = total.get(key)
+        clip(model, MOST)
         for optimizer in optimizers:
             optimizer.step()
     torch.set_num_threads(before)
@@ -95,6 +101,7 @@ def train(name: str, first: int, last: int, commit: bool, options: dict[str, Any
             optimizer.zero_grad()
             for micro in range(micros):
                 gradients(model, step, micro, rank, ranks, micros)
+            optimizer.clip_grad_norm_(MOST)
             optimizer.step()
         if commit:
             optimizer.commit()
@@ -124,14 +131,17 @@ def test_ranks_have_the_bits_of_plain_torch(worlds: Worlds, name: str, ranks: in
     assert_as_plain(runs, plain(name, (ranks,) * STEPS))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_one_step_is_of_the_average_of_all_micro_batches(worlds: Worlds, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage", "tier"),
+    products(NAMES, [1, 2, 3], ["device", "cpu"], often=[("muon", 1, "cpu"), ("one class with a flag", 3, "cpu")]),
+)
+def test_one_step_is_of_the_average_of_all_micro_batches(worlds: Worlds, name: str, stage: int, tier: str) -> None:
     """Newton-Schulz once a step: not once for each micro-batch, and not of a part of a matrix."""
-    runs = worlds(2).run(train, "muon", 0, STEPS, False, {"tier": "cpu", "stage": stage, "param_tier": "cpu"}, 4)
-    assert_as_plain(runs, plain("muon", (2,) * STEPS, 4, stage))
+    runs = worlds(2).run(train, name, 0, STEPS, False, {"tier": "cpu", "stage": stage, "param_tier": tier}, 4)
+    assert_as_plain(runs, plain(name, (2,) * STEPS, 4, stage))
 
 
-WAYS = [(name, *ranks) for name in ("muon", "adafactor") for ranks in [(2, 3), (3, 2), (1, 2), (2, 1), (4, 3)]]
+WAYS = [(name, *ranks) for name in NAMES for ranks in [(2, 3), (3, 2), (1, 2), (2, 1), (4, 3)]]
 USUAL_WAYS = [("muon", 2, 3), ("adafactor", 3, 2)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload import OffloadZero
-from offload.errors import CorruptionError, PathInUseError, ResumeError
+from offload.errors import PathInUseError, ResumeError
 from offload.storage.directories import older_swap_name
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
@@ -93,8 +93,10 @@ def test_an_older_copy_of_one_directory_is_found(
     places[stale].rename(tmp_path / "newest")
     shutil.copytree(tmp_path / "older", places[stale])
     before = contents(tmp_path)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(ResumeError, match=f"{places[stale]} .* is older, a copy from before") as caught:
         make(Tiny(), path=places, resume=True, commit_every=0, **options)
+    steps = ("step 6 of rank 0", "of step 3") if stale == 0 else ("step 3 of rank 0", "of step 6")
+    assert all(step in str(caught.value) for step in steps)
     assert contents(tmp_path) == before
     shutil.rmtree(places[stale])
     (tmp_path / "newest").rename(places[stale])

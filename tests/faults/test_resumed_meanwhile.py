@@ -13,7 +13,10 @@ from offload.checkpoint import committer, recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import CorruptionError, PathInUseError, ResumeError
-from tests.faults.conftest import SMALL, Make, Tiny, one_step
+from offload.io.files import Host
+from offload.storage.directories import LOCK_NAME
+from offload.storage.directory_lock import Claimant
+from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
 from tests.support.run_files import contents, swap_in, swaps_in
@@ -142,3 +145,21 @@ def test_what_a_live_run_has_beside_the_commit_is_not_cleared_away(
     assert refused == [True]
     with Reader([path]) as reader:
         assert all(slot.error is None for slot in reader.verify())
+
+
+def test_a_run_whose_directory_another_machine_takes_writes_no_more(make: Make, path: Path) -> None:
+    """Where locks stay on each machine: it finds out before a step and before a commit, and changes nothing."""
+    model, optimizer = committed(make)
+    optimizer.synchronize()
+    before, stored, ours = bits(model, optimizer), contents(path), (path / LOCK_NAME).read_bytes()
+    (path / LOCK_NAME).write_bytes(Claimant(b"2" * 16, (Host("other", "boot"),)).encode())
+    backward(model, 3)
+    for work in (optimizer.step, optimizer.commit):
+        with pytest.raises(PathInUseError, match="another run on other") as caught:
+            work()
+        assert caught.value.filename == str(path)
+    assert contents(path) == stored
+    assert_same(bits(model, optimizer), before)
+    (path / LOCK_NAME).write_bytes(ours)
+    optimizer.step()
+    optimizer.commit()

@@ -307,6 +307,20 @@ def test_a_file_is_made_private(engine: IOEngine, place: str) -> None:
     assert os.stat(place).st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("folder", ["", "/dev/shm"])
+def test_a_file_that_has_to_be_new_is_not_one_that_is_there(engine: IOEngine, tmp_path: Path, folder: str) -> None:
+    """Its name is new, but a file system of several machines may lead it to a file that another one has renamed."""
+    place = f"{folder or tmp_path}/offload-test-new-{os.getpid()}"
+    try:
+        engine.open(place, is_new=True)
+        assert os.stat(place).st_mode & 0o777 == 0o600
+        with pytest.raises(PathError) as caught:
+            engine.open(place, is_new=True)
+        assert caught.value.errno == errno.EEXIST
+    finally:
+        os.unlink(place)
+
+
 @pytest.mark.parametrize("kind", ["fifo", "directory", "symlink", "dangling symlink", "no parent"])
 def test_what_is_no_regular_file_is_refused_without_hanging(engine: IOEngine, tmp_path: Path, kind: str) -> None:
     place, other = tmp_path / "file", tmp_path / "other"

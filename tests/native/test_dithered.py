@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from offload import native
 from offload.layout import BF16, CODED, Form
 from offload.native import codes
-from offload.native.torch_kernels import DeviceKernels, dithered_bytes, scratch_bytes
+from offload.native.torch_kernels import DeviceKernels, dithered_bytes, dithered_room, scratch_bytes
 from offload.optim import reference
+from offload.sizes import SUM_BLOCK
 
 from .bits import SPECIAL, assert_same_bits, at_offset, kernels, narrowed, numbers, widened
 
@@ -377,19 +378,50 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         call(exp_avg_scale=torch.zeros(1, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("n", [70, 65_536, 200_000])
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_by_torch_on_a_device_take_no_more_memory_than_is_planned(form: str, n: int) -> None:
-    device = DeviceKernels(torch.empty(scratch_bytes(n), dtype=torch.uint8))
-    master, grad, out = torch.zeros(n), torch.randn(n), torch.zeros(n, dtype=torch.bfloat16)
-    (m, *m_scale), (v, *v_scale) = zeros(form, n)
+def bound_on_device(form: str, n: int, room: int, states: States, grad: Tensor) -> Callable[[int, int], None]:
+    device = DeviceKernels(torch.empty(scratch_bytes(n), dtype=torch.uint8), room)
+    (m, *m_scale), (v, *v_scale) = states.moments
     arrays = (m, v, *((*m_scale, *v_scale) or (None, None)))
-    bound = device.bind(native.ADAM_DITHERED, (master, None, *arrays, grad, out), 0)
-    work = bound(native.DitheredScalars.at(step=3, **USUAL, decoupled=True))
+    bound = device.bind(native.ADAM_DITHERED, (states.master, None, *arrays, grad, states.param), 0)
+    return bound(native.DitheredScalars.at(step=3, **USUAL, decoupled=True))
+
+
+@pytest.mark.parametrize(("n", "room"), [(70, SUM_BLOCK), (SUM_BLOCK, SUM_BLOCK), (200_000, 2 * SUM_BLOCK)])
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_by_torch_on_a_device_take_no_more_memory_than_is_planned(form: str, n: int, room: int) -> None:
+    states = States(torch.zeros(n), zeros(form, n), torch.zeros(n, dtype=torch.bfloat16))
+    work = bound_on_device(form, n, room, states, torch.randn(n))
     work(0, n)  # what a first call makes stays
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work(0, n)
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    assert 24 * min(n, 65_536) < most <= dithered_bytes(n)
+    assert 24 * min(n, room) < most <= dithered_bytes(n, room)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_larger_pieces_on_a_device_have_the_same_bits_and_fewer_operations(form: str) -> None:
+    n = 4 * SUM_BLOCK + 777
+    rng = np.random.default_rng(8)
+    master, grad = (torch.from_numpy(spread(rng, n).astype(np.float32)) for _ in range(2))
+    before = States(master, zeros(form, n), torch.zeros(n, dtype=torch.bfloat16))
+    wanted = contract(form, before, grad, step=3, **USUAL, decoupled=True)
+    operations = {}
+    for room in (SUM_BLOCK, 2 * SUM_BLOCK, 5 * SUM_BLOCK):
+        found = States(master.clone(), zeros(form, n), torch.zeros(n, dtype=torch.bfloat16))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            bound_on_device(form, n, room, found, grad)(0, n)
+        operations[room] = sum(event.name.startswith("aten::") for event in profiler.events())
+        assert_same(found, wanted, f"{form}, {room}")
+    assert operations[5 * SUM_BLOCK] < 0.7 * operations[2 * SUM_BLOCK] < 0.5 * operations[SUM_BLOCK]
+
+
+def test_how_many_elements_are_stepped_at_a_time_follows_the_size_of_the_states() -> None:
+    mib = 1 << 20
+    assert dithered_room(70, 70) == SUM_BLOCK
+    assert dithered_room(50 * mib, 50 * mib) == 6 * SUM_BLOCK
+    assert dithered_room(50 * mib, 1 << 33) == scratch_bytes(50 * mib) // 8 == 64 * SUM_BLOCK
+    assert dithered_room(3 * SUM_BLOCK, 1 << 33) == 3 * SUM_BLOCK
+    for numel in (8 * mib, 100 * mib, 1 << 33):
+        assert dithered_bytes(numel, dithered_room(numel, numel)) <= numel / 4

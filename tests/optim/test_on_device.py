@@ -67,9 +67,9 @@ def test_what_becomes_of_the_copies_is_written_back(number: int, dtype: torch.dt
         state.add_(grad)
         master.sub_(state)
 
-    with matrices.steps() as begin:
+    with matrices.steps():
         for pair, grad in zip(arrays, grads, strict=True):
-            begin(pair, grad, step, lambda pair=pair: seen.append(pair[0].clone()))
+            matrices.begin(pair, grad, step, lambda pair=pair: seen.append(pair[0].clone()))
     for (master, state), (old, older), grad, then in zip(arrays, before, grads, seen, strict=True):
         assert torch.equal(state, older + grad)
         assert torch.equal(master, old - state)
@@ -91,9 +91,9 @@ def test_after_an_error_nothing_is_written_any_more() -> None:
         raise ValueError("a step")
 
     def two() -> None:
-        with matrices.steps() as begin:
-            begin([master, state], grad, step, lambda: pytest.fail("it has not ended well"))
-            begin([other, another], grad, fail, lambda: None)
+        with matrices.steps():
+            matrices.begin([master, state], grad, step, lambda: pytest.fail("it has not ended well"))
+            matrices.begin([other, another], grad, fail, lambda: None)
 
     for _ in range(8):  # a copy may be early by chance
         with pytest.raises(ValueError, match="a step"):

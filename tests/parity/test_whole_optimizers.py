@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from offload import ConfigError, OffloadZero, Tuning
+from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.planner import least_cpu_memory
-from tests.support.cases import each_value_often
+from tests.support.cases import each_value_often, products
 from tests.support.device import DEVICE
 from tests.support.toy import batch
 
@@ -196,9 +196,9 @@ class Plain:
             self.masters.append(nn.Parameter(param.detach().clone().to(DEVICE if is_there else "cpu")))
         self.optimizers = make(self.masters)
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, micros: int = 2) -> None:
         self.model.zero_grad()
-        accumulate(self.model, number)
+        accumulate(self.model, number, micros)
         clip(self.model, 0.5)
         for master, param in zip(self.masters, self.model.parameters(), strict=True):
             master.grad = None if param.grad is None else param.grad.to(master.device)
@@ -214,10 +214,10 @@ class Plain:
             param.copy_(master)
 
 
-def accumulate(model: nn.Module, number: int) -> None:
-    """Gradients of two micro-batches; that of one parameter comes late."""
-    for half in (0, 1):
-        (model(batch(2 * number + half).to(DEVICE)).square().mean() / 2).backward()
+def accumulate(model: nn.Module, number: int, micros: int = 2) -> None:
+    """Gradients of several micro-batches; that of one parameter comes late."""
+    for micro in range(micros):
+        (model(batch(micros * number + micro).to(DEVICE)).square().mean() / micros).backward()
     if number < 2:
         model.blocks[1][1].weight.grad = None  # type: ignore[union-attr, index]
 
@@ -227,9 +227,9 @@ def lower_rate(group: dict[str, Any]) -> None:
         group["lr"] *= 0.9
 
 
-def step(model: nn.Module, optimizer: OffloadZero, number: int) -> None:
+def step(model: nn.Module, optimizer: OffloadZero, number: int, micros: int = 2) -> None:
     optimizer.zero_grad()
-    accumulate(model, number)
+    accumulate(model, number, micros)
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     for group in optimizer.param_groups:
@@ -248,10 +248,12 @@ def held(make: Make, path: Path, *, resume: bool = False, **options: Any) -> tup
     return model, OffloadZero(model, given, resume=resume, **options)
 
 
-def assert_as_plain(make: Make, model: nn.Module, optimizer: OffloadZero, tier: str = "cpu") -> None:
+def assert_as_plain(
+    make: Make, model: nn.Module, optimizer: OffloadZero, tier: str = "cpu", steps: int = STEPS, micros: int = 2
+) -> None:
     plain = Plain(make, tier)
-    for number in range(STEPS):
-        plain.step(number)
+    for number in range(steps):
+        plain.step(number, micros)
     for (name, param), master in zip(model.named_parameters(), plain.masters, strict=True):
         found = optimizer.state_of(param)
         assert torch.equal(found["master"], master.detach().cpu()), name
@@ -275,6 +277,30 @@ def test_a_held_optimizer_has_the_bits_of_plain_torch(name: str, place: str, tmp
         for number in range(STEPS):
             step(model, optimizer, number)
         assert_as_plain(MAKES[name], model, optimizer, WHERE[place]["tier"])
+
+
+MOVED = products(MAKES, [1, 4], often=[("muon adjusted", 4), ("one class with a flag", 1), ("factored", 4)])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the states' place decides which device computes what is no matrix")
+@pytest.mark.parametrize(("name", "micros"), MOVED)
+def test_a_run_that_goes_on_in_one_place_after_the_other_has_the_bits_of_plain_torch(
+    name: str, micros: int, tmp_path: Path
+) -> None:
+    """Resumed after each step: on another tier, in other chunks, with parameters and gradients elsewhere."""
+    moves = [*WHERE.values(), {"tier": "cpu", "tuning": Tuning(chunk="1MiB", threads=1)}]
+    for number, options in enumerate(moves):
+        options = options | {"accumulation": micros, "commit_every": 0, "resume": number > 0}
+        try:
+            model, optimizer = held(MAKES[name], tmp_path / "run", **options)
+        except BudgetError as error:  # a resume in another layout needs more
+            options["cpu_memory"] = error.needed
+            model, optimizer = held(MAKES[name], tmp_path / "run", **options)
+        with optimizer:
+            step(model, optimizer, number, micros)
+            optimizer.commit()
+            if number >= 2:  # the late parameter has states
+                assert_as_plain(MAKES[name], model, optimizer, steps=number + 1, micros=micros)
 
 
 def test_a_rollback_takes_states_of_other_shapes_back(tmp_path: Path) -> None:
@@ -406,7 +432,7 @@ def test_a_parameter_that_the_class_refuses_is_refused_when_it_is_added(tmp_path
     model, optimizer = held(muon(), tmp_path / "run", tier="cpu")
     with optimizer:
         groups = len(optimizer.param_groups)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="parameters cannot be added after OffloadZero took the model"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, device=DEVICE))]})
         assert len(optimizer.param_groups) == groups
         step(model, optimizer, 0)

@@ -275,3 +275,96 @@ def test_adapters_that_need_the_weights_are_refused(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")
     with pytest.raises(ConfigError, match="init_lora_weights='orthogonal'"):
         taken(kind, path, adapt=partial(peft.get_peft_model, peft_config=config), path=tmp_path / "run")
+
+
+def quantisations() -> dict[str, Callable[[], Any]]:
+    def torchao() -> Any:
+        quantization = pytest.importorskip("torchao.quantization")
+        return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+
+    def bitsandbytes(**options: Any) -> Any:
+        pytest.importorskip("bitsandbytes")
+        return transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **options)
+
+    return {
+        "nf4 double": lambda: bitsandbytes(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        ),
+        "fp4": lambda: bitsandbytes(load_in_4bit=True),
+        "int8": lambda: bitsandbytes(load_in_8bit=True),
+        "torchao int8": torchao,
+    }
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["quantised", "saved"])
+@pytest.mark.parametrize("name", quantisations())
+def test_a_base_is_quantised_while_it_is_loaded(
+    name: str, is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is the model that transformers quantises, or loads quantised, with the same adapters."""
+    peft = pytest.importorskip("peft")
+    config = quantisations()[name]
+    kind, path = transformers.AutoModelForCausalLM, tmp_path / "saved"
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 64}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **DEFAULTS)).save_pretrained(path)
+    given = {"quantization_config": config()}
+    if is_saved:
+        kind.from_pretrained(path, device_map="cpu", **given).save_pretrained(tmp_path / "quantised")
+        path, given = tmp_path / "quantised", {}
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(7)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights="gaussian")
+        )
+
+    plain = adapt(kind.from_pretrained(path, device_map="cpu", **given)).train()
+    given = given and {"quantization_config": config()}
+    if "torchao" not in name:  # as in a process that has quantised nothing yet
+        monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})
+    more = {"param_tier": "nvme", "compute_dtype": torch.float32, "tuning": Tuning(chunk="16KiB")}
+    model, optimizer = taken(kind, path, adapt=adapt, path=tmp_path / "run", device="cpu", **given, **more)
+    trained = [[param for param in one.parameters() if param.requires_grad] for one in (plain, model.train())]
+    with optimizer:
+        for step in range(3):
+            ids = torch.arange(step, step + 8)[None]
+            with torch.no_grad():
+                for own, other in zip(*trained, strict=True):
+                    own.copy_(other)
+                    own.grad = None
+            losses = [one(input_ids=ids, labels=ids).loss for one in (plain, model)]
+            assert losses[0].item() == losses[1].item()
+            for loss in losses:
+                loss.backward()
+            for own, other in zip(*trained, strict=True):
+                assert torch.equal(optimizer.grad(other), own.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["nf4 double", "int8", "torchao int8"])
+def test_another_run_with_other_adapters_quantises_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    from offload.integrations.transformers import Quantiser
+
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 64}
+    path, counts, losses, quantised = tmp_path / "saved", [], [], Quantiser.quantised
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **DEFAULTS)).save_pretrained(path)
+
+    def counted(self: Any, key: str, values: torch.Tensor) -> Any:
+        counts[-1] += not values.is_meta
+        return quantised(self, key, values)
+
+    monkeypatch.setattr(Quantiser, "quantised", counted)
+    for run, targets in enumerate(("all-linear", ["q_proj"])):
+        counts.append(0)
+        adapt = partial(peft.get_peft_model, peft_config=peft.LoraConfig(r=2, target_modules=targets))
+        more = {"quantization_config": quantisations()[name](), "adapt": adapt, "base": tmp_path / "base"}
+        options = {"param_tier": "nvme", "path": tmp_path / str(run), "device": "cpu", "commit_every": None}
+        model, optimizer = taken(transformers.AutoModelForCausalLM, path, **more, **options)
+        with optimizer, torch.no_grad():
+            losses.append(model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.item())
+    assert counts == [21, 0]
+    assert losses[0] == losses[1]

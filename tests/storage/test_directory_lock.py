@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from contextlib import ExitStack, suppress
@@ -13,12 +14,33 @@ import pytest
 
 from offload.errors import PathError, PathInUseError
 from offload.io.engine import IOFile
-from offload.io.files import Files
+from offload.io.files import Files, Host
 from offload.storage.directories import LOCK_NAME
-from offload.storage.directory_lock import claim
+from offload.storage.directory_lock import Claimant, Claims
 from tests.support.processes import start_python
 
 ONE, OTHER = b"1" * 16, b"2" * 16
+
+
+def claim(directory: Path, start: bytes, files: Files) -> ExitStack:
+    """Takes a directory for a start on this machine. Closing what is returned gives it back."""
+    stack = ExitStack()
+    stack.callback(Claims(Claimant(start, (files.host(),)), files).take(directory))
+    return stack
+
+
+class OnHost(Files):
+    """Files as another machine, or the same one after a reboot, sees them: it lists no process of this one."""
+
+    def __init__(self, name: str, boot: str) -> None:
+        super().__init__()
+        self._host = Host(name, boot)
+
+    def host(self) -> Host:
+        return self._host
+
+    def holders(self, file: IOFile) -> list[int]:
+        return []
 
 
 def test_ranks_of_one_start_share_it_and_another_start_is_refused(tmp_path: Path) -> None:
@@ -37,7 +59,7 @@ def test_ranks_of_one_start_share_it_and_another_start_is_refused(tmp_path: Path
 def test_of_simultaneous_starts_one_wins_with_all_of_its_ranks(tmp_path: Path) -> None:
     for attempt in range(40):
         starts, ranks = 3, 3
-        together, taken, won = Barrier(starts * ranks), list[IOFile](), list[bytes]()
+        together, taken, won = Barrier(starts * ranks), list[ExitStack](), list[bytes]()
 
         def take(start: bytes, together: Any = together, taken: Any = taken, won: Any = won) -> None:
             together.wait()
@@ -60,8 +82,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from offload.io.files import Files
-from offload.storage.directory_lock import claim
-held = claim(Path(sys.argv[1]), b"1" * 16, Files())
+from offload.storage.directory_lock import Claimant, Claims
+held = Claims(Claimant(b"1" * 16, (Files().host(),)), Files()).take(Path(sys.argv[1]))
 print(flush=True)
 sys.stdin.read()
 """
@@ -90,11 +112,8 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path:
                 self.left -= 1
                 os.unlink(file.path)
 
-    file = claim(tmp_path, ONE, Removing())
-    assert os.path.samestat(os.stat(tmp_path / LOCK_NAME), os.fstat(file.fd))
-    with pytest.raises(PathInUseError):
+    with claim(tmp_path, ONE, Removing()), pytest.raises(PathInUseError):
         claim(tmp_path, OTHER, Files())
-    file.close()
 
 
 def test_who_has_it_alone_for_good_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +133,68 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PathError):
         claim(tmp_path, ONE, Files())
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_lock_of_a_lost_machine_is_waited_for_and_that_is_said(tmp_path: Path) -> None:
+    lost, here = OnHost("alpha", "boot-1"), OnHost("beta", "boot-2")
+    lease = claim(tmp_path, ONE, lost)
+    said = list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        lease.close()  # the file server ends it
+
+    claims = Claims(Claimant(OTHER, (here.host(),)), here, wait_s=60, say=say)
+    give_back = claims.take(tmp_path)
+    assert len(said) == 1
+    assert str(tmp_path) in said[0]
+    assert "on alpha" in said[0]
+    give_back()
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_a_lock_that_stays_is_refused_with_who_may_have_it(tmp_path: Path, name: str) -> None:
+    """Another machine, and this one before it was started again."""
+    with claim(tmp_path, ONE, OnHost(name, "boot-1")):
+        here = OnHost("beta", "boot-2")
+        with pytest.raises(PathInUseError, match=f"on {name}, and a lost machine may still hold it") as caught:
+            Claims(Claimant(OTHER, (here.host(),)), here, wait_s=0.3).take(tmp_path)
+        assert caught.value.filename == str(tmp_path)
+
+
+def test_what_a_run_on_this_machine_holds_is_not_waited_for(tmp_path: Path) -> None:
+    def fail(line: str) -> None:
+        raise AssertionError(line)
+
+    held = Files(), OnHost("alpha", "boot-1")
+    for one, names in ((held[0], ()), (held[0], (held[1].host(),))):  # also where it runs on others, too
+        stack = ExitStack()
+        with stack:
+            stack.callback(Claims(Claimant(ONE, (one.host(), *names)), one).take(tmp_path))
+            with pytest.raises(PathInUseError, match="a live run holds this path"):
+                Claims(Claimant(OTHER, (one.host(),)), Files(), wait_s=60, say=fail).take(tmp_path)
+    with (tmp_path / LOCK_NAME).open("wb") as older:  # a version that named no machine
+        older.write(ONE)
+        older.flush()
+        fcntl.flock(older, fcntl.LOCK_SH)
+        with pytest.raises(PathInUseError, match="a live run holds this path"):
+            Claims(Claimant(OTHER, ()), OnHost("alpha", "boot-1"), wait_s=60, say=fail).take(tmp_path)
+
+
+def test_who_has_lost_a_directory_to_another_start_finds_it_out(tmp_path: Path) -> None:
+    """A file system that keeps flock to itself on each machine lets both take it."""
+
+    class Alone(OnHost):
+        def lock(self, file: IOFile, *, exclusive: bool) -> None:
+            pass
+
+    first, second = Alone("alpha", "boot-1"), Alone("beta", "boot-2")
+    ours = Claims(Claimant(ONE, (first.host(),)), first)
+    ours.take(tmp_path)
+    ours.require_ours()
+    theirs = Claims(Claimant(OTHER, (second.host(),)), second)
+    theirs.take(tmp_path)
+    theirs.require_ours()
+    with pytest.raises(PathInUseError, match="taken by another run on beta") as caught:
+        ours.require_ours()
+    assert caught.value.filename == str(tmp_path)

@@ -135,8 +135,8 @@ class FaultyEngine(IOEngine):
 
     # The contract.
 
-    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
-        return self._inner.open(path, dir_fd=dir_fd)
+    def open(self, path: str, *, dir_fd: int | None = None, is_new: bool = False) -> IOFile:
+        return self._inner.open(path, dir_fd=dir_fd, is_new=is_new)
 
     def adopt(self, file: IOFile) -> IOFile:
         return self._inner.adopt(file)

@@ -140,3 +140,26 @@ def real_bytes(model: nn.Module) -> int:
         tensors += [weight.codes, weight.scales, weight.table]
     storages = {one.untyped_storage()._cdata: one.nbytes for one in tensors if not one.requires_grad}
     return sum(storages.values()) + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def quantise(model: nn.Module) -> None:
+    """Quantises the linear layers of blocks in place, with values or on the meta device: a quantiser as torchao's."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name.startswith("blocks."):
+            layer.weight = nn.Parameter(_planned(layer) if layer.weight.is_meta else Codes.of(layer.weight), False)
+
+
+def _planned(layer: nn.Linear) -> Codes:
+    rows, columns = layer.weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+    return Codes(codes, torch.empty(rows, columns // BLOCK, device="meta"), TABLE, layer.weight.dtype)
+
+
+def adapt(model: Net) -> Net:
+    """Freezes a model, and puts low-rank weights beside some of its layers, as `quantised` does."""
+    model.requires_grad_(False)
+    torch.manual_seed(4)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.up = Adapted(block.up)  # type: ignore[assignment]
+    return model

@@ -38,6 +38,7 @@ from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import StateKind
 from offload.native import Kernels, Task
+from offload.optim.flops import FLOPS
 from offload.optim.on_device import is_stepped_there
 from offload.optim.rule import ONE, Kept, Method, Progress, Rule, Scalar, SegmentMemory, Span, scalars_of
 
@@ -91,6 +92,11 @@ class Blank:
     def name(self) -> str:
         """The name of its class."""
         return self._kind.__name__
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """Its class."""
+        return self._kind
 
     @property
     def methods(self) -> list[str]:
@@ -317,6 +323,11 @@ class TorchRule(Rule):
         """See Rule.scalars."""
         return _with_copies(group), before, scale
 
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """See Rule.flops. A subclass may compute something else."""
+        count = FLOPS.get(self._blank.kind)
+        return 0.0 if count is None else count(shape, self._group)
+
     def temporary_bytes(self, numel: int, threads: int) -> int:
         """See Rule.temporary_bytes. A method takes copies of a piece, and is counted with as much again."""
         small, large = min(numel, threads * BLOCK), min(numel, LARGE_BLOCK)
@@ -364,17 +375,17 @@ class TorchRule(Rule):
             self._step(kinds, copies, grad, copies[0], *scalars)
 
         def work(low: int, high: int) -> None:
-            with memory.matrices.steps() if memory.matrices else nullcontext() as begin:
-                master, *states = memory.arrays
-                for span in memory.spans:
-                    assert span.whole is not None
-                    kinds = self.kept(span.whole.shape).states
-                    arrays = [span.seen(master), *span.states(kinds, states)]
-                    grad, out = span.seen(memory.grad), span.seen(memory.out)
-                    if begin is None or not is_stepped_there(span.whole.shape):
-                        self._step(kinds, arrays, grad, out, *scalars)
-                    else:
-                        begin(arrays, grad, partial(step_there, kinds), partial(_write_rounded, arrays[0], out))
+            master, *states = memory.arrays
+            for span in memory.spans:
+                assert span.whole is not None
+                kinds = self.kept(span.whole.shape).states
+                arrays = [span.seen(master), *span.states(kinds, states)]
+                grad, out = span.seen(memory.grad), span.seen(memory.out)
+                if memory.matrices is None or not is_stepped_there(span.whole.shape):
+                    self._step(kinds, arrays, grad, out, *scalars)
+                else:
+                    then = partial(_write_rounded, arrays[0], out)
+                    memory.matrices.begin(arrays, grad, partial(step_there, kinds), then)
 
         # The caller alone calls torch, whose threads share.
         return Task(work, 0, 1, written=(*memory.arrays, memory.out))

@@ -7,6 +7,7 @@ A directory is named after the commit of this repository that made the runs in i
     c019a63    the same formats; with frozen parameters, and what commits carry of them
     f46cdb4    COMMIT format 2, with names of files that never change
     6612228    manifest format 4: states in other forms than fp32
+    d8529f4    manifest format 5: states of other shapes than their parameters', and whole parameters of two ranks
 
 Each archive holds the directories of one run, and plain.safetensors: the states at its commit as plain torch computed
 them. A new directory is made, by `python -m tests.checkpoint.stored_runs NAME`, when a version of a format changes or a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,25 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"states": "bf16"},
     "8bit": {"states": "8bit"},
     "8bitsplit": {"states": "8bit", "tuning": {"chunk": "4KiB", "split_master": True}},
+    "adafactor": {"param_tier": "nvme"},
+    "muon": {"stage": 3, "param_tier": "nvme"},
 }
 """Options of OffloadZero. Paths are names in the archive, "a" if there are none."""
-RANKS = {"stage2": 2, "stage3": 2, "stage3split": 2}
+RANKS = {"stage2": 2, "stage3": 2, "stage3split": 2, "muon": 2}
 """How many ranks committed a case; the others are runs of one."""
+
+
+def muon_and_adafactor(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    squares = [param for param in params if param.shape == (4, 4)]
+    others = [param for param in params if param.shape != (4, 4)]
+    return [torch.optim.Muon(squares, lr=LR), torch.optim.Adafactor(others, lr=LR, weight_decay=0.1)]
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]] = {
+    "adafactor": lambda params: [torch.optim.Adafactor(params, lr=LR, weight_decay=0.1)],
+    "muon": muon_and_adafactor,
+}
+"""Those of cases that do not have AdamW."""
 
 
 class Model(nn.Module):
@@ -80,6 +97,10 @@ class Model(nn.Module):
 
     def adamw(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.groups(), lr=LR, betas=BETAS, eps=EPS)
+
+    def optimizers(self, case: str) -> Any:
+        """What is given to OffloadZero."""
+        return OPTIMIZERS[case](list(self.parameters())) if case in OPTIMIZERS else self.adamw()
 
     def between_steps(self) -> None:
         """Frozen parameters are written to."""
@@ -118,19 +139,19 @@ def unpacked(archive: Path, folder: Path) -> tuple[str, PlainRun, list[Path]]:
     case = archive.name.removesuffix(".tar.xz")
     with tarfile.open(archive) as stored:
         stored.extractall(folder, filter="data")
-    plain = PlainRun(case)
+    plain = plain_run(case)
     plain.load(folder)
     return case, plain, sorted(path for path in folder.iterdir() if path.is_dir())
 
 
-def in_least_memory(model: Model, given: dict[str, Any]) -> Any:
+def in_least_memory(model: Model, case: str, given: dict[str, Any]) -> Any:
     """An OffloadZero with these options, and the least RAM that is not refused."""
     from offload import BudgetError, OffloadZero
 
     memory = 1
     while True:  # a resume in another layout learns from the files that it needs more
         try:
-            return OffloadZero(model, model.adamw(), cpu_memory=memory, **given)
+            return OffloadZero(model, model.optimizers(case), cpu_memory=memory, **given)
         except BudgetError as error:
             memory = error.needed
 
@@ -163,10 +184,13 @@ class PlainRun:
                 if param.grad is not None:
                     sums[name] = sums[name] + param.grad.float() if name in sums else param.grad.float()
                     param.grad = None
-        for name, total in sums.items():
-            self._adamw(name, (total / ranks).to(params[name].dtype).float())
+        self._update({name: (total / ranks).to(params[name].dtype).float() for name, total in sums.items()})
         self.model.between_steps()
         self._cast_masters()
+
+    def _update(self, grads: dict[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            self._adamw(name, grad)
 
     def _adamw(self, name: str, grad: Tensor) -> None:
         self.steps[name] += 1
@@ -216,6 +240,52 @@ class PlainRun:
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 param.copy_(found[f"{name}.param"])
+
+
+class PlainTorchRun(PlainRun):
+    """The same with other optimizers, which torch itself runs on the masters."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self.parameters = {name: nn.Parameter(master) for name, master in self.masters.items()}
+        self.optimizers: list[torch.optim.Optimizer] = OPTIMIZERS[case](list(self.parameters.values()))
+
+    def _update(self, grads: dict[str, Tensor]) -> None:
+        for name, param in self.parameters.items():
+            param.grad = grads.get(name)
+            self.steps[name] += param.grad is not None
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def states(self) -> dict[str, Tensor]:
+        found = {f"{name}.param": param.detach() for name, param in self.model.named_parameters()}
+        for name, param in self.parameters.items():
+            state = self._optimizer_of(param).state[param]
+            found |= {f"{name}.{key}": value for key, value in state.items()}
+            found |= {f"{name}.master": param.detach(), f"{name}.step": torch.tensor(self.steps[name])}
+        return {key: value.contiguous().clone() for key, value in found.items()}
+
+    def load(self, folder: Path) -> None:
+        found = load_file(folder / PLAIN)
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(found.pop(f"{name}.param"))
+            for name, param in self.parameters.items():
+                param.copy_(found.pop(f"{name}.master"))
+                self.steps[name] = int(found.pop(f"{name}.step"))
+                optimizer = self._optimizer_of(param)
+                state = {key.removeprefix(f"{name}."): one for key, one in found.items() if key.startswith(f"{name}.")}
+                if isinstance(optimizer, torch.optim.Adafactor):
+                    state["step"] = torch.tensor(float(self.steps[name]))
+                optimizer.state[param] = state
+
+    def _optimizer_of(self, param: Tensor) -> torch.optim.Optimizer:
+        groups = ((one, group) for one in self.optimizers for group in one.param_groups)
+        return next(one for one, group in groups if any(param is other for other in group["params"]))
+
+
+def plain_run(case: str) -> PlainRun:
+    return PlainTorchRun(case) if case in OPTIMIZERS else PlainRun(case)
 
 
 def states_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

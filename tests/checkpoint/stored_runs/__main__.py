@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from tests.checkpoint import stored_runs
-from tests.checkpoint.stored_runs import CASES, FOLDER, PLAIN, RANKS, STEPS, Model, PlainRun
+from tests.checkpoint.stored_runs import CASES, FOLDER, PLAIN, RANKS, STEPS, Model, plain_run
 
 
 def make(case: str, archive: Path, package: str | None) -> None:
@@ -48,10 +48,10 @@ def run_rank(rank: int, ranks: int, case: str, folder: Path, package: str | None
 
 
 def run(case: str, folder: Path, rank: int = 0) -> None:
-    """Trains in the least RAM, commits, and goes on for a step. Fails where `PlainRun` computes other bits."""
-    plain, model = PlainRun(case), Model(is_frozen=case == "frozen")
+    """Trains in the least RAM, commits, and goes on for a step. Fails where `plain_run` computes other bits."""
+    plain, model = plain_run(case), Model(is_frozen=case == "frozen")
     given = stored_runs.options(case, folder, rank)
-    with stored_runs.in_least_memory(model, given) as optimizer:
+    with stored_runs.in_least_memory(model, case, given) as optimizer:
         for step in range(STEPS):
             plain.step(step, RANKS.get(case, 1))
             stored_runs.train(model, optimizer, step, rank)

@@ -1,0 +1,238 @@
+"""Snapshots that are copied to other storage beside training: whole or not there, whatever fails on either side."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from offload import OffloadZero
+from offload.checkpoint.reader import Reader
+from offload.errors import OffloadError, PathError
+from offload.io.engine import IOFile
+from offload.io.files import Files
+from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
+from tests.faults.test_commits import committed
+from tests.support.disks import on_disk
+from tests.support.run_files import contents
+
+EARLY, KEPT = 2, 4
+"""The steps of two snapshots."""
+
+
+class Watched(Files):
+    """The files of this machine. Copies wait for `goes_on`, and operations of the copying thread may fail.
+
+    Attributes: goes_on; left: how many of these operations work, -1: all; count: how many there were.
+    """
+
+    def __init__(self, left: int = -1) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.left = left
+        self.count = 0
+
+    def _spend(self) -> None:
+        if threading.current_thread().name.startswith("offload-snapshot"):
+            assert self.goes_on.wait(30)
+            self.count += 1
+            if 0 <= self.left < self.count:
+                raise OSError(errno.EIO, "broken")
+
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        self._spend()
+        super().copy(source, target, offset, length)
+
+    def create(self, path: Path) -> IOFile:
+        self._spend()
+        return super().create(path)
+
+    def sync(self, file: IOFile) -> None:
+        self._spend()
+        super().sync(file)
+
+    def sync_directory(self, path: Path) -> None:
+        self._spend()
+        super().sync_directory(path)
+
+    def make_directory(self, path: Path, mode: int = 0o700) -> Any:
+        self._spend()
+        return super().make_directory(path, mode)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._spend()
+        super().rename(old, new)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def local_snapshots(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.startswith("snapshot-"))
+
+
+def go_to(model: Tiny, optimizer: OffloadZero, step: int) -> dict[str, Tensor]:
+    for number in range(optimizer.stats()["step"], step):
+        one_step(model, optimizer, number)
+    return bits(model, optimizer)
+
+
+def resumed(make: Make, path: Path, directories: list[Path]) -> dict[str, Tensor]:
+    model = Tiny()
+    return bits(model, make(model, path=path, resume=directories, commit_every=0, cpu_memory="1MiB"))
+
+
+@pytest.mark.parametrize("places", [["run"], ["run", "second"]])
+def test_training_goes_on_while_a_snapshot_is_copied(make: Make, tmp_path: Path, places: list[str]) -> None:
+    paths, target = [tmp_path / name for name in places], tmp_path / "shared"
+    files = Watched()
+    with on_disk(files):
+        model, optimizer = committed(make, KEPT, path=paths)
+    expected = bits(model, optimizer)
+    files.goes_on.clear()
+    directories = optimizer.snapshot(path=target)
+    assert directories[0].parent == target
+    go_to(model, optimizer, 6)
+    optimizer.commit()
+    later = go_to(model, optimizer, 7)
+    stats = optimizer.stats()
+    assert stats["snapshot_copied_step"] == 0
+    assert stats["snapshot_left_bytes"] > 0
+    assert all(len(local_snapshots(path)) == 1 for path in paths)
+    files.goes_on.set()
+    optimizer.close()
+    assert not any(local_snapshots(path) for path in paths)
+    with Reader(directories) as reader:
+        assert reader.commit.step == KEPT
+        assert all(slot.error is None for slot in reader.verify())
+    for path in paths:  # the machine is lost
+        shutil.rmtree(path)
+    again = Tiny()
+    optimizer = make(again, path=tmp_path / "new", resume=[*directories], commit_every=0, cpu_memory="1MiB")
+    assert optimizer.resumed == (KEPT, {"seen": KEPT})
+    assert_same(expected, bits(again, optimizer))
+    assert_same(later, go_to(again, optimizer, 7))
+
+
+def test_the_next_commit_takes_note_of_it(make: Make, path: Path, tmp_path: Path) -> None:
+    model, optimizer = committed(make, KEPT)
+    (directory,) = optimizer.snapshot(path=tmp_path / "shared")
+    wait_until(lambda: (directory / "COMMIT").exists())
+    assert local_snapshots(path)
+    optimizer._commits._copying.wait()  # type: ignore[union-attr]
+    go_to(model, optimizer, KEPT + 1)
+    optimizer.commit()
+    assert not local_snapshots(path)
+    stats = optimizer.stats()
+    assert (stats["snapshot_copied_step"], stats["snapshot_left_bytes"]) == (KEPT, 0)
+    assert stats["snapshot_copied_bytes"] == os.stat(next(directory.glob("swap-*"))).st_blocks * 512
+
+
+def test_the_newest_copies_stay_and_older_ones_go_when_the_new_one_is_there(make: Make, tmp_path: Path) -> None:
+    target = tmp_path / "shared"
+    files = Watched()
+    with on_disk(files):
+        model, optimizer = committed(make, EARLY)
+    (first,) = optimizer.snapshot(path=target, keep=1)
+    go_to(model, optimizer, KEPT)
+    optimizer.commit()
+    assert len(local_snapshots(target)) == 1
+    files.goes_on.clear()
+    waits = threading.Timer(0.2, files.goes_on.set)
+    waits.start()
+    (second,) = optimizer.snapshot(path=target, keep=1)
+    assert (first / "COMMIT").exists()
+    optimizer.close()
+    assert local_snapshots(target) == [second.name]
+    waits.join()
+
+
+def operations(make: Make, tmp_path: Path) -> int:
+    files = Watched()
+    with on_disk(files):
+        _, optimizer = committed(make, EARLY, path=tmp_path / "counted")
+    optimizer.snapshot(path=tmp_path / "counted-copies")
+    optimizer.close()
+    return files.count
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_copy_that_fails_at_any_operation_is_not_there_and_the_one_before_is(
+    make: Make, tmp_path: Path, every: int
+) -> None:
+    count = operations(make, tmp_path)
+    assert count > 10
+    for left in range(0, count, every):
+        path, target = tmp_path / f"run{left}", tmp_path / f"shared{left}"
+        files = Watched()
+        with on_disk(files):
+            model, optimizer = committed(make, EARLY, path=path)
+        early = bits(model, optimizer)
+        (first,) = optimizer.snapshot(path=target)
+        go_to(model, optimizer, KEPT)
+        optimizer.commit()
+        optimizer.snapshot(keep=1)  # waits for the first
+        files.count, files.left = 0, left
+        (second,) = optimizer.snapshot(path=target)
+        with pytest.warns(UserWarning, match=f"the snapshot of step {KEPT} was not copied to {second}: "):
+            optimizer.close()
+        assert len(local_snapshots(path)) == 1
+        assert not (second / "COMMIT").exists()
+        assert_same(early, resumed(make, tmp_path / f"new{left}", [first]))
+
+
+def test_what_a_copy_has_left_is_cleared_away_by_the_next(make: Make, path: Path, tmp_path: Path) -> None:
+    files, target = Watched(left=3), tmp_path / "shared"
+    with on_disk(files):
+        model, optimizer = committed(make, EARLY)
+    (first,) = optimizer.snapshot(path=target)
+    go_to(model, optimizer, KEPT)
+    optimizer._commits._copying.wait()  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="was not copied"):
+        optimizer.commit()
+    assert first.exists()
+    files.left = -1
+    (second,) = optimizer.snapshot(path=target)
+    optimizer.close()
+    assert local_snapshots(target) == [second.name]
+    assert local_snapshots(path) == [first.name]  # which is the user's to remove
+
+
+def test_a_run_that_ends_with_an_error_leaves_a_copy_that_does_not_count(make: Make, tmp_path: Path) -> None:
+    files, target = Watched(), tmp_path / "shared"
+    with on_disk(files):
+        _, optimizer = committed(make, EARLY)
+    files.goes_on.clear()
+    (directory,) = optimizer.snapshot(path=target)
+    threading.Timer(0.2, files.goes_on.set).start()
+    optimizer._commits.stop_copy()  # as an end does that asks no other rank
+    with pytest.warns(UserWarning, match="is not whole: the run ended before"):
+        optimizer.close()
+    assert not (directory / "COMMIT").exists()
+    with pytest.raises(OffloadError):
+        resumed(make, tmp_path / "new", [directory])
+
+
+def test_a_target_that_cannot_be_used_is_refused_and_nothing_is_changed(make: Make, tmp_path: Path) -> None:
+    _, optimizer = committed(make, EARLY)
+    (tmp_path / "file").touch()
+    before = contents(tmp_path)
+    for target in (tmp_path / "file", tmp_path / "missing" / "shared"):
+        with pytest.raises(PathError):
+            optimizer.snapshot(path=target)
+    assert {name for name in contents(tmp_path) if "snapshot" not in name} == {*before}
+    optimizer.snapshot(path=tmp_path / "shared")
+    optimizer.close()
