@@ -174,7 +174,7 @@ class PlanOptions(RunOptions):
                 f"--quantise {self.quantise} is for frozen weights, and all are trained: give --lora-rank, or --frozen"
             )
         if self.sweep not in (None, SWEPT):
-            raise ConfigError(f"--sweep {self.sweep}: it can go through {SWEPT} only")
+            raise ConfigError(f"--sweep {self.sweep} is not known: `offload plan --help` says what is")
         if self.sweep is not None and self.device_memory is not None:
             raise ConfigError(
                 f"--device-memory {self.device_memory} and --sweep, which tries each: give one of the two"
