@@ -59,7 +59,6 @@ from offload.planner.placement import (
     ACTIVATIONS,
     SCRATCH,
     SPILLED,
-    STAGED,
     Placement,
     Room,
     dithered_room_of,
@@ -197,7 +196,11 @@ def plan_run(
             )
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     threads = kernel_threads(options.tuned.threads, ranks_on_node=nodes, direct=copier.direct)
-    situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, options, threads))
+    situation = replace(
+        situation,
+        temporary_bytes=shape.temporary_bytes(rules, options, threads),
+        has_same_bits=all(rule.has_same_bits for rule in rules),
+    )
     held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.inners[first:every])
@@ -313,10 +316,22 @@ def build(
     choice, layout, held = plan.choice, plan.layout, plan.held
     memory = _reserve(undo, plan, placement, comm)
     # Before there are files: it may be refused its threads.
-    kernels = _kernels_for(undo, plan, memory)
+    kernels, device_kernels = _kernels_for(undo, plan, memory)
     entries = Entries(comm.everyone.size)
     run = Run(
-        choice.commits, start.paths, layout, memory, kernels, comm, timeline, start.files, start.claims, entries, health
+        choice.commits,
+        start.paths,
+        layout,
+        memory,
+        kernels,
+        comm,
+        timeline,
+        start.files,
+        start.claims,
+        entries,
+        health,
+        placement.device_flats,
+        device_kernels,
     )
     slots, engine = _open_files(undo, run, plan, placement, start, open_engine)
     base = None
@@ -388,17 +403,24 @@ def _free(comm: Communicator, arena: Arena | DeviceArena) -> None:
     arena.close()
 
 
-def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> Kernels:
-    """Loads the kernels that work where the states are."""
+def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> tuple[Kernels, Kernels | None]:
+    """Loads the kernels that work where the states are.
+
+    Returns:
+        Those of all states but `Run.device_flats`, and those of these, if there are any.
+    """
     direct = plan.copier.direct
-    if plan.choice.states.tier == DEVICE and not direct:
-        (scratch,) = memory.take(SCRATCH)
-        kernels = load_on(scratch, partial(stream_handle, scratch.device), dithered_room_of(plan.held))
-    else:
-        kernels = load(kernel_threads(plan.threads, ranks_on_node=plan.room.ranks_on_node, direct=direct))
-    undo.callback(kernels.close)
-    kernels.start()
-    return kernels
+    loaded = [
+        load_on(scratch, partial(stream_handle, scratch.device), dithered_room_of(plan.held))
+        for scratch in memory.take(SCRATCH)
+    ]
+    if plan.choice.states.tier > DEVICE or direct:
+        loaded.insert(0, load(kernel_threads(plan.threads, ranks_on_node=plan.room.ranks_on_node, direct=direct)))
+    for kernels in loaded:
+        undo.callback(kernels.close)
+        kernels.start()
+    first, *others = loaded
+    return first, next(iter(others), None)
 
 
 def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, base: KeptBase | None) -> Stores:
@@ -417,18 +439,20 @@ def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | No
 
 
 def _state_store(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None) -> Store:
-    """The store of the states. If they are on a device, commits go through another store beneath it, in RAM."""
-    memory, timeline, kind = run.memory, run.timeline, ChunkKind.STATES
+    """The store of the states. If some are on a device, it has another one beneath it, in RAM."""
+    memory, timeline, kind, pool = run.memory, run.timeline, ChunkKind.STATES, placement.states
     arrays, part = placement.arrays[kind], None if slots is None else slots.of(kind)
-    resident, buffers = _memory_of(kind, placement.states, memory)
-    if placement.choice.states.tier > DEVICE:
+    stay, buffers = _memory_of(kind, pool, memory)
+    resident, there = ({chunk: stay[chunk] for chunk in chunks} for chunks in (pool.resident, pool.on_device))
+    store = None
+    if not there or resident or buffers:
         store = Store(arrays, resident, buffers, part, timeline, run.health, run.commits.is_due)
-    else:
+        undo.callback(store.close)
+    if there:
         assert memory.device is not None
-        staged = placement.staged
-        beneath = None if staged is None else _pool_store(undo, run, placement, part, kind, staged, STAGED)
-        store = DeviceStore(arrays, resident, memory.device, beneath, timeline, run.health)
-    undo.callback(store.close)
+        store = DeviceStore(arrays, there, memory.device, store, timeline, run.health)
+        undo.callback(store.close)
+    assert store is not None
     return store
 
 
@@ -439,7 +463,6 @@ def _pool_store(
     part: Slots | None,
     kind: ChunkKind,
     pool: Pool,
-    name: str | None = None,
 ) -> Store:
     """A store of one kind of chunks with the memory of a pool.
 
@@ -450,16 +473,16 @@ def _pool_store(
         part: the slots of these chunks.
         kind: the kind of chunks.
         pool: which chunks stay in RAM, and how many buffers there are.
-        name: of the pool's regions, if it is not the kind's.
     """
-    store = Store(placement.arrays[kind], *_memory_of(name or kind, pool, run.memory), part, run.timeline, run.health)
+    store = Store(placement.arrays[kind], *_memory_of(kind, pool, run.memory), part, run.timeline, run.health)
     undo.callback(store.close)
     return store
 
 
 def _memory_of(name: str, pool: Pool, memory: Memory) -> tuple[dict[int, Tensor], list[Tensor]]:
     """The memory of each resident chunk of a pool, and of its buffers. Its regions are named after `name`."""
-    return dict(zip(sorted(pool.resident), memory.take(resident(name)), strict=True)), memory.take(in_flight(name))
+    stay = sorted(pool.resident | pool.on_device)
+    return dict(zip(stay, memory.take(resident(name)), strict=True)), memory.take(in_flight(name))
 
 
 def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None) -> ActivationStore | None:
@@ -496,7 +519,8 @@ def _open_files(
     room = {one.what: one.nbytes for one in placement.regions if one.what in (MANIFEST, RECORD)}
     run_files = RunFiles(run_id, run.comm.everyone.rank, chosen, run.files, room)
     # With commits, another budget has to find the same order of slots.
-    stays = placement.states.resident if plan.choice.commits.every is None else ()
+    states = placement.states
+    stays = states.resident | states.on_device if plan.choice.commits.every is None else ()
     resident = {slot for chunk, slot in enumerate(placement.slots.of(ChunkKind.STATES)) if chunk in stays}
     slots = Stripes(engine, paths, weights(paths), placement.slots, run_files, timeline=run.timeline, resident=resident)
     undo.callback(slots.close)

@@ -47,6 +47,7 @@ class StateChoice:
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
+        shares: whether some states may be on the device while others are not: a step has the same bits on both sides.
     """
 
     tier: Tier
@@ -56,6 +57,7 @@ class StateChoice:
     temporary_bytes: int = 0
     form: str = "fp32"
     tries_steps: bool = False
+    shares: bool = False
 
 
 @dataclass(frozen=True)

@@ -470,6 +470,11 @@ class Layout:
         }
 
     @cached_property
+    def flat_of(self) -> list[int]:
+        """For each parameter: the number of its flat parameter."""
+        return [self.locations[param][0] for param in range(len(self.specs))]
+
+    @cached_property
     def chunks_of(self) -> dict[int, tuple[int, ...]]:
         """For each parameter: the chunks of `chunks` that hold a piece of it, in the parameter's order."""
         return self._holders(self.chunks)

@@ -1103,8 +1103,8 @@ class OffloadZero(torch.optim.Optimizer):
         Over several ranks the figures are of this rank:
 
         - step, skipped_steps: steps made, and steps left out for NaN or Inf.
-        - parameters: elements that are trained. chunks, streamed_chunks: pieces of their states, and those of them that
-          do not stay in RAM.
+        - parameters: elements that are trained. chunks: pieces of their states. device_chunks: those that stay on the
+          device. streamed_chunks: those that stay neither there nor in RAM.
         - param_tier, grad_tier, activation_tier: the tier of each (None: activations are not moved).
         - nvme_init_bytes: written before the first step. nvme_read_bytes, nvme_written_bytes: read and written since
           then.
@@ -1150,6 +1150,7 @@ class OffloadZero(torch.optim.Optimizer):
             "grad_tier": self._choice.grads.tier.name,
             "chunks": len(placement.states.sizes),
             "streamed_chunks": len(placement.states.streamed),
+            "device_chunks": len(placement.states.on_device),
             "nvme_init_bytes": initial,
             "nvme_read_bytes": counted("nvme_read_bytes"),
             "nvme_written_bytes": counted("nvme_written_bytes") - initial,

@@ -92,6 +92,8 @@ class Run:
         files: the file system.
         claims: the directories, which no other run can take.
         entries: the threads in the run.
+        device_flats: the flat parameters whose states and gradients are on the device, if those of others are not.
+        device_kernels: those that work there.
     """
 
     commits: CommitChoice
@@ -105,6 +107,19 @@ class Run:
     claims: Claims = field(default_factory=Claims)
     entries: Entries = field(default_factory=Entries)
     health: Health = field(default_factory=Health)
+    device_flats: frozenset[int] = frozenset()
+    device_kernels: Kernels | None = None
+
+    def kernels_of(self, flat: int) -> Kernels:
+        """Those that work where the states and gradients of a flat parameter are."""
+        if flat not in self.device_flats:
+            return self.kernels
+        assert self.device_kernels is not None
+        return self.device_kernels
+
+    def reaches(self, flat: int) -> bool:
+        """Whether those kernels reach the model's memory, so that nothing is copied for them."""
+        return self.memory.copier.direct or flat in self.device_flats
 
 
 class Stores(dict[ChunkKind, Store]):

@@ -133,6 +133,8 @@ class RunOptions:
         return ITEMSIZES[self.dtype] * self.batch * self.seq * width
 
 
+SWEPT = "device_memory"
+"""What `offload plan --sweep` can go through."""
 QUANTISED = ("nf4", "int8", "fp8")
 """Formats of frozen weights that `offload plan` counts."""
 
@@ -160,6 +162,7 @@ class PlanOptions(RunOptions):
     ram: str | None
     flops: float | None
     disk_gb_per_s: float | None
+    sweep: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,6 +173,12 @@ class PlanOptions(RunOptions):
         if self.quantise is not None and self.lora_rank is None and not self.frozen:
             raise ConfigError(
                 f"--quantise {self.quantise} is for frozen weights, and all are trained: give --lora-rank, or --frozen"
+            )
+        if self.sweep not in (None, SWEPT):
+            raise ConfigError(f"--sweep {self.sweep} is not known: `offload plan --help` says what is")
+        if self.sweep is not None and self.device_memory is not None:
+            raise ConfigError(
+                f"--device-memory {self.device_memory} and --sweep, which tries each: give one of the two"
             )
         if self.no_commits and self.commit_every is not None:
             raise ConfigError(f"--no-commits and --commit-every {self.commit_every}: give one of the two")

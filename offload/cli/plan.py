@@ -128,6 +128,13 @@ def plan(
             show_default="what `offload bench io` measured here, or 3",
         ),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Show what a step moves for each of several budgets, and draw it into a PNG beside: device_memory.",
+            show_default="the plan of one",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show, before anything is allocated, whether a run fits, how long a step takes, and what other budgets do."""
@@ -138,12 +145,17 @@ def plan(
         cpu_memory=cpu_memory, chunk=chunk, states=states, split_master=split_master, speculate=speculate,
         commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
         partition_activations=partition_activations, gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram,
-        flops=flops, disk_gb_per_s=disk_gb_per_s,
+        flops=flops, disk_gb_per_s=disk_gb_per_s, sweep=sweep,
     )  # fmt: skip
     from offload.cli.plan_models import sized
 
     model = sized(options)
     waiting = waiting_of(options, model)
+    if options.sweep is not None:
+        from offload.cli.plan_sweep import show_sweep
+
+        show_sweep(options, model, waiting, json=json)
+        return
     planned = planned_of(options, model, waiting)
     try:
         figures = _figures(planned, options, model, waiting)
@@ -337,7 +349,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
-    found |= _zero_r(planned, options, model) | _speed(planned, options, model)
+    found |= _zero_r(planned, options, model) | speed_of(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
     found |= _in_chunks(options, model, waiting)
@@ -364,10 +376,12 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
     """
     from offload.devices.copies import accelerator
     from offload.planner import explain
+    from offload.planner.link import link_bytes
     from offload.tiers import DEVICE
 
     device = accelerator()
     placement = planned.place()
+    link = None if planned.direct else link_bytes(planned.layout, placement)
     return {
         "tier": planned.choice.states.tier.name,
         "param_tier": planned.choice.params.tier.name,
@@ -383,8 +397,9 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "parameters": planned.layout.trained.numel,
         "frozen_tier": planned.choice.params.frozen_tier.name,
         "chunks": len(planned.layout.chunks),
-        "kept_chunks": len(placement.states.resident),
-        "kept_share": placement.states.resident_bytes / planned.needs.state_bytes,
+        "kept_chunks": len(placement.states.sizes) - len(placement.states.streamed),
+        "kept_share": 1 - sum(placement.states.streamed) / sum(placement.states.sizes),
+        "device_chunks": len(placement.states.on_device),
         "buffers": placement.states.in_flight,
         "arena_utilisation": placement.states.utilisation,
         "rows": [{"kind": row.kind, "tier": row.tier.name, "nbytes": row.nbytes} for row in explain.explain(placement)],
@@ -397,6 +412,9 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "disk_bytes": placement.disk_bytes,
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
+        "staying_units": len(placement.staying),
+        "link_up_bytes": None if link is None else link.up,
+        "link_down_bytes": None if link is None else link.down,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
         "drive_life_steps": placement.drive_life_steps,
         "ranks": planned.layout.ranks,
@@ -421,7 +439,7 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
     return found | {"zero_r": zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes)}
 
 
-def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
     """How long a step takes, and for which rates that was computed.
 
     Raises:
@@ -512,7 +530,7 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
         ample = on_disk.with_memory(needed)
         ample = replace(ample, room=replace(ample.room, free_cpu_bytes=max(needed, free)))
         placed = ample.place()
-        speed = _speed(ample, options, model)
+        speed = speed_of(ample, options, model)
         budgets.append(
             {
                 "share": share,

@@ -217,9 +217,20 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
         f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. {building}"
     )
-    kept, chunks = summary["kept_chunks"], summary["chunks"]
+    kept, chunks, there = summary["kept_chunks"], summary["chunks"], summary["device_chunks"]
+    if 0 < there < chunks:
+        yield f"States of {there} of {chunks} chunks stay on the device, with their gradients."
+    if summary["staying_units"]:
+        yield f"{summary['staying_units']} of the streamed units stay on the device."
+    if summary["link_up_bytes"] is not None:
+        yield (
+            f"A step moves {format_bytes(summary['link_up_bytes'])} over the link to the device, and "
+            f"{format_bytes(summary['link_down_bytes'])} to RAM."
+        )
     if not summary["written_bytes"]:
-        where = DEVICE.where if summary["tier"] == DEVICE.name else CPU.where
+        if 0 < there < chunks:
+            return
+        where = DEVICE.where if there else CPU.where
         read = summary["read_bytes"]
         what = f"{format_bytes(read)} of frozen parameters are read" if read else "nothing is read or written"
         yield f"All {chunks} chunks stay {where}: {what} in a step."

@@ -68,10 +68,9 @@ class GradientBuffer(ABC):
         # written to a gradient. Nobody writes to gradients that are averaged over ranks.
         self._asks_always = self._everyone.size > 1 and run.layout.ranks == 1
         # On their way to a device of its own; see `ToDevice` in optim/new_params.py.
-        is_bounce = not self._copier.direct and choice.params_stay
         self._is_written_over = [
-            is_bounce and self._shards.dtypes[run.layout.locations[param][0]] is spec.dtype
-            for param, spec in enumerate(run.layout.specs)
+            choice.params_stay and not run.reaches(flat) and self._shards.dtypes[flat] is spec.dtype
+            for flat, spec in zip(run.layout.flat_of, run.layout.specs, strict=True)
         ]
 
     # As autograd makes them.

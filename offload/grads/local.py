@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.choices import GradChoice
-from offload.devices.copies import Copy, DeviceEvent
+from offload.devices.copies import Copy, DeviceEvent, HostCopier
 from offload.grads import shards, staging
 from offload.grads.base import GradientBuffer
 from offload.grads.shards import GradShards, Place
@@ -42,7 +42,7 @@ UNITS_LEAVING = 2
 BOUNCE = "gradients on their way from the device"
 
 
-def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Region]:
+def regions(layout: Layout, choice: GradChoice, *, in_place: bool, device_flats: Collection[int] = ()) -> list[Region]:
     """What LocalGradients reserves.
 
     That is the gradients, unless they are in slots; their sums of squares; where the device has memory of its own, a
@@ -52,13 +52,15 @@ def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Regio
         layout: of the trained parameters.
         choice: what was decided for the gradients.
         in_place: whether kernels read gradients where autograd makes them.
+        device_flats: see `Run`.
     """
     tier = choice.tier
-    reserved = shards.regions(layout, choice)
+    reserved = shards.regions(layout, choice, device_flats)
     if not in_place:
-        reserved += staging.regions(layout)
+        reserved += staging.regions(layout, device_flats)
     if not in_place and (choice.micro_batches > 1 or tier.is_durable):
-        nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+        come = (chunk for chunk in layout.chunks if chunk.flat not in device_flats)
+        nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in come), default=0)
         reserved.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
     return reserved
 
@@ -71,6 +73,7 @@ class LocalGradients(GradientBuffer):
         self._params_of = [[piece.param for piece in chunk.pieces] for chunk in run.layout.chunks]
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
+        self._is_direct = [run.reaches(flat) for flat in run.layout.flat_of]
         self._backward: dict[tuple[int, int], int] = {}  # in which the last gradient of each (parameter, tile) came
         self._under_way: list[tuple[int, Future[None]]] = []
         self._worker: Workers | None = None
@@ -107,10 +110,10 @@ class LocalGradients(GradientBuffer):
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
         number = self.micro_batches.count(param, tile)
         size = grad.numel() * grad.element_size()
-        if not self._copier.direct:
+        if not self._is_direct[param]:
             self._timeline.count("device_to_host_bytes", size)
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
-            if self._staging.takes(param, grad):
+            if not self._is_direct[param] and self._staging.takes(param, grad):
                 self._wait_with_others(param, grad, number)
             else:
                 self._come(param, tile, grad, number)
@@ -280,7 +283,7 @@ class LocalGradients(GradientBuffer):
 
     def _pass_on(self, param: int, values: Tensor, place: Place) -> None:
         """Adds values to the shards: at once on the CPU, else in the worker when they are in RAM."""
-        if self._copier.direct:
+        if self._is_direct[param]:
             self._shards.add(values, place)
             return
         bounce = self._bounce_for(param)
@@ -302,8 +305,8 @@ class LocalGradients(GradientBuffer):
 
     def _copy(self, param: int, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Callable[[], None]:
         """Starts a copy into RAM, and returns the function that waits for it."""
-        if self._copier.direct:
-            return self._copier.to_host(src, dst).wait
+        if self._is_direct[param]:
+            return HostCopier().to_host(src, dst).wait
         chunk, parameter = self._labels(param)
         moving = self._timeline.begin(TO_HOST, "copy", chunk=chunk, parameter=parameter, size=src.nbytes, tier="device")
         return self._leaves(param, self._copier.to_host(src, dst, after), moving)
@@ -347,8 +350,8 @@ class LocalGradients(GradientBuffer):
         return wait
 
     def _queue(self, param: int, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Calls `work` now on the CPU; else in the worker, after what was queued before."""
-        if self._worker is None:
+        """Calls `work` now where a gradient is not copied to RAM; else in the worker, after what was queued before."""
+        if self._worker is None or self._is_direct[param]:
             work(*args, **kwargs)
         else:
             while self._under_way and self._under_way[0][1].done() and not self._under_way[0][1].exception():

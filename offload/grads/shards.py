@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from offload.regions import Region
 from offload.run import Run
 from offload.storage.chunk_cache import Store, Use
 from offload.storage.swap_format import SlotArrays
+from offload.tiers import DEVICE
 
 
 def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
@@ -43,14 +44,23 @@ def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
 GRADIENTS = "gradients"
 
 
-def regions(layout: Layout, choice: GradChoice) -> list[Region]:
-    """What `open_shards` reserves."""
+def regions(layout: Layout, choice: GradChoice, device_flats: Collection[int] = ()) -> list[Region]:
+    """What `open_shards` reserves.
+
+    Args:
+        layout: of the trained parameters.
+        choice: what was decided for the gradients.
+        device_flats: see `Run`.
+    """
     dtypes = dtypes_of(layout, choice.micro_batches)
-    reserved = sums.regions(layout, choice, dtypes)
+    reserved = sums.regions(layout, choice, dtypes, device_flats)
     if choice.tier.is_durable:
         return reserved
-    sizes = [layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats]
-    return [*reserved, *(Region(choice.tier.memory, GRADIENTS, size, kind="grad") for size in sizes)]
+    for flat in layout.flats:
+        tier = DEVICE if flat.index in device_flats else choice.tier.memory
+        size = layout.shard_numel(flat.index) * dtypes[flat.index].itemsize
+        reserved.append(Region(tier, GRADIENTS, size, kind="grad"))
+    return reserved
 
 
 class Place(NamedTuple):
@@ -95,7 +105,7 @@ class GradShards(ABC):
 
     def __init__(self, run: Run, micro_batches: int) -> None:
         self._layout = run.layout
-        self._kernels = run.kernels
+        self._kernels_of = run.kernels_of
         self._timeline = run.timeline
         self.dtypes = dtypes_of(run.layout, micro_batches)
         self.sums = SquareSums(run)
@@ -151,7 +161,7 @@ class GradShards(ABC):
                 self.sums.changes(piece.param, self.sums.tile_at(piece.param, piece.param_offset))
             into = grads[start:stop]
             with self._event("cast" if is_first else "accumulate", chunk.index, name):
-                write_or_add(self._kernels, values, into, is_first=is_first)
+                write_or_add(self._kernels_of(chunk.flat), values, into, is_first=is_first)
             if is_last and not self.is_in_memory:
                 with self._event("sum of squares", chunk.index, name):
                     for piece in reversed(pieces):
@@ -251,7 +261,7 @@ class GradShards(ABC):
 
 
 class ShardsInMemory(GradShards):
-    """Gradients that wait in memory: in RAM, or on the device with the states."""
+    """Gradients that wait in memory: each in RAM, or on the device, with its states."""
 
     is_in_memory = True
 

@@ -12,7 +12,7 @@ A large gradient leaves at once, alone: its copy takes longer than the host, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,18 +30,19 @@ LARGE_BYTES = 8 * MIB
 gradient."""
 
 
-def regions(layout: Layout) -> list[Region]:
+def regions(layout: Layout, device_flats: Collection[int] = ()) -> list[Region]:
     """What gradients need on a device with memory of its own to leave it together: room for those of each unit.
 
     A unit that has one small gradient needs none.
 
     Args:
         layout: of the trained parameters.
+        device_flats: see `Run`. Their gradients stay.
     """
     units: dict[str, list[int]] = {}
-    for spec in layout.specs:
+    for spec, flat in zip(layout.specs, layout.flat_of, strict=True):
         nbytes = spec.numel * spec.dtype.itemsize
-        if not spec.tile and nbytes <= LARGE_BYTES:
+        if not spec.tile and nbytes <= LARGE_BYTES and flat not in device_flats:
             units.setdefault(spec.unit, []).append(round_up(nbytes, ALIGN_BYTES))
     nbytes = min(max((sum(sizes) for sizes in units.values() if len(sizes) > 1), default=0), STAGED_BYTES)
     return [Region(DEVICE, STAGING, nbytes, kind="grad")] if nbytes else []

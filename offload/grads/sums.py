@@ -16,8 +16,7 @@ that are not current: after fewer, or more, micro-batches than were expected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +28,10 @@ from offload.native import ACCUMULATE, CAST, SUM_SQUARES, Kernels, sum_blocks
 from offload.regions import Region
 from offload.run import Run
 from offload.sizes import SUM_BLOCK, round_up
+from offload.tiers import DEVICE
 
 SQUARES, CARRIED = "sums of squares", "gradients of a block that is not whole"
+DEVICE_SQUARES = "sums of squares on the device"
 
 
 def write_or_add(kernels: Kernels | None, values: Tensor, into: Tensor, *, is_first: bool) -> None:
@@ -89,16 +90,23 @@ def spans_of(layout: Layout, param: int) -> list[Span]:
     return found
 
 
-def regions(layout: Layout, choice: GradChoice, dtypes: list[torch.dtype]) -> list[Region]:
+def regions(
+    layout: Layout, choice: GradChoice, dtypes: list[torch.dtype], device_flats: Collection[int] = ()
+) -> list[Region]:
     """What `SquareSums` reserves.
 
     Args:
         layout: of the trained parameters.
         choice: what was decided for the gradients.
         dtypes: of the gradients while they wait, for each flat parameter.
+        device_flats: see `Run`.
     """
-    blocks = sum(span.blocks for param in range(len(layout.specs)) for span in spans_of(layout, param))
-    reserved = [Region(choice.tier.memory, SQUARES, 8 * blocks, kind="grad")]
+    blocks = {False: 0, True: 0}
+    for param, flat in enumerate(layout.flat_of):
+        blocks[flat in device_flats] += sum(span.blocks for span in spans_of(layout, param))
+    reserved = [Region(choice.tier.memory, SQUARES, 8 * blocks[False], kind="grad")]
+    if device_flats:
+        reserved.append(Region(DEVICE, DEVICE_SQUARES, 8 * blocks[True], kind="grad"))
     if choice.tier.is_durable:
         carried = SUM_BLOCK * max((dtype.itemsize for dtype in dtypes), default=0) if layout.ranks > 1 else 0
         reserved.append(Region(choice.tier.memory, CARRIED, carried, kind="grad"))
@@ -126,9 +134,10 @@ class SquareSums:
         self.spans = [spans_of(run.layout, param) for param in range(len(run.layout.specs))]
         self.norms: dict[tuple[int, ...], float] = {}
         self._specs = run.layout.specs
-        self._kernels = run.kernels
-        (sums,) = run.memory.take(SQUARES)
-        self._all = sums.view(torch.float64)
+        self._kernels = [run.kernels_of(flat) for flat in run.layout.flat_of]
+        self._is_there = [flat in run.device_flats for flat in run.layout.flat_of]
+        pieces = *run.memory.take(SQUARES), *run.memory.take(DEVICE_SQUARES)
+        self._all = [sums.view(torch.float64) for sums in pieces]
         self._sums = self._split(self._all)
         self._is_current = [[False] * len(spans) for spans in self.spans]
         self._generations = [0] * len(self.spans)
@@ -136,17 +145,28 @@ class SquareSums:
         (self._memory,) = run.memory.take(CARRIED) or (torch.empty(0, dtype=torch.uint8, device="cpu"),)
         self._carried: _Carried | None = None
 
-    def _split(self, sums: Tensor) -> list[list[Tensor]]:
-        sizes = [span.blocks for span in chain.from_iterable(self.spans)]
-        blocks = iter(sums.split(sizes) if sizes else ())
-        return [[next(blocks) for _ in spans] for spans in self.spans]
+    def _split(self, sums: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Parts the sums by parameter and tile.
+
+        Args:
+            sums: those of all parameters but `Run.device_flats`, then of these, if there are any; each of shape (n,).
+        """
+        starts = [0] * len(sums)
+        found = []
+        for is_there, spans in zip(self._is_there, self.spans, strict=True):
+            of_tiles = []
+            for span in spans:
+                of_tiles.append(sums[is_there][starts[is_there] : starts[is_there] + span.blocks])
+                starts[is_there] += span.blocks
+            found.append(of_tiles)
+        return found
 
     def on_cpu(self) -> list[list[Tensor]]:
         """For each parameter and tile, the sums of its blocks, fp64, in RAM.
 
         All are copied at once, if they are on another device.
         """
-        return self._sums if self._all.is_cpu else self._split(self._all.cpu())
+        return self._sums if all(one.is_cpu for one in self._all) else self._split([one.cpu() for one in self._all])
 
     def changes(self, param: int, tile: int = 0) -> None:
         """Says, before it is so, that elements of a gradient change: its sums are not current."""
@@ -181,7 +201,7 @@ class SquareSums:
         """
         span = self.spans[param][tile]
         if span.first < span.stop:
-            self._sum(self._sums[param][tile], span.first - span.begin, values)
+            self._sum(param, self._sums[param][tile], span.first - span.begin, values)
         self._is_current[param][tile] = True
         self.on_whole(param)
 
@@ -235,8 +255,8 @@ class SquareSums:
         """Sums whole blocks, or what this rank has of them, from element `first` of a tile on."""
         span = self.spans[param][tile]
         block = first // SUM_BLOCK - (span.first - span.begin) // SUM_BLOCK
-        self._sum(self._sums[param][tile][block : block + sum_blocks(first, len(values))], first, values)
+        self._sum(param, self._sums[param][tile][block : block + sum_blocks(first, len(values))], first, values)
 
-    def _sum(self, sums: Tensor, first: int, values: Tensor) -> None:
-        self._kernels.call(SUM_SQUARES, values, sums, first=first)
+    def _sum(self, param: int, sums: Tensor, first: int, values: Tensor) -> None:
+        self._kernels[param].call(SUM_SQUARES, values, sums, first=first)
         self.norms = {}

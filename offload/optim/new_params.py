@@ -9,7 +9,7 @@ another dtype; from there they are copied to the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -32,7 +32,7 @@ from offload.tiers import Tier
 BOUNCE = "new parameters on their way to the device"
 
 
-def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
+def regions(layout: Layout, memory: Tier, *, bounces: bool, device_flats: Collection[int] = ()) -> list[Region]:
     """The memory that NewParameters reserves.
 
     Args:
@@ -40,10 +40,12 @@ def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
         memory: the tier in which the states are stepped.
         bounces: whether new parameters are copied to the device, and gradients have another dtype. Then one bounce
             buffer is reserved, as large as the largest chunk of 16-bit parameters.
+        device_flats: see `Run`. Their parameters are written where they are.
     """
     if not bounces:
         return []
-    narrow = [chunk for chunk in layout.chunks if layout.flats[chunk.flat].dtype is not torch.float32]
+    copied = [chunk for chunk in layout.chunks if chunk.flat not in device_flats]
+    narrow = [chunk for chunk in copied if layout.flats[chunk.flat].dtype is not torch.float32]
     nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in narrow), default=0)
     return [Region(memory, BOUNCE, nbytes)]
 
@@ -212,6 +214,8 @@ class InPlace(NewParameters):
 class ToDevice(NewParameters):
     """Kernels write over the gradients, or to a bounce buffer, and the new parameters are copied to the device.
 
+    Those of the device write to the model's parameters.
+
     Args:
         run: the run.
         params: the model's, on its device.
@@ -222,12 +226,15 @@ class ToDevice(NewParameters):
     def __init__(self, run: Run, params: ParamStore, exchange: Exchange, gradients: GradientBuffer) -> None:
         super().__init__(run, exchange)
         self._layout = run.layout
+        self._device_flats = run.device_flats
         self._params = params
         self._gradients = gradients
         self._bounce = next(iter(run.memory.take(BOUNCE)), torch.empty(0, dtype=torch.uint8))
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
 
     def target(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
+        if chunk.flat in self._device_flats:
+            return self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step)
         return nullcontext(self._in_gradient(chunk)) if self._fits_gradient(chunk) else self._bounced(chunk)
 
     def lends_several(self, chunk: Chunk) -> bool:
@@ -248,6 +255,8 @@ class ToDevice(NewParameters):
         return bounce
 
     def upload(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:
+        if chunk.flat in self._device_flats:
+            return
         while self._copies and self._copies[0][1].done():
             self._finish_copy()
         source = self._in_gradient(chunk)
@@ -287,7 +296,8 @@ class ToDevice(NewParameters):
     def abandon(self) -> None:
         super().abandon()
         for chunk in self._layout.chunks:
-            self._clear_gaps(chunk)
+            if chunk.flat not in self._device_flats:
+                self._clear_gaps(chunk)
 
     def close(self) -> None:
         for _, copy, _ in self._copies:

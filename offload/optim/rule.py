@@ -249,6 +249,8 @@ class Rule(ABC):
         is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
         can_try: whether what its task computes depends on nothing but the arrays and `scalars`, which are plain bytes:
             see `scalar_bytes`.
+        has_same_bits: whether its kernels give the same bits on a device and on the CPU. Only then some parameters may
+            be stepped there, and others here.
         methods: what else its class does with parameters and states, by the name of the method.
     """
 
@@ -258,6 +260,7 @@ class Rule(ABC):
     splits_masters: bool = False
     is_whole: bool = False
     can_try: bool = False
+    has_same_bits: bool = False
     methods: Mapping[str, Method] = MappingProxyType({})
 
     @abstractmethod

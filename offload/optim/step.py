@@ -11,6 +11,9 @@ sees a parameter's whole old value or its whole new one.
   copies it to the device: after the event of the step, not after what was queued since. The next gradient is copied
   there by a device that has waited for that copy. Where the device steps matrices, the chunks of a flat parameter that
   are in RAM are one piece of work, so that the device need not wait at the end of each.
+- Chunks whose states are on the device while those of others are not (`Run.device_flats`) are stepped by its own
+  kernels, meanwhile. `start_apply` launches them, behind what the device does. They read gradients and write parameters
+  where these are, so nothing is copied.
 - Elsewhere `start_apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
   beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute. Chunks that are in
   RAM are given to the threads together, those of several units too: small ones cost no more than a large one.
@@ -73,7 +76,8 @@ class Step:
         params: NewParameters,
     ) -> None:
         self._layout = run.layout
-        self._kernels = run.kernels
+        self._kernels_of = run.kernels_of
+        self._device_flats = run.device_flats
         self._matrices = MatrixMemory.of(run.memory)
         self._timeline = run.timeline
         self._split_master = choice.split_master
@@ -141,7 +145,8 @@ class Step:
         self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
             before: Future[None] | None = None
-            for _, group in groupby(works, self._goes_with):
+            here = (work for work in works if work.chunk.flat not in self._device_flats)
+            for _, group in groupby(here, self._goes_with):
                 together = list(group)
                 before = self._worker.submit(self._run_after, before, together)
                 for work in together:
@@ -180,13 +185,12 @@ class Step:
             return
         works = [work for flat in flats for work in self._pending[flat]]
         self._params.begin()
-        if self._worker is None:
-            try:
-                for batch in self._batches(works):
-                    self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
-            except BaseException as error:
-                self._health.fail(error)  # here, where no second interrupt has come yet
-                raise
+        try:
+            for batch in self._batches(work for work in works if work.done is None):
+                self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
+        except BaseException as error:
+            self._health.fail(error)  # here, where no second interrupt has come yet
+            raise
         for work in works:
             if work.done is not None:
                 self._wait_for(work.done, work.chunk)
@@ -268,7 +272,9 @@ class Step:
         if work.tried is not None:
             with self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target:
                 for run in work.runs:
-                    self._kernels.call(CAST, work.tried[run.start : run.stop], target[run.start : run.stop])
+                    self._kernels_of(work.chunk.flat).call(
+                        CAST, work.tried[run.start : run.stop], target[run.start : run.stop]
+                    )
             return
         with (
             self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target,
@@ -282,7 +288,7 @@ class Step:
                 self._timeline.event(ADAM, "Adam", chunk=work.chunk.index),
                 self._steps_of_matrices(),
             ):
-                self._kernels.run(self._tasks(work, lease, grads, target, current))
+                self._kernels_of(work.chunk.flat).run(self._tasks(work, lease, grads, target, current))
 
     def _steps_of_matrices(self) -> AbstractContextManager[None]:
         return nullcontext() if self._matrices is None else self._matrices.steps()
@@ -319,7 +325,7 @@ class Step:
             self._timeline.event(ADAM, "Adam", chunk=works[0].chunk.index),
             self._steps_of_matrices(),
         ):
-            self._kernels.run(self._drawn(works, leases))
+            self._kernels_of(works[0].chunk.flat).run(self._drawn(works, leases))
 
     def _drawn(self, works: Sequence[ChunkWork], leases: ExitStack) -> Iterator[Task]:
         for work in works:
@@ -365,4 +371,4 @@ class Step:
         if spans is None:
             spans = self._spans[chunk.index, run.start, run.stop] = spans_of(self._layout, chunk, run.start, run.stop)
         memory = SegmentMemory(arrays, grads, target, spans, current, self._matrices)
-        return self._rules[run.key.group].bind(self._kernels, memory)
+        return self._rules[run.key.group].bind(self._kernels_of(chunk.flat), memory)

@@ -36,6 +36,7 @@ class Situation:
         slices: how many tensor-parallel ranks there are.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
         loss_weights: see `ModelChoice`.
+        has_same_bits: whether all optimizers give the same bits on the device and on the CPU.
     """
 
     trained_bytes: int
@@ -45,6 +46,7 @@ class Situation:
     slices: int = 1
     temporary_bytes: int = 0
     loss_weights: frozenset[str] = frozenset()
+    has_same_bits: bool = False
 
     @property
     def keeps_trained(self) -> bool:
@@ -125,6 +127,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
             temporary_bytes=situation.temporary_bytes,
             tries_steps=tuning.speculate,
+            shares=_shares(options, situation, params),
         ),
         params,
         GradChoice(
@@ -178,6 +181,16 @@ def _params(options: Options, situation: Situation, wish: Wish, least: Tier = DE
         tile_bytes=tile_bytes,
         is_chosen=chooses_params(options, situation),
     )
+
+
+def _shares(options: Options, situation: Situation, params: ParamChoice) -> bool:
+    """Whether some states may be on the device while others are not.
+
+    The parameters that are made of them have to stay there. A split master is half in them, and over several ranks
+    gradients are averaged where all of them wait.
+    """
+    is_possible = params.tier == DEVICE < options.state_tier and situation.is_alone
+    return is_possible and situation.has_same_bits and not options.splits_masters
 
 
 def _stage(options: Options, situation: Situation, params: ParamChoice) -> int | None:

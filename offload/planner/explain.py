@@ -21,8 +21,9 @@ device the region through which small gradients leave it.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -45,6 +46,7 @@ from offload.planner.placement import (
     Needs,
     Placement,
     Room,
+    fill_device,
     place,
 )
 from offload.regions import REST, total_of
@@ -81,9 +83,13 @@ class Planned:
     room: Room = field(default_factory=Room)
     refusal: BudgetError | None = None
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
-        return Needs(self.layout, self.choice, self.direct)
+        """What it needs, with the states on the device that there is room for."""
+        needs = Needs(self.layout, self.choice, self.direct)
+        with suppress(BudgetError):  # which `place` raises
+            return fill_device(needs, self.room).needs
+        return needs
 
     def place(self) -> Placement:
         """The placement of this plan.
@@ -177,6 +183,7 @@ def plan_of(
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
+    situation = replace(situation, has_same_bits=all(rule.has_same_bits for rule in rules or (AdamRule(given.states),)))
     if rules is not None:
         threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
         situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))

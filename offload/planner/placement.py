@@ -2,16 +2,25 @@
 
 With `tier="cpu"` every chunk is resident in RAM. With `tier="nvme"` as many are resident as the budget has room for,
 beside the buffers that the others stream through: one computation with different budgets. With `tier="device"` all that
-would be in RAM is on the device, and in RAM are only the buffers through which commits go.
+would be in RAM is on the device, and in RAM are only the buffers through which commits go. With the other tiers a share
+is on the device: [Note: states on the device].
+
+[Note: states on the device]
+Where `device_memory` leaves room, states stay on the device with their gradients, those of whole units. They are
+stepped there, so neither gradients nor new parameters go over the link, and nothing of them over the disk. These units
+are the first ones in the order of the model: a forward needs them first, before the CPU has stepped the others, and a
+backward makes their gradients last, when nothing is left beside which they could leave. One that does not fit is left
+out, and the next ones are tried.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +28,7 @@ from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
 from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
+from offload.grads.shards import dtypes_of as gradient_dtypes
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
@@ -29,7 +39,7 @@ from offload.ranks import exchange
 from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
 from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.policy import residents
-from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
+from offload.storage.pool import LEAST_IN_FLIGHT, Pool, kinds_held
 from offload.storage.room import MANIFEST, RECORD, SPARES, manifest_bytes, record_bytes
 from offload.storage.slot_map import ChunkKind, SlotMap
 from offload.storage.swap_format import (
@@ -55,8 +65,6 @@ UNITS_ON_THE_WAY = 4
 TYPICAL_TBW = 600e12
 """How many bytes may be written to a common 1 TB consumer drive under its warranty."""
 
-STAGED = "commits"
-"""What the regions of `Placement.staged` are called. Those of other pools are called as `ChunkKind` says."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
@@ -83,7 +91,7 @@ class Placement:
         arrays: the arrays of each chunk, by kind.
         slots: which of the chunks have slots on the disk, and the numbers of these.
         pools: the pools of the chunks, by kind, of those kinds that have some: see `Needs.pools`, and the states'.
-        staged: the pool through which states on the device go to the disk; None: such states are not committed.
+        device_flats: the flat parameters whose states and gradients are on the device while those of others are not.
         budget_bytes: the most bytes that may be held in RAM.
         device_budget_bytes: the most bytes that may be held on the device; None: any number.
         device_memory: the option, in bytes; None: it was not given.
@@ -102,7 +110,7 @@ class Placement:
     arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
     slots: SlotMap
     pools: Mapping[ChunkKind, Pool]
-    staged: Pool | None
+    device_flats: frozenset[int]
     budget_bytes: int
     device_budget_bytes: int | None
     device_memory: int | None
@@ -199,10 +207,13 @@ class Placement:
 
     def _states(self) -> str:
         """In words: where fp32 masters and moments are."""
-        chunks = len(self.states.sizes)
+        chunks, there = len(self.states.sizes), len(self.states.on_device)
+        beside = f", {there} stay on the device" if there else ""
         if self.states.streamed:
-            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe"
-        where = DEVICE.where if self.choice.states.tier == DEVICE else CPU.where
+            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe{beside}"
+        if 0 < there < chunks:
+            return f"optimizer states stay in RAM ({chunks - there} of {chunks} chunks) and on the device ({there})"
+        where = DEVICE.where if there else CPU.where
         return f"optimizer states stay {where} ({chunks} {'chunk' if chunks == 1 else 'chunks'})"
 
     def _forms(self, layout: Layout) -> str:
@@ -521,11 +532,13 @@ class Needs:
         held: the layout of all parameters that are trained or stream.
         choice: what was decided.
         direct: whether the model's device is the CPU.
+        device_flats: see `Placement`.
     """
 
     held: Layout
     choice: Choice
     direct: bool
+    device_flats: frozenset[int] = frozenset()
 
     @property
     def layout(self) -> Layout:
@@ -569,7 +582,31 @@ class Needs:
 
     @property
     def state_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self.states)
+        """Bytes of the states that are not on the device."""
+        return sum(slot.nbytes for chunk, slot in enumerate(self.states) if chunk not in self.on_device)
+
+    @cached_property
+    def on_device(self) -> frozenset[int]:
+        """The chunks whose states stay on the device."""
+        all_are = self.choice.states.tier == DEVICE
+        return frozenset(chunk.index for chunk in self.layout.chunks if all_are or chunk.flat in self.device_flats)
+
+    @property
+    def staged(self) -> int:
+        """Through how many buffers in RAM states on the device go to the disk, where none stream; 0: they never do."""
+        commits = self.choice.commits
+        is_committed = bool(commits.paths) and commits.every is not None
+        return min(self.choice.states.in_flight or IN_FLIGHT, len(self.on_device)) if is_committed else 0
+
+    @cached_property
+    def states_in_memory(self) -> Pool:
+        """The pool of the states if none stream."""
+        sizes = self._sizes(ChunkKind.STATES)
+        return Pool(sizes, frozenset(range(len(sizes))) - self.on_device, self.staged, self.on_device)
+
+    def states_within(self, room: int) -> Pool:
+        """The pool of the states that takes at most `room` bytes of RAM: as many stay there as fit."""
+        return _within(room, self.states_in_memory, self.choice.states.in_flight)
 
     def pools(self, spare_bytes: int | None = None) -> dict[ChunkKind, Pool]:
         """The pools of the chunks of parameters and gradients, by kind.
@@ -587,7 +624,7 @@ class Needs:
             if tier.is_durable:
                 pool = self._few(sizes)
                 if kind is ChunkKind.FROZEN and spare_bytes is not None and self._memory_of(kind) == CPU:
-                    pool = _within(pool.nbytes + max(spare_bytes, 0), sizes, pool.in_flight)
+                    pool = _within(pool.nbytes + max(spare_bytes, 0), _resident(sizes), pool.in_flight)
                 found[kind] = pool
             elif tier > DEVICE and kind is not ChunkKind.GRADS:
                 found[kind] = _resident(sizes)
@@ -602,12 +639,6 @@ class Needs:
         But if all that is trained stays on the device, what streams comes from RAM.
         """
         return CPU if kind is ChunkKind.FROZEN and self.choice.params.tier == DEVICE else self.memory
-
-    @cached_property
-    def staged(self) -> Pool | None:
-        """The pool through which states on the device go to the disk; None: such states are not committed."""
-        is_staged = self.choice.states.tier == DEVICE and self.choice.commits.paths
-        return self._few(self._sizes(ChunkKind.STATES)) if is_staged else None
 
     def _few(self, sizes: list[int]) -> Pool:
         return Pool(sizes, frozenset(), min(self.choice.states.in_flight or IN_FLIGHT, len(sizes)))
@@ -634,13 +665,18 @@ class Needs:
         bounces = choice.grads.micro_batches > 1 or choice.states.split_master
         found = self._gradients + exchange.regions(self.layout, self.communication)
         is_in_model = self.in_place or choice.params.tier > DEVICE
-        found += new_params.regions(self.layout, memory, bounces=bounces and not is_in_model)
-        if choice.states.tier == DEVICE and not self.direct:
-            largest = max((spec.numel for spec in self.layout.specs), default=0)
-            found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
-            if room := dithered_room_of(self.layout):  # also where they are compiled: the driver may refuse that
-                dithered = max(spec.numel for spec in self.layout.specs if is_dithered(spec.states))
-                found.append(Region(DEVICE, TEMPORARIES, dithered_bytes(dithered, room), is_lent=False))
+        found += new_params.regions(
+            self.layout, memory, bounces=bounces and not is_in_model, device_flats=self.device_flats
+        )
+        if self.on_device and not self.direct:
+            every = choice.states.tier == DEVICE
+            located = zip(self.layout.specs, self.layout.flat_of, strict=True)
+            there = [spec for spec, flat in located if every or flat in self.device_flats]
+            found.append(Region(DEVICE, SCRATCH, scratch_bytes(max(spec.numel for spec in there))))
+            dithered = max((spec.numel for spec in there if is_dithered(spec.states)), default=0)
+            if dithered:  # also where they are compiled: the driver may refuse that
+                nbytes = dithered_bytes(dithered, dithered_room_of(self.layout))
+                found.append(Region(DEVICE, TEMPORARIES, nbytes, is_lent=False))
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
@@ -654,7 +690,7 @@ class Needs:
     def _gradients(self) -> list[Region]:
         if self.reduction is not None:
             return self.reduction.regions(self.communication)
-        return gradients.regions(self.layout, self.choice.grads, in_place=self.in_place)
+        return gradients.regions(self.layout, self.choice.grads, in_place=self.in_place, device_flats=self.device_flats)
 
     def of_pools(self, pools: Mapping[ChunkKind, Pool]) -> list[Region]:
         """What pools of parameters and gradients take."""
@@ -664,12 +700,11 @@ class Needs:
         return found
 
     def of_states(self, states: Pool) -> list[Region]:
-        """What the states take, and the buffers of their commits."""
+        """What the states take."""
         holds = [
             kinds_held(slot, kinds) for slot, kinds in zip(self.states, self.kinds_of(ChunkKind.STATES), strict=True)
         ]
-        staged = [] if self.staged is None else self.staged.regions(CPU, STAGED, BUFFERS)
-        return [*states.regions(self.memory, ChunkKind.STATES, REST, holds), *staged]
+        return list(states.regions(CPU, ChunkKind.STATES, REST, holds))
 
     def of_trials(self, states: Pool) -> list[Region]:
         """What new parameters of steps that are tried take.
@@ -685,7 +720,7 @@ class Needs:
     @cached_property
     def tried_bytes(self) -> int:
         """RAM for new parameters of steps that are tried, if all states stream."""
-        return total_bytes(self.of_trials(NO_POOL), CPU)
+        return total_bytes(self.of_trials(Pool((), frozenset(), 0)), CPU)
 
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
         """What activations take while they wait.
@@ -721,6 +756,42 @@ class Needs:
         return self.choice.activations.tier == DEVICE and not self.direct
 
     @property
+    def device_bytes(self) -> int:
+        """What is reserved on the device, states included."""
+        fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
+        return total_bytes([*fixed, *self.of_states(self.states_in_memory)], DEVICE)
+
+    def with_states_on_device(self, room: int) -> Needs:
+        """These needs with the states of as many units on the device as fit: [Note: states on the device].
+
+        Args:
+            room: the most bytes that may be reserved there.
+        """
+        if not self.choice.states.shares or self.direct:
+            return self
+        units, spent = [], 0
+        for unit, nbytes in self._bytes_with_gradients().items():
+            if spent + nbytes <= room:
+                units.append(unit)
+                spent += nbytes
+        while units:
+            flats = frozenset(flat.index for flat in self.layout.flats if flat.unit in units)
+            found = replace(self, device_flats=flats)
+            if found.device_bytes <= room:
+                return found
+            units.pop()  # beside states and gradients there is little: sums of squares, and what kernels need
+        return self
+
+    def _bytes_with_gradients(self) -> dict[str, int]:
+        """About what the states of each unit take with their gradients, in the order of the layout."""
+        sizes: dict[str, int] = {}
+        dtypes = gradient_dtypes(self.layout, self.choice.grads.micro_batches)
+        for chunk, slot in zip(self.layout.chunks, self.states, strict=True):
+            unit = self.layout.flats[chunk.flat].unit
+            sizes[unit] = sizes.get(unit, 0) + slot.nbytes + chunk.numel * dtypes[chunk.flat].itemsize
+        return sizes
+
+    @property
     def least_bytes(self) -> int:
         """The least RAM, in bytes, with states on NVMe.
 
@@ -728,7 +799,7 @@ class Needs:
         """
         largest = max((slot.nbytes for slot in self.states), default=0)
         fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
-        return total_bytes(fixed, CPU) + self.tried_bytes + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        return total_bytes(fixed, CPU) + self.tried_bytes + min(LEAST_IN_FLIGHT * largest, self.states_in_memory.nbytes)
 
     def of_files(self, states: Pool) -> list[Region]:
         """What the slots of this rank take in its swap files, one superblock, and what commits write beside them.
@@ -741,7 +812,9 @@ class Needs:
         for kind, arrays in slots.arrays.items():
             for chunk, (one, names) in enumerate(zip(arrays, self.kinds_of(kind), strict=True)):
                 # Parameters that are not on NVMe are in slots for commits only.
-                stays = chunk in states.resident if kind is ChunkKind.STATES else not self.tiers[kind].is_durable
+                stays = not self.tiers[kind].is_durable
+                if kind is ChunkKind.STATES:
+                    stays = chunk in states.resident or chunk in states.on_device
                 found.append(_slot(kind, one, names, is_moved=not stays))
         if self.choice.params.keeps_base:
             found.append(Region(NVME, BASE, PAGE_BYTES + sum(self._sizes(ChunkKind.FROZEN))))
@@ -824,6 +897,51 @@ def _slot(kind: ChunkKind, one: SlotArrays, names: Sequence[str], *, is_moved: b
 # Where the states go.
 
 
+class OnDevice(NamedTuple):
+    """What is on the device.
+
+    Attributes:
+        needs: what is needed, with the states there that have room.
+        model_bytes: see `Placement`.
+        streamed_bytes: see `Placement`.
+        staying: see `Placement`.
+        tiled_in_ram: see `Placement`.
+    """
+
+    needs: Needs
+    model_bytes: int
+    streamed_bytes: int
+    staying: frozenset[str]
+    tiled_in_ram: frozenset[str]
+
+
+def fill_device(needs: Needs, room: Room, most_staying: int | None = None) -> OnDevice:
+    """Decides what is on the device beside what has to be: streamed units that stay, then states.
+
+    Args:
+        needs: without states there, unless all are.
+        room: what the device has room for.
+        most_staying: the most units that stay on the device; None: any number.
+
+    Raises:
+        BudgetError: the device has no room.
+    """
+    layout, choice = needs.held, needs.choice
+    slab_bytes, least = needs.device_bytes, streamed_bytes(layout, choice)
+    model_bytes, limit = _require_room(layout, choice, room, slab_bytes), room.device_memory
+    if limit is None and choice.params.is_chosen:
+        limit = room.limit
+    on_top = None if room.limit is None else room.limit - slab_bytes - model_bytes
+    in_ram = tiled_in_ram(layout, on_top, direct=needs.direct)
+    staying, most = frozenset[str](), least
+    if limit is not None:
+        staying, most = units_that_stay(layout, choice, limit - slab_bytes - model_bytes + least, most_staying)
+        model_bytes += most - least
+    if room.device_memory is not None:
+        needs = needs.with_states_on_device(room.device_memory - model_bytes)
+    return OnDevice(needs, model_bytes, most, staying, in_ram)
+
+
 def place(
     layout: Layout,
     choice: Choice,
@@ -853,29 +971,16 @@ def place(
         others = 'it needs param_tier="cpu" or "nvme" where the device has memory of its own'
         raise ConfigError(f'grad_tier="nvme": {few if choice.params.keeps_trained else others}')
     room = Room() if room is None else room
-    needs = Needs(layout, choice, direct)
-    sizes, tier = [one.nbytes for one in needs.states], choice.states.tier
-    is_on_device, streams = tier == DEVICE, tier.is_durable
+    there, streams = fill_device(Needs(layout, choice, direct), room, most_staying), choice.states.tier.is_durable
+    needs = there.needs
     activations = needs.of_activations(needs.activation_bytes, 0)
     fixed = [*needs.regions, *needs.of_pools(needs.pools())]
-    on_device = [*fixed, *(needs.of_states(_resident(sizes)) if is_on_device else ()), *activations]
-    slab_bytes = total_bytes(on_device, DEVICE)
-    least_model_bytes, least_streamed = _require_room(layout, choice, room, slab_bytes), streamed_bytes(layout, choice)
-    limit = room.limit if room.device_memory is not None or choice.params.is_chosen else None
-    staying, most_streamed = (
-        (frozenset[str](), least_streamed)
-        if limit is None
-        else units_that_stay(layout, choice, limit - slab_bytes - least_model_bytes + least_streamed, most_staying)
-    )
-    model_bytes = least_model_bytes - least_streamed + most_streamed
-    on_top = None if room.limit is None else room.limit - slab_bytes - least_model_bytes
-    in_ram = tiled_in_ram(layout, on_top, direct=direct)
     given = room.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // room.ranks_on_node if given is None else given
     # Of RAM: all but the states.
-    beside = total_bytes([*fixed, *needs.of_states(NO_POOL)], CPU)
-    all_states = 0 if is_on_device else needs.state_bytes
+    beside = total_bytes(fixed, CPU)
+    all_states = needs.states_in_memory.nbytes
     least = reserved + (needs.least_bytes if streams else beside + all_states + total_bytes(activations, CPU))
     if least > min(budget, free):
         other = 'tier="nvme" with a path' if choice.states.tier == CPU else "a smaller Tuning(chunk=...)"
@@ -891,12 +996,11 @@ def place(
     tried: list[Region] = []
     while True:
         tried_bytes = total_bytes(tried, CPU)
-        room_left = budget - fixed_bytes - tried_bytes
-        pool = _within(room_left, sizes, choice.states.in_flight) if streams else _resident(sizes)
+        pool = needs.states_within(budget - fixed_bytes - tried_bytes) if streams else needs.states_in_memory
         tried = needs.of_trials(pool)
         if total_bytes(tried, CPU) <= tried_bytes:
             break  # what is tried takes RAM, and the less of it states have, the more of them are tried
-    used = fixed_bytes + total_bytes(tried, CPU) + (0 if is_on_device else pool.nbytes)
+    used = fixed_bytes + total_bytes(tried, CPU) + pool.nbytes
     if given is not None and used > free:
         other = ', and tier="nvme" with a path' if choice.states.tier == CPU else ""
         raise BudgetError(
@@ -924,22 +1028,19 @@ def place(
         arrays=needs.arrays,
         slots=needs.slots,
         pools=pools,
-        staged=needs.staged,
+        device_flats=needs.device_flats,
         budget_bytes=budget,
         device_budget_bytes=room.limit,
         device_memory=room.device_memory,
-        model_bytes=model_bytes,
+        model_bytes=there.model_bytes,
         resident_bytes=room.resident(choice),
-        streamed_bytes=most_streamed,
-        staying=staying,
-        tiled_in_ram=in_ram,
+        streamed_bytes=there.streamed_bytes,
+        staying=there.staying,
+        tiled_in_ram=there.tiled_in_ram,
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         held_bytes=needs.held_bytes,
     )
-
-
-NO_POOL = Pool((), frozenset(), 0)
 
 
 def _resident(sizes: Sequence[int]) -> Pool:
@@ -947,16 +1048,22 @@ def _resident(sizes: Sequence[int]) -> Pool:
     return Pool(sizes, frozenset(range(len(sizes))), 0)
 
 
-def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
+def _within(room: int, whole: Pool, in_flight: int | None) -> Pool:
     """A pool of at most `room` bytes: buffers for streamed chunks, and as many resident chunks as fit beside them.
 
     There are never more buffers than streamed chunks: if so few chunks were left, all would fit.
+
+    Args:
+        room: the most bytes.
+        whole: the pool in which none stream.
+        in_flight: how many buffers there are; None: IN_FLIGHT, or fewer where that is what fits.
     """
-    if sum(sizes) <= room:
-        return _resident(sizes)
-    largest = max(sizes)
+    if whole.nbytes <= room:
+        return whole
+    largest = max(whole.sizes)
     buffers = min(in_flight or IN_FLIGHT, room // largest)
-    return Pool(sizes, residents(range(len(sizes)), sizes, room - buffers * largest), buffers)
+    kept = residents(sorted(whole.resident), whole.sizes, room - buffers * largest)
+    return Pool(whole.sizes, kept, buffers, whole.on_device)
 
 
 def _too_small(needed: int, budget: int, given: int | None, free: int, other: str) -> BudgetError:

@@ -1,13 +1,16 @@
-"""States on the model's own device (`tier="device"`): a store of which nothing is ever streamed, and its memory.
+"""States on the model's own device, and its memory.
 
-Training never moves them. A commit brings those that changed down into the buffers of a store beneath, which streams
-them to the swap files as it does those of `tier="nvme"`; after a resume or a rollback the first lease of each brings it
-up the same way.
+All of them are there with `tier="device"`, or as many as there is room for. The others are in a store beneath, in RAM
+or on NVMe, which knows all chunks.
+
+Training never moves those on the device. A commit brings those that changed down into the buffers of the store beneath,
+which streams them to the swap files as it does those of `tier="nvme"`; after a resume or a rollback they are brought up
+the same way, before they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -67,13 +70,14 @@ class DeviceArena(Lender):
 
 
 class DeviceStore(Store):
-    """The states of all chunks, on the device. Leases hold tensors on the device.
+    """The states of all chunks, of which some or all are on the device. Leases of those hold tensors on the device.
 
     Args:
         slot_arrays: the arrays of each chunk.
-        resident: the memory of all chunks, by chunk.
+        resident: the memory of the chunks on the device, by chunk.
         arena: the arena from which that memory was lent.
-        beneath: the store in RAM through which commits go; None: nothing is committed.
+        beneath: the store of the other chunks, through which commits of all go; None: all are on the device, and
+            nothing is committed.
         timeline: of the run.
         health: of the run.
     """
@@ -90,9 +94,31 @@ class DeviceStore(Store):
         super().__init__(slot_arrays, resident, (), None, timeline, health)
         self._arena = arena
         self._beneath = beneath
+        self._here = [chunk for chunk in self._chunks if chunk.is_resident]
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
+        self._others: list[int] = []  # of what was announced, those that stay beneath
+
+    def expect(self, order: Iterable[int], *, repeats: bool = True) -> None:
+        order = list(order)
+        self._others = [chunk for chunk in order if not self.is_here(chunk)]
+        super().expect((chunk for chunk in order if self.is_here(chunk)), repeats=repeats)
+        if self._beneath is not None:
+            beneath = [chunk for chunk in order if chunk in self._below or not self.is_here(chunk)]
+            self._beneath.expect(beneath, repeats=repeats)
+
+    def is_here(self, chunk: int) -> bool:
+        """Whether a chunk is on the device, or is brought there by its next lease."""
+        return super().is_resident(chunk)
+
+    def is_resident(self, chunk: int) -> bool:
+        return self.is_here(chunk) or self._other.is_resident(chunk)
+
+    def is_ready(self, chunk: int) -> bool:
+        return super().is_ready(chunk) if self.is_here(chunk) else self._other.is_ready(chunk)
 
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
+        if not self.is_here(chunk):
+            return self._other.lease(chunk, use, step=step)
         self._arena.bring_back()  # somebody wants the states of a parked model
         if chunk in self._below:
             self._bring_up(chunk)
@@ -101,14 +127,14 @@ class DeviceStore(Store):
     def _bring_up(self, chunk: int) -> None:
         version = self._below[chunk]
         with (
-            self._committing.lease(chunk, Use.READ, step=version.step) as there,
+            self._other.lease(chunk, Use.READ, step=version.step) as there,
             super().lease(chunk, Use.OVERWRITE, step=version.step) as here,
         ):
             for source, into in zip(there.arrays, here.arrays, strict=True):
                 into.copy_(source)
         self._is_up(chunk, version)
         if not self._below:
-            self._committing.expect(())
+            self._other.expect(self._others)
 
     @uninterrupted
     def _is_up(self, chunk: int, version: Version) -> None:
@@ -117,9 +143,9 @@ class DeviceStore(Store):
             self._now_in_slots({chunk: version})
 
     def flush(self) -> dict[int, Version]:
-        beneath = self._committing
+        beneath = self._other
         self.drain()
-        for chunk in self._chunks:
+        for chunk in self._here:
             if chunk.newer is None:
                 continue
             with self._both(chunk.index, chunk.newer) as (here, there):
@@ -132,14 +158,17 @@ class DeviceStore(Store):
     @uninterrupted
     def _are_down(self, versions: Mapping[int, Version]) -> None:
         with self._lock:
-            self._now_in_slots({chunk: at for chunk, at in versions.items() if chunk not in self._below})
+            self._now_in_slots(
+                {chunk: at for chunk, at in versions.items() if self.is_here(chunk) and chunk not in self._below}
+            )
 
     def set_committed(self, versions: Mapping[int, Version]) -> None:
-        self._committing.set_committed(versions)
+        self._other.set_committed(versions)
 
     def reset(self, versions: Mapping[int, Version]) -> None:
         super().reset({})
-        self._below = dict(versions)
+        self._below = {chunk: at for chunk, at in versions.items() if self.is_here(chunk)}
+        self._others = [chunk for chunk in versions if not self.is_here(chunk)]
         if self._beneath is not None:
             self._beneath.reset(versions)
             self._beneath.expect(versions)
@@ -155,9 +184,9 @@ class DeviceStore(Store):
             self._beneath.check()
 
     @property
-    def _committing(self) -> Store:
+    def _other(self) -> Store:
         if self._beneath is None:
-            raise AssertionError("states on the device are to be committed, but there is no swap file")
+            raise AssertionError("there is no store beneath that of the device")
         return self._beneath
 
     @contextmanager
@@ -168,7 +197,7 @@ class DeviceStore(Store):
         """
         with (
             self.lease(chunk, Use.READ, step=step) as here,
-            self._committing.lease(chunk, Use.OVERWRITE, step=step) as there,
+            self._other.lease(chunk, Use.OVERWRITE, step=step) as there,
         ):
             yield here, there
 

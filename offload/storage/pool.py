@@ -8,7 +8,7 @@ from functools import cached_property
 
 from offload.regions import Region
 from offload.storage.swap_format import SlotArrays
-from offload.tiers import Tier
+from offload.tiers import DEVICE, Tier
 
 LEAST_IN_FLIGHT = 3
 """The least chunks in flight in a step: one is read while one is in Adam and one is written."""
@@ -24,24 +24,37 @@ class Pool:
         sizes: the bytes of each chunk.
         resident: the chunks that stay.
         in_flight: how many buffers there are.
+        on_device: the chunks that stay on the device. They pass through the buffers at commits only, if at all.
     """
 
     sizes: Sequence[int]
     resident: frozenset[int]
     in_flight: int
+    on_device: frozenset[int] = frozenset()
 
     @cached_property
     def streamed(self) -> list[int]:
-        """Bytes of each chunk that does not stay."""
-        return [size for chunk, size in enumerate(self.sizes) if chunk not in self.resident]
+        """Bytes of each chunk that does not stay anywhere."""
+        stay = self.resident | self.on_device
+        return [size for chunk, size in enumerate(self.sizes) if chunk not in stay]
 
     @property
     def resident_bytes(self) -> int:
-        return sum(self.sizes) - sum(self.streamed)
+        return sum(self.sizes[chunk] for chunk in self.resident)
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of the chunks that stay on the device."""
+        return sum(self.sizes[chunk] for chunk in self.on_device)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of a buffer: those of the largest chunk that does not stay in this memory."""
+        return max((size for chunk, size in enumerate(self.sizes) if chunk not in self.resident), default=0)
 
     @property
     def buffer_bytes(self) -> int:
-        return self.in_flight * max(self.streamed, default=0)
+        return self.in_flight * self.largest
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +64,8 @@ class Pool:
     def utilisation(self) -> float:
         """The share of the pool's memory that chunks fill: a buffer is as large as the largest chunk."""
         in_buffers = self.in_flight * sum(self.streamed) / len(self.streamed) if self.streamed else 0
-        return (self.resident_bytes + in_buffers) / max(self.nbytes, 1)
+        stays = self.resident_bytes + self.device_bytes
+        return (stays + in_buffers) / max(stays + (self.buffer_bytes if self.streamed else 0), 1)
 
     def regions(
         self, tier: Tier, name: str, kind: str, holds: Sequence[tuple[tuple[str, int], ...]] | None = None
@@ -64,10 +78,11 @@ class Pool:
             kind: the kind of the resident chunks; see `Region.kind`.
             holds: for each chunk, `Region.holds`; None: nothing is counted under other kinds.
         """
-        if self.streamed:
-            yield Region(tier, in_flight(name), max(self.streamed), self.in_flight, BUFFERS)
-        for chunk in sorted(self.resident):
-            yield Region(tier, resident(name), self.sizes[chunk], 1, kind, () if holds is None else holds[chunk])
+        if self.in_flight:
+            yield Region(tier, in_flight(name), self.largest, self.in_flight, BUFFERS)
+        for chunk in sorted(self.resident | self.on_device):
+            where = DEVICE if chunk in self.on_device else tier
+            yield Region(where, resident(name), self.sizes[chunk], 1, kind, () if holds is None else holds[chunk])
 
 
 def in_flight(name: str) -> str:

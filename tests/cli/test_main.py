@@ -29,7 +29,7 @@ OPTIONS = {
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
         "--tensor-parallel", "--partition-activations",
         "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s", "--frozen", "--batch", "--seq", "--activation-tier",
-        "--dtype", "--gpu-memory", "--lora-rank", "--no-commits", "--optimizer", "--quantise", "--states",
+        "--dtype", "--gpu-memory", "--lora-rank", "--no-commits", "--optimizer", "--quantise", "--states", "--sweep",
     },
     "doctor": {"--path", "--json"},
     "list": {"directory", "--depth", "--json"},

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.planner.placement import IN_FLIGHT, _within
+from offload.storage.pool import Pool
 
 
 @given(st.data(), st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from([None, 1, 2, 3, 7]))
@@ -13,7 +14,7 @@ def test_buffers_are_as_many_as_wanted_and_fit_and_no_more_than_chunks_need(
     data: st.DataObject, sizes: list[int], in_flight: int | None
 ) -> None:
     room = data.draw(st.integers(max(sizes), sum(sizes) + 60), "room")
-    pool = _within(room, sizes, in_flight)
+    pool = _within(room, Pool(sizes, frozenset(range(len(sizes))), 0), in_flight)
     assert sum(size for chunk, size in enumerate(sizes) if chunk in pool.resident) == pool.resident_bytes
     assert pool.resident_bytes + pool.buffer_bytes == pool.nbytes <= room
     streamed = len(sizes) - len(pool.resident)

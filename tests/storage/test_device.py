@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,14 +37,19 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @contextmanager
-def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[DeviceStore]:
+def device_store(
+    engine: IOEngine, path: Path, buffers: int = 2, there: Collection[int] = range(len(NUMELS))
+) -> Iterator[DeviceStore]:
+    """Args: there: the chunks on the device; of the others the first one stays in RAM."""
     slot_arrays = [SlotArrays(numel) for numel in NUMELS]
     slots = Stripes(engine, [path], [1.0], slots_of(NUMELS, 2))
     ram, arena = Arena(MIB, HostCopier()), DeviceArena(MIB, CPU)
     passing = [ram.carve(max(slot.nbytes for slot in slot_arrays)) for _ in range(buffers)]
     health = Health()
-    beneath = Store(slot_arrays, {}, passing, slots.of(ChunkKind.STATES), Timeline(), health)
-    resident = {chunk: arena.carve(slot.nbytes) for chunk, slot in enumerate(slot_arrays)}
+    others = [chunk for chunk in range(len(NUMELS)) if chunk not in there]
+    stays = {chunk: ram.carve(slot_arrays[chunk].nbytes) for chunk in others[:1]}
+    beneath = Store(slot_arrays, stays, passing, slots.of(ChunkKind.STATES), Timeline(), health)
+    resident = {chunk: arena.carve(slot.nbytes) for chunk, slot in enumerate(slot_arrays) if chunk in there}
     store = DeviceStore(slot_arrays, resident, arena, beneath, Timeline(), health)
     try:
         yield store
@@ -69,35 +74,46 @@ actions = st.one_of(
     st.tuples(st.just("commit"), st.none()),
     st.tuples(st.just("fail"), st.integers(0, 2 * len(NUMELS))),
     st.tuples(st.just("back"), st.none()),
+    st.tuples(st.just("expect"), st.integers(0, len(NUMELS))),
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(script=st.lists(actions, max_size=20), buffers=st.integers(1, 4), seed=st.integers(0, 1000))
-def test_any_use_equals_two_plain_dicts(script: list[tuple[str, int | None]], buffers: int, seed: int) -> None:
+@given(
+    script=st.lists(actions, max_size=20),
+    buffers=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    there=st.sets(st.integers(0, len(NUMELS) - 1), min_size=1),
+)
+def test_any_use_equals_two_plain_dicts(
+    script: list[tuple[str, int | None]], buffers: int, seed: int, there: set[int]
+) -> None:
     engine = FaultyEngine(seed=seed, delay_s=0.0005)
     now = dict.fromkeys(range(len(NUMELS)), 0.0)
     committed, versions = dict(now), dict[int, Version]()
-    with tempfile.TemporaryDirectory() as folder, device_store(engine, Path(folder) / "run", buffers) as store:
+    with tempfile.TemporaryDirectory() as folder, device_store(engine, Path(folder) / "run", buffers, there) as store:
         for step, (action, argument) in enumerate(script, 1):
-            if action == "put" and argument is not None:
-                put_in(store, argument, float(step), step)
-                now[argument] = float(step)
-            elif action == "fail" and argument is not None:
-                engine.fail("write", errno.EIO, argument)
-            elif action == "commit":
-                try:
+            try:
+                if action == "put" and argument is not None:
+                    put_in(store, argument, float(step), step)
+                    now[argument] = float(step)
+                elif action == "fail" and argument is not None:
+                    engine.fail("write", errno.EIO, argument)
+                elif action == "expect" and argument is not None:
+                    store.expect([*range(argument, len(NUMELS)), *range(argument)])
+                elif action == "commit":
                     versions = store.flush()
-                except TierIOError:
-                    store.reset(versions)  # a failure stays until then
-                    now = dict(committed)
-                else:
                     store.set_committed(versions)
                     committed = dict(now)
-            else:
-                store.reset(versions)
+                else:
+                    store.reset(versions)
+                    now = dict(committed)
+                seen = {chunk: found(store, chunk) for chunk in now}
+            except TierIOError:
+                store.reset(versions)  # a failure stays until then
                 now = dict(committed)
-            assert {chunk: found(store, chunk) for chunk in now} == now
+                continue  # what is there is seen after the next action: to look may fail again
+            assert seen == now
     engine.close()
 
 

@@ -36,6 +36,7 @@ class AdamRule(Rule):
     name = "Adam"
     splits_masters = True
     can_try = True
+    has_same_bits = True
 
     def __init__(self, form: str = "fp32") -> None:
         self.states = ADAM_FORMS[form]
