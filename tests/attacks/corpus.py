@@ -204,8 +204,9 @@ def manifests() -> Iterator[Attack]:
     yield "the version of rules, and none", edited(("version",), 3), CorruptionError
     yield "the version of forms, and none", edited(("version",), 4), CorruptionError
     yield "the version of shapes, and none", edited(("version",), 5), CorruptionError
-    yield "the version of three slots a chunk, and two", edited(("version",), 6), CorruptionError
-    yield "a newer version", edited(("version",), 7), ResumeError
+    yield "the version of kept bases, and none", edited(("version",), 6), CorruptionError
+    yield "the version of three slots a chunk, and two", edited(("version",), 7), CorruptionError
+    yield "a newer version", edited(("version",), 8), ResumeError
     yield "a much newer version", edited(("version",), 1 << 62), ResumeError
     for version in (0, -1, True, 2.0, "2", None):
         yield f"version {version!r}", edited(("version",), version), CorruptionError

@@ -57,7 +57,7 @@ class Resident(Uses, HeldUnits):
 class Streamed(Uses, StreamedUnits):
     is_training = False
 
-    def fetch_before(self, node: Any, units: Any) -> None:
+    def fetch_before(self, node: Any, units: Any, *, is_used: bool = True) -> None:
         self.noted.append("fetched before a node")
 
     def keep(self, units: Any) -> None:
