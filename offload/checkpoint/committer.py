@@ -881,7 +881,7 @@ class Commits:
         """Makes the content of all stores what `manifest` names."""
         self.is_outdated = False
         self._versions = [
-            {number: Version(slot.step, slot.slot, slot.checksum) for number, slot in enumerate(slots)}
+            {number: Version(slot.step, slot.place, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
         ]
         for store in self._all_stores.trained:
@@ -953,10 +953,10 @@ class Commits:
             rows = []
             for chunk in self._layout.chunks:
                 at, slot = versions[chunk.index], slots.map.at(kind, chunk.index)
-                checksum = slots.checksum(slot, at.slot) if at.checksum is None else at.checksum
+                checksum = slots.checksum(slot, at.place) if at.checksum is None else at.checksum
                 path = slots.chosen[slot]
                 rows.append(
-                    ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.slot, at.step, f"{checksum:016x}")
+                    ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.place, at.step, f"{checksum:016x}")
                 )
             return tuple(rows)
 

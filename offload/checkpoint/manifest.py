@@ -16,7 +16,7 @@ One JSON object, spelled as `canonical` spells it, with these fields:
                        the innermost, null if that is their own order; age: steps that this parameter has taken
     flats              {params: numbers of its parameters, offsets, numel, owned: [start, stop)}: all ranks have the
                        same flats, and each owns a shard of each
-    chunks             rows of flat, start, numel, path, slot (A, B, C: 0, 1, 2), step that it was written at,
+    chunks             rows of flat, start, numel, path, place (A, B, C: 0, 1, 2), step that it was written at,
                        checksum of its slot's data (XXH3-64, 16 hex digits); by flat and start. A row's number is the
                        chunk's number in its slot.
     copies             with a split master as many rows of the same kind: of the slots that hold the same chunks' 16-bit
@@ -245,7 +245,7 @@ class ChunkFacts(NamedTuple):
         start: its first element in the flat.
         numel: its elements.
         path: the number of its swap file.
-        slot: the place of its version, A (0), B (1) or C (2).
+        place: of its version, A (0), B (1) or C (2).
         step: the step that this version was written at.
         xxh3: the XXH3-64 of its slot after the header, in 16 hex digits.
     """
@@ -254,7 +254,7 @@ class ChunkFacts(NamedTuple):
     start: Count
     numel: Annotated[int, Meta(ge=1, le=MAX_NUMEL)]
     path: Annotated[int, Meta(ge=0, le=MAX_PATHS)]
-    slot: Annotated[int, Meta(ge=0, le=MAX_PLACES)]
+    place: Annotated[int, Meta(ge=0, le=MAX_PLACES)]
     step: Natural
     xxh3: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
@@ -383,7 +383,7 @@ def committed_slots(manifest: Manifest) -> list[Slot]:
     for kind in (ChunkKind.STATES, ChunkKind.PARAMS):
         for number, one in zip(slots.of(kind), slots.arrays[kind], strict=True):
             facts = manifest.slots[number]
-            offset = tables[facts.path].offset(number, facts.slot)
+            offset = tables[facts.path].offset(number, facts.place)
             found.append(Slot(number, facts.path, offset, one.nbytes, one))
     return found
 
@@ -574,7 +574,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         if problem := _flat_problem(flat, parameters):
             yield f"flats[{number}]: {problem}"
     for number, slot in enumerate(manifest.slots):
-        if slot.flat >= len(flats) or slot.path >= manifest.paths or slot.slot >= manifest.places or slot.step > step:
+        if slot.flat >= len(flats) or slot.path >= manifest.paths or slot.place >= manifest.places or slot.step > step:
             yield f"chunks[{number}]: there is no such flat, path, slot or step"
     if [chunk.flat for chunk in manifest.chunks] != sorted(chunk.flat for chunk in manifest.chunks):
         yield "chunks: not in the order of the flats"

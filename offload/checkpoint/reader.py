@@ -84,7 +84,7 @@ class CommittedSlots:
         """
         facts = self._manifest.slots[number]
         file = self._whole(number)
-        return file.read(number, memory_of(data), step=facts.step, slot=facts.slot, checksum=facts.checksum)
+        return file.read(number, memory_of(data), step=facts.step, place=facts.place, checksum=facts.checksum)
 
     def verify(self, number: int, buffer: Tensor) -> None:
         """Reads a slot piece by piece, and compares it with its checksum.
@@ -99,7 +99,7 @@ class CommittedSlots:
         """
         facts = self._manifest.slots[number]
         file = self._whole(number)
-        file.verify(number, memory_of(buffer), step=facts.step, slot=facts.slot, checksum=facts.checksum)
+        file.verify(number, memory_of(buffer), step=facts.step, place=facts.place, checksum=facts.checksum)
 
     def require_whole(self, numbers: Iterable[int]) -> None:
         """Checks that the files are long enough for these slots, before memory is taken: a manifest may say anything.

@@ -125,12 +125,12 @@ class Version(NamedTuple):
 
     Attributes:
         step: the step whose result it is.
-        slot: its place, A (0), B (1) or C (2).
+        place: A (0), B (1) or C (2).
         checksum: the checksum that the commit names; None: the one in the slot's header counts.
     """
 
     step: int
-    slot: int
+    place: int
     checksum: int | None = None
 
 
@@ -139,12 +139,12 @@ class CachedChunk:
 
     Args:
         index: its number.
-        slot: the arrays in its slot.
+        slot_arrays: the arrays in its slot.
         memory: uint8, 1-D, for a chunk that never leaves RAM; None for one that streams.
 
     Attributes:
         index: its number.
-        slot: the arrays in its slot.
+        slot_arrays: the arrays in its slot.
         is_resident: whether it never leaves RAM.
         buffer: its memory; None while it has none.
         state: see [Note: residency].
@@ -165,7 +165,7 @@ class CachedChunk:
         "is_resident",
         "is_retained",
         "newer",
-        "slot",
+        "slot_arrays",
         "state",
         "stored",
         "transfer",
@@ -181,9 +181,9 @@ class CachedChunk:
     transfer: IOFuture | None
     holder: weakref.ref[Lease] | None
 
-    def __init__(self, index: int, slot: SlotArrays, memory: Tensor | None = None) -> None:
+    def __init__(self, index: int, slot_arrays: SlotArrays, memory: Tensor | None = None) -> None:
         self.index = index
-        self.slot = slot
+        self.slot_arrays = slot_arrays
         self.is_resident = memory is not None
         self.buffer = None if memory is None else Buffer(memory)
         self.reset(None)
@@ -210,7 +210,7 @@ class CachedChunk:
         """
         self.state = Residency.EMPTY if version is None else Residency.STORED
         self.stored = version
-        self.committed = None if version is None else version.slot
+        self.committed = None if version is None else version.place
         self.newer = self.transfer = self.holder = self.tried = None
         self.is_retained = False
 
@@ -225,24 +225,24 @@ class CachedChunk:
     @property
     def place(self) -> int:
         """The place for its next version; see [Note: places]."""
-        if self.stored is not None and self.stored.slot != self.committed:
-            return self.stored.slot
+        if self.stored is not None and self.stored.place != self.committed:
+            return self.stored.place
         return 0 if self.committed != 0 else 1
 
     @property
     def place_to_try(self) -> int:
         """The place for a version that is tried; see [Note: places]."""
-        needed = {self.committed, None if self.stored is None else self.stored.slot}
+        needed = {self.committed, None if self.stored is None else self.stored.place}
         return next(place for place in range(MAX_PLACES) if place not in needed)
 
     @property
     def arrays(self) -> Sequence[Tensor]:
         """Its tensors in RAM, one for each array of its slot, each of shape (chunk.numel,)."""
         assert self.buffer is not None
-        return self.buffer.arrays(self.slot)
+        return self.buffer.arrays(self.slot_arrays)
 
     @property
     def data(self) -> memoryview:
         """Its bytes in RAM."""
         assert self.buffer is not None
-        return self.buffer.data[: self.slot.nbytes]
+        return self.buffer.data[: self.slot_arrays.nbytes]

@@ -244,7 +244,7 @@ class Store:
 
     def nbytes(self, chunk: int) -> int:
         """The bytes of the chunk's slot."""
-        return self._chunks[chunk].slot.nbytes
+        return self._chunks[chunk].slot_arrays.nbytes
 
     def can_try(self, chunk: int) -> bool:
         """Whether a step of the chunk can be tried: it streams, and its last version is in a slot, or on its way."""
@@ -372,7 +372,7 @@ class Store:
         with self._lock:
             for chunk in self._chunks:
                 version = versions.get(chunk.index)
-                chunk.committed = None if version is None else version.slot
+                chunk.committed = None if version is None else version.place
 
     @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
@@ -553,7 +553,7 @@ class Store:
         else:
             chunk.change(Residency.WRITING)
             chunk.tried = Version(step, chunk.place_to_try)
-            future = self._swap.write(chunk.index, chunk.data, step=step, slot=chunk.tried.slot)
+            future = self._swap.write(chunk.index, chunk.data, step=step, place=chunk.tried.place)
             self._follow(future, chunk, Residency.STORED, "nvme_written_bytes")
         self._changed.notify_all()
         self._read_ahead()
@@ -613,7 +613,7 @@ class Store:
         chunk.change(Residency.READING)
         self._take_buffer(chunk)
         future = self._swap.read(
-            chunk.index, chunk.data, step=version.step, slot=version.slot, checksum=version.checksum
+            chunk.index, chunk.data, step=version.step, place=version.place, checksum=version.checksum
         )
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
@@ -623,7 +623,7 @@ class Store:
         chunk.newer = None
         chunk.change(Residency.WRITING)
         chunk.stored = Version(step, chunk.place)
-        future = self._swap.write(chunk.index, chunk.data, step=step, slot=chunk.stored.slot)
+        future = self._swap.write(chunk.index, chunk.data, step=step, place=chunk.stored.place)
         self._follow(future, chunk, then, "nvme_written_bytes")
 
     def _follow(self, future: IOFuture, chunk: CachedChunk, then: Residency, counter: str) -> None:

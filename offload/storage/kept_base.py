@@ -172,11 +172,11 @@ class KeptBase(WrittenSlots):
         numbers = range(self._table.slots.total)
         return Slots(dict.fromkeys(numbers, self), numbers)
 
-    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, data: memoryview, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
         """See SlotFile.read. All values are of step 0, whichever step the run began at."""
         return super().read(chunk, data, step=0, checksum=checksum)
 
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+    def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture:
         """See WrittenSlots.write.
 
         Raises:

@@ -132,11 +132,11 @@ class SlotTable:
         self.nbytes = PAGE_BYTES + end
         self.uncommitted_nbytes = self.nbytes - (0 if slots.committed is None else self._step)
 
-    def offset(self, slot: int, version: int = 0) -> int:
-        """Where a version of a slot begins in the file, in bytes.
+    def offset(self, slot: int, place: int = 0) -> int:
+        """Where a place of a slot begins in the file, in bytes.
 
         Args:
             slot: the number of the slot.
-            version: its place, A (0), B (1) or C (2).
+            place: A (0), B (1) or C (2).
         """
-        return PAGE_BYTES + version * self._step + self._starts[slot]
+        return PAGE_BYTES + place * self._step + self._starts[slot]

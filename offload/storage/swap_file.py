@@ -258,14 +258,14 @@ class SlotFile:
     def path(self) -> str:
         return self._file.path
 
-    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, data: memoryview, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
         """Reads a slot, and checks that it is what was written there as the result of `step`.
 
         Args:
             chunk: the number of the slot.
             data: the memory, as long as the slot.
             step: the step.
-            slot: its place, A (0), B (1) or C (2).
+            place: A (0), B (1) or C (2).
             checksum: the one that the header has to name; None: any.
 
         Returns:
@@ -280,7 +280,7 @@ class SlotFile:
             else:
                 self._hasher.put(None, _guarded, self._check, transfer, chunk, step, checksum)
 
-        offset = self._table.offset(chunk, slot)
+        offset = self._table.offset(chunk, place)
         return self._engine.submit(Transfer("read", self._file, offset, data, arrived))
 
     def _check(self, transfer: Transfer, chunk: int, step: int, checksum: int | None) -> None:
@@ -290,21 +290,21 @@ class SlotFile:
             self._require_sum(xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]), header, offset)
         transfer.resolve()
 
-    def verify(self, chunk: int, buffer: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> None:
+    def verify(self, chunk: int, buffer: memoryview, *, step: int, place: int = 0, checksum: int | None = None) -> None:
         """Reads a slot piece by piece, and checks it as `read` does. It takes no more memory than `buffer`.
 
         Args:
             chunk: the number of the slot.
             buffer: the memory for a piece, whole pages.
             step: the step whose result it has to be.
-            slot: its place, A (0), B (1) or C (2).
+            place: A (0), B (1) or C (2).
             checksum: the one that the header has to name; None: any.
 
         Raises:
             CorruptionError: the slot is not what was written there as the result of `step`.
             TierIOError: a disk or its file system failed.
         """
-        offset, size = self._table.offset(chunk, slot), self._table.slots.all_arrays[chunk].nbytes
+        offset, size = self._table.offset(chunk, place), self._table.slots.all_arrays[chunk].nbytes
         hasher, header = xxhash.xxh3_64(), None
         for start in range(0, size, len(buffer)):
             data = buffer[: min(len(buffer), size - start)]
@@ -367,29 +367,29 @@ class WrittenSlots(SlotFile):
         super().__init__(engine, file, table, run_id, hasher, timeline, stripe)
         self._checksums: dict[tuple[int, int], int] = {}  # by slot and place, of what this run wrote last
 
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+    def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture:
         """Adds padding, checksum and header to a slot, and writes it.
 
         Args:
             chunk: the number of the slot.
             data: the whole slot, of which the first page is for the header.
             step: the step whose result it is.
-            slot: its place, A (0), B (1) or C (2).
+            place: A (0), B (1) or C (2).
 
         Returns:
             A future. It raises the engine's errors.
         """
-        transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
-        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step, slot)
+        transfer = Transfer("write", self._file, self._table.offset(chunk, place), data)
+        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step, place)
         return transfer
 
-    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, data: memoryview, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
         """See SlotFile.read. Without `checksum`, the header has to name that of what this run wrote there last.
 
         So a write that a drive has lost is found even if what was there before is of the same step.
         """
-        checksum = self._checksums.get((chunk, slot)) if checksum is None else checksum
-        return super().read(chunk, data, step=step, slot=slot, checksum=checksum)
+        checksum = self._checksums.get((chunk, place)) if checksum is None else checksum
+        return super().read(chunk, data, step=step, place=place, checksum=checksum)
 
     def _seal(self, transfer: Transfer, chunk: int, step: int, place: int) -> None:
         data, slot = transfer.view, self._table.slots.all_arrays[chunk]
@@ -403,9 +403,9 @@ class WrittenSlots(SlotFile):
             transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
         self._engine.submit(transfer)
 
-    def checksum(self, chunk: int, slot: int = 0) -> int:
+    def checksum(self, chunk: int, place: int = 0) -> int:
         """The XXH3-64 of the data that the last `write` to a place of a slot wrote. That write has to have ended."""
-        return self._checksums[chunk, slot]
+        return self._checksums[chunk, place]
 
 
 class SwapFile(WrittenSlots):
@@ -505,9 +505,9 @@ class SwapFile(WrittenSlots):
         """Whether O_DIRECT is on."""
         return self._file.direct
 
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+    def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture:
         self._size_before = None
-        return super().write(chunk, data, step=step, slot=slot)
+        return super().write(chunk, data, step=step, place=place)
 
     def sync(self) -> IOFuture:
         """Makes durable what was written before; see IOEngine.sync."""
@@ -716,15 +716,15 @@ class Slots:
         self._files = files
         self._numbers = numbers
 
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+    def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture:
         """See SwapFile.write."""
         number = self._numbers[chunk]
-        return self._files[number].write(number, data, step=step, slot=slot)
+        return self._files[number].write(number, data, step=step, place=place)
 
-    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, data: memoryview, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
         """See SlotFile.read."""
         number = self._numbers[chunk]
-        return self._files[number].read(number, data, step=step, slot=slot, checksum=checksum)
+        return self._files[number].read(number, data, step=step, place=place, checksum=checksum)
 
 
 class Stripes:

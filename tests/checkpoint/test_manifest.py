@@ -179,7 +179,7 @@ def test_a_version_that_its_states_do_not_ask_for_is_not_taken() -> None:
 
 def test_three_slots_a_chunk_have_a_version_of_their_own() -> None:
     three = manifest_of(places=3)
-    three = dataclasses.replace(three, chunks=(three.chunks[0]._replace(slot=2), *three.chunks[1:]))
+    three = dataclasses.replace(three, chunks=(three.chunks[0]._replace(place=2), *three.chunks[1:]))
     assert b'"version":7' in serialise(three)
     assert parse(serialise(three)) == three
     with pytest.raises(CorruptionError):

@@ -108,14 +108,14 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
             buffer = Arena(slot.nbytes, HostCopier()).carve(slot.nbytes)
             for number, state in enumerate(slot.views(buffer)):
                 state.copy_(torch.arange(numel) + 10_000 * number + 100_000 * place)
-            file.write(chunk, memory_of(buffer), step=steps[chunk], slot=place).result(30)
+            file.write(chunk, memory_of(buffer), step=steps[chunk], place=place).result(30)
     data = Path(file.path).read_bytes()
     file.close()
     engine.close()
     block = parse_superblock(data[:PAGE_BYTES], "swap")
     made = manifest_of()
     chunks = [
-        chunk._replace(numel=numel, slot=place, path=0)
+        chunk._replace(numel=numel, place=place, path=0)
         for chunk, numel, place in zip(made.chunks, numels, (1, 0, 1), strict=False)
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
@@ -123,7 +123,7 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
     assert len(data) == file_bytes(slots)
     for slot in committed_slots(manifest):
-        place = chunks[slot.chunk].slot
+        place = chunks[slot.chunk].place
         assert slot.size == slot_arrays[slot.chunk].nbytes
         found = parse_header(data[slot.offset : slot.offset + PAGE_BYTES], "swap", slot.offset, slot.chunk)
         assert (found.chunk, found.step, found.numel) == (slot.chunk, steps[slot.chunk], numels[slot.chunk])

@@ -64,13 +64,13 @@ def offset_of(chunk: int, place: int = 0) -> int:
 
 
 def write(slots: SwapFile, chunk: int, value: float, *, step: int = 1, place: int = 0) -> None:
-    slots.write(chunk, memory_of(filled(chunk, value)), step=step, slot=place).result(WAIT_S)
+    slots.write(chunk, memory_of(filled(chunk, value)), step=step, place=place).result(WAIT_S)
 
 
 def read(slots: SwapFile, chunk: int, *, step: int = 1, place: int = 0) -> float:
     """Reads and checks a slot; the value it was filled with."""
     buffer = buffer_for(chunk)
-    slots.read(chunk, memory_of(buffer), step=step, slot=place).result(WAIT_S)
+    slots.read(chunk, memory_of(buffer), step=step, place=place).result(WAIT_S)
     value = SlotArrays(NUMELS[chunk]).views(buffer)[0][0].item()
     for state, expected in zip(
         SlotArrays(NUMELS[chunk]).views(buffer), SlotArrays(NUMELS[chunk]).views(filled(chunk, value)), strict=True

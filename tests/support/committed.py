@@ -64,7 +64,7 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
     )
     if changes.get("split_master"):
         copies = [
-            chunk._replace(path=(at + 1) % paths, slot=(at + 1) % 2, step=STEP - at % 2)
+            chunk._replace(path=(at + 1) % paths, place=(at + 1) % 2, step=STEP - at % 2)
             for at, chunk in enumerate(chunks)
         ]
         made = dataclasses.replace(made, copies=tuple(copies))
