@@ -16,7 +16,7 @@ out, and the next ones are tried.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -854,22 +854,40 @@ class Needs:
                 held[state.name] += sum(size * -(-chunk.numel // block) for size, block in state.form.arrays)
         return dict(held)
 
-    def moved_bytes(self, pools: Mapping[ChunkKind, Pool]) -> tuple[int, int]:
+    def moved_bytes(self, pools: Mapping[ChunkKind, Pool], staying: Container[str] = ()) -> tuple[int, int]:
         """Bytes that a step reads from the disk, and that it writes to it.
 
         States are read and written. Gradients are written by each micro-batch, and read by the next one or the step.
         Parameters are read by each forward and each backward. Only the forward after a step finds those in RAM that
-        were just made there, but for tiles: they are fetched when their whole weight has been updated.
+        were just made there, but for tiles: they are fetched when their whole weight has been updated. Frozen
+        parameters that stay on the device are not read, and trained ones that do once at most.
 
         Args:
             pools: of all kinds.
+            staying: the units that stay on the device.
         """
         streamed = Counter({kind: sum(pool.streamed) for kind, pool in pools.items() if self.tiers[kind].is_durable})
         micro_batches, new = self.choice.grads.micro_batches, streamed[ChunkKind.PARAMS]
         sizes = zip(self.layout.param_chunks, self._sizes(ChunkKind.PARAMS), strict=True) if new else ()
         found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
         both = streamed[ChunkKind.STATES] + micro_batches * streamed[ChunkKind.GRADS]
-        return both + 2 * micro_batches * (new + streamed[ChunkKind.FROZEN]) - found, both + new
+        reads = 2 * micro_batches
+        read = both + reads * (new + streamed[ChunkKind.FROZEN]) - found
+        read -= (reads - 1) * self._read_of(ChunkKind.PARAMS, pools, staying)
+        read -= reads * self._read_of(ChunkKind.FROZEN, pools, staying)
+        return read, both + new
+
+    def _read_of(self, kind: ChunkKind, pools: Mapping[ChunkKind, Pool], units: Container[str]) -> int:
+        """The bytes of the chunks of parameters of these units that stream from the disk."""
+        if not self.tiers[kind].is_durable or kind not in pools:
+            return 0
+        first = 0 if kind is ChunkKind.PARAMS else len(self.layout.param_chunks)
+        chunks = self.held.param_chunks[first : first + len(pools[kind].sizes)]
+        return sum(
+            size
+            for number, (chunk, size) in enumerate(zip(chunks, pools[kind].sizes, strict=True))
+            if number not in pools[kind].resident and self.held.flats[chunk.flat].unit in units
+        )
 
 
 def dithered_room_of(layout: Layout) -> int:
@@ -1021,7 +1039,7 @@ def place(
         *needs.of_files(pool),
     ]
     pools[ChunkKind.STATES] = pool
-    read_bytes, written_bytes = needs.moved_bytes(pools)
+    read_bytes, written_bytes = needs.moved_bytes(pools, there.staying)
     return Placement(
         choice,
         regions,

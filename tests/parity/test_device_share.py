@@ -45,10 +45,11 @@ def memory_for(kind: str, share: float, accumulation: int = 1, states: str = "fp
 
 
 def require_share(run: Run, share: float, memory: int) -> None:
-    """Some states are on the device if there is room for some, and no more than there is room for."""
+    """Some states are on the device if there is room for a unit's, and no more than there is room for."""
     there, chunks = run.stats["device_chunks"], run.stats["chunks"]
     assert run.stats["peak_device_bytes"] <= memory
-    assert there == chunks if share == 1 else there == 0 if share == 0 else 0 < there < chunks
+    assert there == chunks if share == 1 else there == 0 if share == 0 else there < chunks
+    assert there or share < 1 / 2
 
 
 @cache
