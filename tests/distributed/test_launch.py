@@ -1,9 +1,17 @@
 from __future__ import annotations
 
-import pytest
+import contextlib
+import io
+import os
 
-from offload.errors import ConfigError
+import pytest
+from torch import nn
+
+from offload import OffloadZero
+from offload.errors import ConfigError, RankError
+from offload.ranks import torch_distributed as comm
 from offload.ranks.launch import launched, rank_on_node
+from tests.support.ranks import World, Worlds
 
 
 @pytest.mark.parametrize(
@@ -33,3 +41,50 @@ def test_one_process_is_what_nobody_launched() -> None:
     assert launched({"WORLD_SIZE": "4"}) == 4
     with pytest.raises(ConfigError, match="WORLD_SIZE='0'"):
         launched({"WORLD_SIZE": "0"})
+
+
+def _on_machines_of_their_own() -> str:
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        OffloadZero(nn.Linear(2, 2)).close()
+    return said.getvalue()
+
+
+def _told_in_one_group() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        OffloadZero(nn.Linear(2, 2)).close()
+    return said.getvalue()
+
+
+def test_with_several_machines_the_start_says_when_a_lost_one_is_found(worlds: Worlds) -> None:
+    assert not any("several machines" in said for said in worlds(2).run(_told_in_one_group))
+    with World(2, group_timeout_s=77) as world:
+        for said in world.run(_on_machines_of_their_own):
+            assert "ranks on several machines: one that is lost is found after 77 s" in said
+
+
+def _advised(address: str, interface: str | None) -> str:
+    """What a collective says that nobody else takes part in."""
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    group = comm.connect(timeout_s=0.2)
+    if group.rank:
+        return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostbyname", lambda name: address)
+        patch.delenv("GLOO_SOCKET_IFNAME")
+        if interface is not None:
+            patch.setenv("GLOO_SOCKET_IFNAME", interface)
+        with pytest.raises(RankError) as caught:
+            group.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "interface", "advises"),
+    [("127.0.1.1", None, True), ("127.0.1.1", "eth0", False), ("10.0.0.7", None, False)],
+)
+def test_an_address_that_leads_nowhere_is_named(address: str, interface: str | None, advises: bool) -> None:
+    with World(2) as world:
+        said, _ = world.run(_advised, address, interface)
+        assert ("set GLOO_SOCKET_IFNAME to the network interface" in said) is advises
+        world.usable = False
