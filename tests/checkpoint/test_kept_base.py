@@ -123,6 +123,7 @@ with optimizer:
 """
 
 
+@pytest.mark.slow
 def test_processes_that_make_one_base_at_once_leave_one(weights: Path, tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", MAKER, str(weights), str(tmp_path)]
     made = [subprocess.Popen([*arguments, name], stderr=subprocess.PIPE, text=True) for name in ("one", "two", "three")]
