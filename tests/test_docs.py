@@ -316,3 +316,11 @@ def test_docstrings_have_a_first_line_and_sections_on_lines_of_their_own(file: P
 def test_a_docstring_out_of_form_is_found(text: str, fault: str) -> None:
     assert any(one.startswith(fault) for one in faults(text, {"size"}))
     assert not list(faults("Reads.\n\nArgs:\n    size: in\n        bytes.\n\nRaises:\n    E: so.", {"size"}))
+
+
+def test_every_page_is_in_the_sites_menu() -> None:
+    """The site is built strictly: a page that is in no menu stops it."""
+    menu = re.findall(r"(?m)^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1])
+    shown = {path for name in menu for path in (*(ROOT / "docs").glob(name), *ROOT.glob(name))}
+    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "bench" / "results").rglob("*.md")}
+    assert {str(page.relative_to(ROOT)) for page in pages - shown} == set()
