@@ -1428,7 +1428,8 @@ class OffloadZero(torch.optim.Optimizer):
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
         with self._together():
-            return self._commits.snapshot(keep, None if path is None else Path(path))
+            # Where it leads now: the copy goes on while the working directory may change.
+            return self._commits.snapshot(keep, None if path is None else Path(path).absolute())
 
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.

@@ -330,8 +330,8 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
 def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
     """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory. The copies are durable.
 
-    The manifest is written as it was read and checked. The tensors are not checked, like the slots that a snapshot
-    copies: whoever reads them does that.
+    The manifest comes last: whoever sees it finds all else. It is written as it was read and checked. The tensors are
+    not checked, like the slots that a snapshot copies: whoever reads them does that.
 
     Raises:
         CorruptionError: the manifest is missing or damaged.
@@ -340,11 +340,11 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
         TierIOError: a disk or its file system failed.
     """
     manifest = read_manifest(source, commit, rank, files)
-    made = target / manifest_name(commit, rank)
-    write_file(files, made, [serialise(manifest)])
     if manifest.tensors is not None:
         made = target / tensors_name(commit, rank)
         copy_file(files, source / made.name, made, manifest.tensors.size)
+        sync_directory(files, target)
+    write_file(files, target / manifest_name(commit, rank), [serialise(manifest)])
     sync_directory(files, target)
 
 

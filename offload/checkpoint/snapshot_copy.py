@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import Commit, manifest_name, path_of, spelled
 from offload.checkpoint.live import names_in
 from offload.checkpoint.snapshot import Snapshot
@@ -158,6 +159,9 @@ class SnapshotCopy:
             if time.monotonic() > begun + self._limit_s:
                 problem = f"has no {missing[0].name} after {self._limit_s:.0f} s: do all ranks see it?"
                 raise PathError(errno.ETIMEDOUT, problem, str(missing[0].parent))
+        for one in self.copy.record.files:
+            for directory in one.directories:  # a manifest that is seen need not be durable yet
+                sync_directory(self.copy.files, path_of(directory))
         self.copy.decide()
 
 

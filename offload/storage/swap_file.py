@@ -253,6 +253,7 @@ class SlotFile:
         self._hasher = hasher
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._hashes = drive_lanes(stripe)
+        self._checksums: dict[tuple[int, int], int] = {}  # by slot and place, of what was written here last
 
     @property
     def path(self) -> str:
@@ -353,19 +354,6 @@ class SlotFile:
 
 class WrittenSlots(SlotFile):
     """The slots in one open swap file, as they are written, too. The arguments are SlotFile's."""
-
-    def __init__(
-        self,
-        engine: IOEngine,
-        file: IOFile,
-        table: SlotTable,
-        run_id: str,
-        hasher: Workers,
-        timeline: Timeline | None = None,
-        stripe: int = 0,
-    ) -> None:
-        super().__init__(engine, file, table, run_id, hasher, timeline, stripe)
-        self._checksums: dict[tuple[int, int], int] = {}  # by slot and place, of what this run wrote last
 
     def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture:
         """Adds padding, checksum and header to a slot, and writes it.

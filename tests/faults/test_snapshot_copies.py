@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from offload import OffloadZero
@@ -127,6 +128,23 @@ def test_training_goes_on_while_a_snapshot_is_copied(make: Make, tmp_path: Path,
     assert_same(later, go_to(again, optimizer, 7))
 
 
+def test_a_relative_target_is_where_it_led_at_first(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Watched()
+    with on_disk(files):
+        _, optimizer = committed(make, KEPT)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    files.goes_on.clear()
+    optimizer.snapshot(path="shared")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    files.goes_on.set()
+    optimizer.close()
+    assert local_snapshots(tmp_path / "shared")
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_the_next_commit_takes_note_of_it(make: Make, path: Path, tmp_path: Path) -> None:
     model, optimizer = committed(make, KEPT)
     (directory,) = optimizer.snapshot(path=tmp_path / "shared")
@@ -236,3 +254,22 @@ def test_a_target_that_cannot_be_used_is_refused_and_nothing_is_changed(make: Ma
     assert {name for name in contents(tmp_path) if "snapshot" not in name} == {*before}
     optimizer.snapshot(path=tmp_path / "shared")
     optimizer.close()
+
+
+def test_the_manifest_comes_last_so_that_whoever_sees_it_finds_all_else(make: Make, tmp_path: Path) -> None:
+    """Rank 0 decides when it sees those of all ranks, whose tensors may be as large as it pleases the user."""
+    made: list[str] = []
+
+    class Seen(Watched):
+        def create(self, path: Path) -> IOFile:
+            if "shared" in path.parts:
+                made.append(path.name.split("-")[0])
+            return super().create(path)
+
+    with on_disk(Seen()):
+        model, optimizer = committed(make, EARLY)
+    one_step(model, optimizer, EARLY)
+    optimizer.commit({"x": torch.arange(5)})
+    optimizer.snapshot(path=tmp_path / "shared")
+    optimizer.close()
+    assert made.index("swap") < made.index("extra") < made.index("manifest") < made.index("COMMIT.offload.new")
