@@ -532,7 +532,8 @@ def find_together(
     directories, claimant = meet(choice, comm, files)
     run_id = claimant.start
     undo.callback(files.let_go)
-    claims = Claims(claimant, files, wait_s=choice.lock_timeout_s, say=_say)
+    # The other ranks wait in a collective meanwhile, and must not take this one for lost.
+    claims = Claims(claimant, files, wait_s=min(choice.lock_timeout_s, comm.timeout_s / 2), say=_say)
     with together(comm):
         _enter(undo, directories, claims, files)
         if not choice.resume:

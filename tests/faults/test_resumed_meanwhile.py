@@ -14,8 +14,9 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import CorruptionError, PathInUseError, ResumeError
 from offload.io.files import Host
+from offload.ranks.communicator import Communicator
 from offload.storage.directories import LOCK_NAME
-from offload.storage.directory_lock import Claimant
+from offload.storage.directory_lock import Claimant, Claims
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
@@ -163,3 +164,20 @@ def test_a_run_whose_directory_another_machine_takes_writes_no_more(make: Make, 
     (path / LOCK_NAME).write_bytes(ours)
     optimizer.step()
     optimizer.commit()
+
+
+def test_a_lock_is_waited_for_half_as_long_as_other_ranks_wait(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in a collective, and would take a rank that waits longer for lost."""
+    waits = list[float]()
+
+    class Noted(Claims):
+        def __init__(self, *args: Any, wait_s: float, **options: Any) -> None:
+            waits.append(wait_s)
+            super().__init__(*args, wait_s=wait_s, **options)
+
+    monkeypatch.setattr(recovery, "Claims", Noted)
+    make(Tiny()).close()
+    make(Tiny(), lock_timeout=7, resume="auto").close()
+    monkeypatch.setattr(Communicator, "timeout_s", 10.0)
+    make(Tiny(), lock_timeout=7, resume="auto").close()
+    assert waits == [120, 7, 5]
