@@ -5,7 +5,8 @@ One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
                        another form than fp32; 5 if one has another shape than its parameter; 6 if frozen parameters
-                       are in a kept base; 7 if a chunk has three slots
+                       are in a kept base; 7 if a chunk has three slots; 9 if ranks
+                       have other shards than those of their numbers
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -58,6 +59,12 @@ Where frozen parameters are in a kept base (storage/kept_base.py) there is one m
     base               at the end: the directory of the base, as COMMIT spells directories, and its name there. A resume
                        does not go by it: it finds the base, or makes it again, where it is told to. It is for who
                        verifies a run
+
+Where machines came in another order than the one in which they first had the shards, there is one more, which is not
+spelled otherwise:
+
+    user_ranks         at the end: for each rank as files count them, which is by shards, the rank as the user counts
+                       them. `extra` is of that one
 
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
@@ -115,6 +122,8 @@ VERSION_OF_BASES = 6
 """That of manifests of runs with a kept base."""
 VERSION_OF_TRIALS = 7
 """That of manifests with three slots a chunk: in one of them steps are tried."""
+VERSION_OF_MOVES = 9
+"""That of manifests of ranks that have other shards than those of their numbers."""
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -290,6 +299,12 @@ class Manifest:
     slices: Annotated[int, Meta(ge=1, le=MAX_WORLD)] = 1
     rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
     base: tuple[Directory, Annotated[str, Meta(pattern=r"^base-[0-9a-f]{32}-[0-9a-f]{16}\Z")]] | None = None
+    user_ranks: Annotated[tuple[Natural, ...], Meta(max_length=MAX_WORLD)] = ()
+
+    @property
+    def user_rank(self) -> int:
+        """The rank that wrote it, as the user counts ranks."""
+        return self.user_ranks[self.rank] if self.user_ranks else self.rank
 
     @property
     def optimizers(self) -> list[str]:
@@ -486,6 +501,8 @@ def serialise(manifest: Manifest) -> bytes:
         del plain["rules"]
     if manifest.base is None:
         del plain["base"]
+    if not manifest.user_ranks:
+        del plain["user_ranks"]
     for facts in (*plain["parameters"], *plain["flats"]):
         for name in ("shard_dim", "progress", "shapes", "states", "forms"):
             if facts.get(name) is None:
@@ -499,6 +516,8 @@ def serialise(manifest: Manifest) -> bytes:
         version = VERSION_OF_BASES
     if manifest.places == MAX_PLACES:
         version = VERSION_OF_TRIALS
+    if manifest.user_ranks:
+        version = VERSION_OF_MOVES
     return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
@@ -513,7 +532,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_TRIALS), file, least_version=VERSION)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_MOVES), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest
@@ -546,6 +565,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield f"rank: there is no rank {manifest.rank} of {manifest.world}"
     if manifest.world % manifest.slices:
         yield f"slices: {manifest.world} ranks are not {manifest.slices} equal slices"
+    ranks, numbers = manifest.user_ranks, [*range(manifest.world)]
+    if ranks and (sorted(ranks) != numbers or [*ranks] == numbers or manifest.slices > 1):
+        yield "user_ranks: expected each rank once, in another order than their own, of one slice"
     for number, param in enumerate(parameters):
         if param.group >= len(manifest.groups) or param.age > step:
             yield f"parameters[{number}]: there is no such group, or it took more steps than the run"

@@ -154,6 +154,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             converts_states=options.converts_states,
             holds_params=split and options.every is not None,
             begins_states=options.begins_states,
+            transfers=options.resume_transfer,
             lock_timeout_s=options.lock_timeout,
         ),
     )
