@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.errors import OffloadError
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, same
 from tests.support.machines import RUN, needs_proc, on
 from tests.support.ranks import Worlds
+from tests.support.run_files import contents
 
 pytestmark = [pytest.mark.timeout(120), needs_proc]
 
@@ -31,6 +34,10 @@ class Drawn:
         self.value = state["value"]
 
 
+def extra_of_rank() -> dict[str, Any]:
+    return {"rank": dist.get_rank(), "x": torch.arange(dist.get_rank() + 1)}
+
+
 def begin(base: str, machines: tuple[int, ...], options: dict[str, Any]) -> None:
     """Commits a step, and is cut off later."""
     with on(base, machines):
@@ -40,15 +47,18 @@ def begin(base: str, machines: tuple[int, ...], options: dict[str, Any]) -> None
         random.seed(dist.get_rank())
         training.go_to(AT)
         drawn.value += 1
-        training.optimizer.commit({"rank": dist.get_rank(), "x": torch.arange(dist.get_rank() + 1)})
+        training.optimizer.commit(extra_of_rank())
         training.go_to(AT + 1)
         training.optimizer.close()
 
 
 def go_on(
-    base: str, machines: tuple[int, ...], options: dict[str, Any], step: int, until: int
+    base: str, machines: tuple[int, ...], committed: int, options: dict[str, Any], step: int, until: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Resumes at a step, and trains until another one, which is committed. Returns: the bits, and `stats()`."""
+    """Resumes at a step, and trains until another one, which is committed.
+
+    Args: committed: how many ranks committed. Returns: the bits, and `stats()`.
+    """
     with on(base, machines):
         training = Training(RUN, **{"resume": True} | options)
         optimizer, rank = training.optimizer, dist.get_rank()
@@ -57,19 +67,22 @@ def go_on(
         drawn = Drawn()
         optimizer.attach(drawn=drawn, rng=True)
         extra: Any = optimizer.resumed.extra
-        assert (extra["rank"], len(extra["x"])) == (rank, rank + 1)
-        assert drawn.value.tolist() == [100 * rank + 1] * 3
-        random_of_rank = random.Random(rank)
-        assert random.random() == random_of_rank.random()
+        # On another number of ranks all have what the first one gave.
+        of = rank if committed == dist.get_world_size() else 0
+        assert (extra["rank"], len(extra["x"])) == (of, of + 1)
+        assert drawn.value.tolist() == [100 * of + 1] * 3
+        if committed == dist.get_world_size():
+            assert random.random() == random.Random(rank).random()
         drawn.value += 1
         training.go_to(step + 1)
         optimizer.rollback()
-        assert drawn.value.tolist() == [100 * rank + 1] * 3
+        assert drawn.value.tolist() == [100 * of + 1] * 3
         training.again_from(step)
         if until > step:
             training.go_to(until)
             random.seed(rank)
-            optimizer.commit(extra)
+            drawn.value = torch.full((3,), float(100 * rank + 1))
+            optimizer.commit(extra_of_rank())
         with optimizer:
             return training.bits(), optimizer.stats()
 
@@ -86,7 +99,7 @@ def numbers_in(base: Path) -> list[list[int]]:
     ("before", "after", "options"),
     [
         ((0, 1), (1, 0), {"stage": 2, "cpu_memory": "least", "tuning": SPLIT}),
-        ((0, 1, 2), (2, 0, 1), {"stage": 3, "param_tier": "nvme", "cpu_memory": "least"}),
+        ((0, 1, 2), (2, 0, 1), {"stage": 3, "param_tier": "nvme", "compute_dtype": torch.float32}),
         ((0, 0, 1, 1), (1, 1, 0, 0), {"stage": 3, "mesh": (2, 2)}),
     ],
 )
@@ -99,10 +112,70 @@ def test_machines_in_another_order_go_on_with_the_bits_of_those_in_their_own(
     lying, runs = numbers_in(tmp_path), {path.name for path in tmp_path.glob("machine*/run/swap-*")}
     step = AT
     for machines, until in ((after, AT + MORE), (before, AT + MORE), (after, STEPS)):
-        for rank, (bits, stats) in enumerate(world.run(go_on, base, machines, options, step, until)):
+        for rank, (bits, stats) in enumerate(world.run(go_on, base, machines, len(before), options, step, until)):
             assert stats["rank"] == rank
             assert until < STEPS or same(bits, expected)
         step = until
         # No slot was written anew, or the files would have other names.
         assert numbers_in(tmp_path) == lying
         assert {path.name for path in tmp_path.glob("machine*/run/swap-*")} == runs
+
+
+# Slots that are sent.
+
+
+def refused(base: str, machines: tuple[int, ...], options: dict[str, Any]) -> str:
+    with on(base, machines), pytest.raises(OffloadError) as caught:
+        Training(RUN, **{"resume": True} | options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def in_one_directory(base: Path, to: Path) -> None:
+    """What lies on all machines, on one that all see."""
+    to.mkdir(parents=True)
+    for path in base.glob("machine*/run/*"):
+        if not path.name.endswith(".lock"):
+            shutil.copy(path, to / path.name)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "options"),
+    [
+        ((0, 0, 1), (0, 1), {"stage": 2, "tuning": SPLIT}),
+        ((0, 1), (1, 2, 0), {"stage": 3, "param_tier": "cpu"}),
+        ((0, 0, 1), (1, 1, 0), {"stage": 2}),
+        pytest.param((0, 1, 2, 2), (2, 1, 0), {"stage": 2}, marks=pytest.mark.slow),
+        pytest.param((0, 0, 1), (0, 1), {"stage": 2, "states": "8bit"}, marks=pytest.mark.slow),
+        pytest.param((0, 1), (2, 2, 1, 0), {"stage": 1}, marks=pytest.mark.slow),
+        pytest.param((0, 0, 1, 1), (0, 0, 0, 1), {"stage": 3, "mesh": (2, 2)}, marks=pytest.mark.slow),
+        pytest.param((0, 1), (0, 2, 1), {"stage": 2, "tuning": {"chunk": "8KiB"}}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_lies_on_other_machines_is_sent_where_that_is_asked_for(
+    worlds: Worlds, tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    base, shared = tmp_path / "own", tmp_path / "shared"
+    worlds(len(before)).run(begin, str(base), before, options)
+    in_one_directory(base, shared / "machine0" / "run")
+    content = contents(base)
+    for said in worlds(len(after)).run(refused, str(base), after, options):
+        assert said.startswith("ResumeError: ")
+        assert f" of slots of step {AT} lie where the ranks that need them do not see them: rank " in said
+        assert "Give resume_transfer=True to have them sent, which takes about " in said
+    assert contents(base) == content
+    sent = options | {"resume_transfer": True}
+    found = worlds(len(after)).run(go_on, str(base), after, len(before), sent, AT, STEPS)
+    expected = worlds(len(after)).run(go_on, str(shared), (0,) * len(after), len(before), options, AT, STEPS)
+    for (bits, _), (of_shared, without) in zip(found, expected, strict=True):
+        assert same(bits, of_shared)
+        assert "exchange_bytes" not in without
+    assert sum(stats["exchange_bytes"] for _, stats in found) > 0
+    # What was replaced is gone from all machines that take part.
+    assert len({path.name.split("-")[1] for path in base.glob("machine*/run/swap-*")}) == 1
+    # Now as many ranks resume, with nothing to be sent: of a mesh only whole rows can be counted otherwise.
+    world = worlds(len(after))
+    options = options | {"resume_transfer": "mesh" in options}
+    for (bits, _), (of_shared, _) in zip(
+        world.run(go_on, str(base), after[1:] + after[:1], len(after), options, STEPS, STEPS), expected, strict=True
+    ):
+        assert same(bits, of_shared)
