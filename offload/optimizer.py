@@ -46,7 +46,6 @@ from offload.checkpoint.manifest import ADAM, Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.shard_table import in_order_of_shards
 from offload.checkpoint.tensors import Entry
-from offload.choices import CommitChoice
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
     BudgetError,
@@ -91,6 +90,7 @@ from offload.optim.method import MethodCall
 from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
 from offload.options import Options, PathLike, Tuning
+from offload.planner.decide import commits_of
 from offload.planner.placement import Placement, place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
@@ -341,8 +341,7 @@ class OffloadZero(torch.optim.Optimizer):
         """
         model, disk = self._model, DISK.get()
         files = disk.files()
-        found_in = CommitChoice(options.paths, options.origins, every=options.every, resume=options.resumes)
-        self._comm = in_order_of_shards(self._comm, found_in, files)
+        self._comm = in_order_of_shards(self._comm, commits_of(options), files)
         self._everyone = self._comm.everyone
         with together(self._everyone):
             require_free(model)

@@ -647,9 +647,9 @@ def listed(paths: Sequence[Path]) -> str:
 
 
 ON_OTHER_MACHINES = (
-    "if disks of other machines have them, start as many ranks as committed, each on the machine where it ran, in the "
-    "same layout (stage, chunks, directories); or copy all directories to a file system that every rank sees, for any "
-    "number of ranks, or to one machine for `offload export`"
+    "if disks of other machines have them, start on these machines, too, with as many ranks as committed, or with "
+    "resume_transfer=True; or copy all directories to a file system that every rank sees, or to one machine for "
+    "`offload export`"
 )
 """What to do if a rank sees only a part of a run."""
 
@@ -730,6 +730,7 @@ def require_manifests(
     others: Mapping[int, OtherStep],
     directories: Sequence[Path],
     home: Path,
+    machines: Sequence[str] = (),
 ) -> None:
     """Checks that the manifests of all ranks were found.
 
@@ -740,6 +741,7 @@ def require_manifests(
         others: the ranks of which a manifest of another commit was found.
         directories: where all this was looked for.
         home: the directory of the record.
+        machines: the names of those on which it was looked for, if there are several ranks.
 
     Raises:
         CorruptionError: a manifest is gone, and the swap files are there.
@@ -757,8 +759,19 @@ def require_manifests(
     if missing := [rank for rank in ranks if rank not in found]:
         raise ResumeError(
             f"nothing of {ranks_named(missing)} of the {len(ranks)} that committed step {commit.step} lies in "
-            f"{listed(directories)}: name all directories of the run; {ON_OTHER_MACHINES}"
+            f"{listed(directories)}{machines_named(machines)}{where_they_were(commit, missing)}: name all directories "
+            f"of the run; {ON_OTHER_MACHINES}"
         )
+
+
+def where_they_were(commit: Commit, ranks: Sequence[int]) -> str:
+    """The directories of ranks that committed, as the machines that had them called these."""
+    named = dict.fromkeys(place for rank in ranks[:4] for place in commit.directories_of(rank))
+    return f" (it was in {listed([*named])}, as its machine calls it)" if named else ""
+
+
+def machines_named(names: Sequence[str]) -> str:
+    return f" on {', '.join(dict.fromkeys(names))}" if names else ""
 
 
 def ranks_named(ranks: Collection[int]) -> str:

@@ -219,9 +219,12 @@ def read_together(
                 rank: one._replace(where=f"{one.where} on {files.host().name}" if comm.size > 1 else one.where)
                 for rank, one in other_steps(directories, commit, files).items()
             }
-        told = all_gather_object(comm, [*others.items()], list[tuple[int, OtherStep]])
-        others = {rank: one for those in reversed(told) for rank, one in those}
-        require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), others, directories, home)
+        own = files.host().name if comm.size > 1 else "", [*others.items()]
+        told = all_gather_object(comm, own, tuple[str, list[tuple[int, OtherStep]]])
+        others = {rank: one for _, those in reversed(told) for rank, one in those}
+        found, lying_there = _numbers_in(seen.any(0)), _numbers_in(swapped.any(0))
+        machines = [name for name, _ in told if name]
+        require_manifests(commit, found, lying_there, others, directories, home, machines)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
     with together(comm):
@@ -742,8 +745,8 @@ def _plan(
             needed = sorted(copy_ranges(reader.manifests, layout, wanted.slice))
             visible = {*every} - hidden_ranks(reader.paths, reader.manifests, files, every)
         transfer = plan_together(reader, needed, visible, comm, files, sends=choice.transfers)
-        near = {shard for shard, _ in needed} & visible
-        reader.swap_files.ranks = near if transfer is None else near | transfer.sent_shards
+        shards = {shard for shard, _ in needed}
+        reader.swap_files.ranks = shards if transfer is None else shards & visible | transfer.sent_shards
         found = replace(found, manifest=None, reader=reader, transfer=transfer)
     return replace(found, extra=_extra_together(manifests, target, wanted, comm, files))
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.checkpoint.commit import Commit, read_tensors, tensors_name, tensors_told
-from offload.checkpoint.live import names_in
+from offload.checkpoint.commit import read_tensors, tensors_name, tensors_told
+from offload.checkpoint.live import listed, machines_named, names_in, ranks_named, where_they_were
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader, page_buffer
 from offload.errors import ResumeError
@@ -268,6 +268,8 @@ def plan_together(
         ResumeError: no rank sees the files of a shard, or slots may not be sent.
         RankError: another rank failed, or cannot be reached.
     """
+    if comm.size == 1:
+        return None  # the files that are missing are named where they are to be opened
     far = [Wish(shard, chunk, reader.nbytes_of(shard, chunk)) for shard, chunk in wanted if shard not in seen]
     if not comm.all_reduce_any(bool(far)):
         return None
@@ -277,19 +279,20 @@ def plan_together(
     lost = sorted({wish.shard for one in told for wish in one.wishes} - found)
     if lost:
         raise ResumeError(
-            f"no rank sees the swap files of {shards_named(lost)} of the {len(commit.manifests)} that committed step "
-            f"{commit.step}{where_they_were(commit, lost)}; ranks looked on "
-            f"{', '.join(dict.fromkeys(one.host for one in told))}: start on the machines that have them, or resume "
-            "from a snapshot"
+            f"no rank sees the swap files of {ranks_named(lost)} of the {len(commit.manifests)} that committed step "
+            f"{commit.step}{where_they_were(commit, lost)}; they were looked for in {listed(reader.paths)}"
+            f"{machines_named([one.host for one in told])}: start on the machines that have them, or resume from a "
+            "snapshot"
         )
     transfer = Transfer(comm, reader, schedule([one.wishes for one in told], [{*one.seen} for one in told]), {*seen})
     seconds, size = transfer.seconds(), format_bytes(transfer.nbytes)
     if not sends:
         rank, needs = next((rank, one) for rank, one in zip(comm.user_ranks, told, strict=True) if one.wishes)
         those = sorted({wish.shard for wish in needs.wishes})
+        what = f"{ranks_named(those)} of the {len(commit.manifests)} that committed{where_they_were(commit, those)}"
         raise ResumeError(
             f"{size} of slots of step {commit.step} lie where the ranks that need them do not see them: rank {rank} on "
-            f"{needs.host} needs slots of {shards_named(those)}{where_they_were(commit, those)}. Give "
+            f"{needs.host} needs slots of {what}. Give "
             f"resume_transfer=True to have them sent, which takes about {max(seconds, 1):.0f} s; or start as many "
             "ranks as committed, on the machines where they ran, in the same layout (stage, chunks, directories); or "
             "copy all directories to a file system that every rank sees"
@@ -297,16 +300,6 @@ def plan_together(
     if comm.user_rank == 0:
         say(f"{size} of slots are sent to the ranks that need them, which takes about {max(seconds, 1):.0f} s")
     return transfer
-
-
-def shards_named(shards: Sequence[int]) -> str:
-    return f"shard{'s' * (len(shards) > 1)} {', '.join(map(str, shards))}"
-
-
-def where_they_were(commit: Commit, shards: Sequence[int]) -> str:
-    """The directories that the record names, as the machines that had them called these."""
-    named = dict.fromkeys(place for shard in shards[:4] for place in commit.directories_of(shard))
-    return f" (in {', '.join(map(str, named))} of their machines)" if named else ""
 
 
 def tensors_together(
