@@ -55,6 +55,7 @@ from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, ProgressFa
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import copy_ranges
+from offload.checkpoint.sharing import share_together
 from offload.checkpoint.snapshot import (
     RUN_DIGITS,
     Need,
@@ -744,7 +745,12 @@ class Commits:
             snapshot.require_no_other()
             return snapshot.needs()
 
-        require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
+        needed = self._found_by_all(needs, list[Need])
+        if self._comm.size > 1:  # machines and devices do not tell what is shared
+            disks = share_together(snapshot.paths, self._claims.claimant, self._comm, self._files).disks
+            pairs = zip(needed, disks, strict=True)
+            needed = [[need._replace(disk=on) for need, on in zip(*pair, strict=True)] for pair in pairs]
+        require_space(chain.from_iterable(needed))
 
     def _make(self, snapshot: Snapshot) -> None:
         """Makes a snapshot that is not there."""

@@ -74,6 +74,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.reshard import copy_ranges
+from offload.checkpoint.sharing import Sharing, remove_marks, require_one_holder, share_together
 from offload.checkpoint.transfer import Transfer, plan_together, say, tensors_together
 from offload.choices import Choice, CommitChoice
 from offload.errors import CorruptionError, ResumeError
@@ -543,6 +544,14 @@ def find_together(
         _enter(undo, directories, claims, files)
         if not choice.resume:
             _require_no_strange_record(choice.paths, files)
+    sharing = None
+    if len({*claimant.hosts}) > 1 or not is_in_order(comm.user_ranks):
+        sharing = share_together(choice.paths, claimant, comm, files)
+        if sharing.deaf and not any(comm.rank > rank for rank in _with_the_same(sharing, comm.rank)):
+            say(
+                f"locks do not reach other machines in {listed(sharing.deaf)}: a second run there is found before the "
+                "next step or commit of this one only"
+            )
     seen = look_together(directories, comm, files)
     with together(comm):
         if not choice.resume:
@@ -552,6 +561,8 @@ def find_together(
         collect_together(choice.paths, None, seen.runs.dead, comm, files)
         _tag(undo, choice.paths, run_id, comm, files)
         return Start(choice.paths, None, run_id, files, claims)
+    if sharing is not None:
+        require_one_holder(target.last[1], choice.paths, sharing, comm, files)
     found = _plan(undo, choice, comm, layout, wanted, files, frozen, target, seen)
     with together(comm):
         for path in target.owned:
@@ -563,6 +574,11 @@ def find_together(
     if choice.paths:
         _tag(undo, found.paths, run_id if found.slots is None else found.slots[0], comm, files)
     return Start(found.paths, found, run_id, files, claims)
+
+
+def _with_the_same(sharing: Sharing, rank: int) -> list[int]:
+    """The ranks that have a directory of a rank, too."""
+    return [other for other, those in enumerate(sharing.directories) if {*those} & {*sharing.directories[rank]}]
 
 
 def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: Files) -> None:
@@ -579,6 +595,7 @@ def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: 
             undo.callback(remove_if_empty, path, files)
         files.hold(path)
         _take(undo, path, claims, files)
+        remove_marks(path, claims.claimant.start, files)
     for path in directories.origins:
         if files.is_directory(path, follows=True):
             files.hold(path)

@@ -179,3 +179,39 @@ def test_what_lies_on_other_machines_is_sent_where_that_is_asked_for(
         world.run(go_on, str(base), after[1:] + after[:1], len(after), options, STEPS, STEPS), expected, strict=True
     ):
         assert same(bits, of_shared)
+
+
+def test_a_shard_that_lies_in_two_places_is_named_with_both(worlds: Worlds, tmp_path: Path) -> None:
+    """Where each rank sees the shard of its own number a copy elsewhere does no harm."""
+    base, options = str(tmp_path), {"stage": 2, "resume_transfer": True}
+    worlds(3).run(begin, base, (0, 0, 1), {"stage": 2})
+    shutil.copytree(tmp_path / "machine1", tmp_path / "machine2")
+    before = contents(tmp_path)
+    for said in worlds(3).run(refused, base, (1, 2, 0), options):
+        assert said.startswith("ResumeError: ")
+        assert "(rank 0) and " in said or "(rank 1) and " in said
+        assert f"both have what rank 2 committed at step {AT}, and are two directories: one is a copy" in said
+    assert contents(tmp_path) == before
+    worlds(3).run(go_on, base, (0, 0, 2), 3, options, AT, AT)
+
+
+def test_a_disk_that_is_lost_or_older_is_named_where_ranks_move(worlds: Worlds, tmp_path: Path) -> None:
+    base, options = str(tmp_path), {"stage": 2, "resume_transfer": True}
+    worlds(3).run(begin, base, (0, 1, 2), {"stage": 2})
+    shutil.copytree(tmp_path / "machine1", tmp_path / "older")
+    worlds(3).run(go_on, base, (0, 1, 2), 3, options, AT, AT + MORE)
+    for machines in ((2, 3, 0), (0, 2), (3, 0, 2)):
+        before = contents(tmp_path)
+        for said in worlds(len(machines)).run(refused, base, machines, options):
+            assert f"ResumeError: nothing of rank 1 of the 3 that committed step {AT + MORE} lies in {RUN} on " in said
+            assert f"(it was in {RUN}, as its machine calls it)" in said
+        assert contents(tmp_path) == before
+        shutil.rmtree(tmp_path / "machine3", ignore_errors=True)
+    (tmp_path / "older").rename(tmp_path / "machine3")
+    before = contents(tmp_path)
+    for said in worlds(3).run(refused, base, (2, 3, 0), options):
+        assert said.startswith("ResumeError: ")
+        assert f" has step {AT} of rank 1, and the record in " in said
+        assert f"is of step {AT + MORE}: " in said
+        assert "is older, a copy from before or an exchanged disk" in said
+    assert contents(tmp_path) == before
