@@ -77,7 +77,7 @@ from offload.checkpoint.reshard import copy_ranges
 from offload.checkpoint.sharing import Sharing, remove_marks, require_one_holder, share_together
 from offload.checkpoint.transfer import Transfer, plan_together, say, tensors_together
 from offload.choices import Choice, CommitChoice
-from offload.errors import CorruptionError, ResumeError
+from offload.errors import CorruptionError, RankError, ResumeError
 from offload.io.files import Files, Host, unusable
 from offload.layout import Layout
 from offload.model import written_frozen
@@ -673,8 +673,22 @@ def _tag(undo: ExitStack, paths: Sequence[Path], run_id: bytes, comm: Communicat
             for number, path in enumerate(paths):
                 tag = Tag(run, comm.rank, (number, len(paths)), directories)
                 if tag.is_home == is_home and read_tag(path / tag_name(run, comm.rank), files) != tag:
-                    undo.callback(untag, path, run, comm.rank, files)
+                    undo.callback(_untag_unless_lost, path, tag, comm, files)
                     write_tag(path, tag, files)
+
+
+def _untag_unless_lost(path: Path, tag: Tag, comm: Communicator, files: Files) -> None:
+    """Removes a tag if the rank has no swap file beside it, and is not the one that tells the others that it is dead.
+
+    A rank that was lost may have left files on its machine. The next start removes them, because the home has the tag
+    and no record.
+    """
+    try:
+        comm.check()
+    except RankError:
+        if tag.is_home:
+            return
+    untag(path, tag.run_id, tag.rank, files)
 
 
 def collect_together(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from offload.checkpoint.live import swaps
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
-from offload.io.files import LOCAL
+from offload.io.engine import IOFile
+from offload.io.files import LOCAL, Files
 from offload.ranks.communicator import Communicator
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
+from tests.support.disks import on_disk
 from tests.support.machines import RUN, needs_proc, on
-from tests.support.ranks import Worlds
+from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.run_files import contents, kinds_in
 
 TWO, THREE = (0, 1), (0, 0, 1)
@@ -371,6 +375,81 @@ def test_a_snapshot_on_shared_storage_outlives_the_disks_and_goes_on_with_any_nu
         for step, again in worlds(ranks).run(_elsewhere, str(tmp_path / f"new{ranks}"), directory):
             assert step == AT
             assert same(again, expected)
+
+
+class Killed(Files):
+    """The process is killed by its copying thread. Attributes: left: before which of its operations; -1: it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = -1
+
+    def _spend(self) -> None:
+        if threading.current_thread().name.startswith("offload-snapshot") and self.left >= 0:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        self._spend()
+        super().copy(source, target, offset, length)
+
+    def create(self, path: Path) -> IOFile:
+        self._spend()
+        return super().create(path)
+
+    def sync(self, file: IOFile) -> None:
+        self._spend()
+        super().sync(file)
+
+    def sync_directory(self, path: Path) -> None:
+        self._spend()
+        super().sync_directory(path)
+
+    def make_directory(self, path: Path, mode: int = 0o700) -> bool:
+        self._spend()
+        return super().make_directory(path, mode)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._spend()
+        super().rename(old, new)
+
+
+def _killed_in_a_copy(base: str, shared: str, who: int, operation: int) -> None:
+    """Two commits, a copy of a snapshot of each; one rank is killed while it makes its part of the second."""
+    files = Killed()
+    with on(base, TWO), on_disk(files):
+        training = Training(RUN, stage=2)
+        for step in (AT, AT + MORE):
+            training.go_to(step)
+            training.optimizer.commit(extra_of_rank())
+            files.left = operation if step > AT and dist.get_rank() == who else -1
+            training.optimizer.snapshot(path=shared)
+        training.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("who", "operation"),
+    [(0, 14), (1, 5), *(pytest.param(who, at, marks=pytest.mark.slow) for who in (0, 1) for at in range(16))],
+)
+def test_a_copy_of_whose_ranks_one_is_killed_is_whole_or_not_there_and_the_one_before_is(
+    worlds: Worlds, tmp_path: Path, who: int, operation: int
+) -> None:
+    base, shared = str(tmp_path), tmp_path / "shared"
+    expected = {step: worlds(2).run(_at, str(tmp_path / f"alone{step}"), step)[0] for step in (AT, AT + MORE)}
+    with suppress(RanksFailedError):  # where there are fewer operations nobody is killed
+        worlds(2).run(_killed_in_a_copy, base, str(shared), who, operation)
+    steps = set()
+    for number, directory in enumerate(shared.iterdir()):
+        if (directory / "COMMIT").exists():
+            with Reader([directory]) as reader:
+                assert all(slot.error is None for slot in reader.verify())
+            for step, again in worlds(1).run(_elsewhere, str(tmp_path / f"new{number}"), str(directory)):
+                assert same(again, expected[step])
+                steps.add(step)
+    assert AT in steps
+    # The run itself goes on from its last commit.
+    assert same(worlds(2).run(_resume, base, TWO, {"stage": 2}, AT + MORE)[0], expected[AT + MORE])
 
 
 def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) -> None:

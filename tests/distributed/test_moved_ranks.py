@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 import random
 import shutil
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +20,7 @@ from torch import Tensor
 from offload.errors import OffloadError
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, same
 from tests.support.machines import RUN, needs_proc, on
-from tests.support.ranks import Worlds
+from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.run_files import contents
 
 pytestmark = [pytest.mark.timeout(120), needs_proc]
@@ -215,3 +220,62 @@ def test_a_disk_that_is_lost_or_older_is_named_where_ranks_move(worlds: Worlds, 
         assert f"is of step {AT + MORE}: " in said
         assert "is older, a copy from before or an exchanged disk" in said
     assert contents(tmp_path) == before
+
+
+# Kills.
+
+
+MOMENTS = {
+    "sends": "offload.checkpoint.transfer.exchange",
+    "decides": "offload.checkpoint.committer.write_commit",
+    "has decided": "offload.checkpoint.recovery.RecoveryPlan.collect",
+}
+
+
+def killed(base: str, machines: tuple[int, ...], options: dict[str, Any], moment: str, after: int, who: int) -> None:
+    """Resumes, and one rank is killed when it calls something for the last time but `after`."""
+    found, calls = pkgutil.resolve_name(MOMENTS[moment]), count()
+
+    def die(*args: Any, **named: Any) -> Any:
+        # The first call of `collect` is for the commit that is there.
+        if next(calls) >= after and dist.get_rank() == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found(*args, **named)
+
+    with on(base, machines), patch(MOMENTS[moment], die):
+        Training(RUN, **options, resume=True, resume_transfer=True)
+
+
+@pytest.mark.parametrize(
+    ("moment", "after", "who"),
+    [
+        ("sends", 3, 1),
+        ("has decided", 1, 0),
+        *(pytest.param("sends", after, who, marks=pytest.mark.slow) for after in range(2, 12) for who in range(2)),
+        pytest.param("decides", 0, 0, marks=pytest.mark.slow),
+        pytest.param("has decided", 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_while_slots_are_sent_leaves_the_commit_that_was_there(
+    worlds: Worlds, tmp_path: Path, moment: str, after: int, who: int
+) -> None:
+    own, alone, options = tmp_path / "own", tmp_path / "alone", {"stage": 2}
+    worlds(3).run(begin, str(own), (0, 0, 1), options)
+    shutil.copytree(own, alone)
+    sent = options | {"resume_transfer": True}
+    (expected, *_) = worlds(2).run(go_on, str(alone), (0, 1), 3, sent, AT, STEPS)
+    before = contents(own)
+    with pytest.raises(RanksFailedError, match="died with exit code -9"):
+        worlds(2).run(killed, str(own), (0, 1), options, moment, after, who)
+    if moment != "has decided":
+        later = contents(own)
+        committed = [name for name in before if not name.endswith(".lock")]
+        assert {name: later[name] for name in committed} == {name: before[name] for name in committed}
+        # As if nothing had been: also on the machines that committed.
+        shutil.copytree(own, tmp_path / "original")
+        worlds(3).run(go_on, str(tmp_path / "original"), (0, 0, 1), 3, options, AT, AT)
+    (found, *_) = worlds(2).run(go_on, str(own), (0, 1), 3, sent, AT, STEPS)
+    assert same(found[0], expected[0])
+    assert len({path.name.split("-")[1] for path in own.glob("machine*/run/swap-*")}) == 1, [
+        name for name in sorted(contents(own)) if "swap-" in name or "tag-" in name
+    ]
