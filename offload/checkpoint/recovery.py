@@ -56,6 +56,7 @@ from offload.checkpoint.live import (
     ranks_in,
     read_tag,
     refuse_step,
+    removal,
     require_manifests,
     swaps,
     untag,
@@ -644,10 +645,11 @@ def _require_uncommitted(paths: Sequence[Path], runs: Live) -> None:
     committed = {record.run_id for _, record in runs.records} - runs.replaced
     homes = {directory for directory, _ in runs.records}
     for path in paths:
-        if path in homes or any(one.directory == path and one.run_id in committed for one in runs.seen):
+        here = [one for one in runs.seen if one.directory == path and one.run_id in committed]
+        if path in homes or here:
+            way_out = removal(path, has_more=any(one.has_more for one in here))
             raise ResumeError(
-                f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it "
-                f"with `offload remove {path}`"
+                f"{path} holds a committed run: give resume=True to continue it, choose another path, or {way_out}"
             )
 
 
@@ -794,8 +796,8 @@ def _require_no_other(paths: Sequence[Path], target: Target, runs: Live) -> None
         unknown = [one for one in runs.unknown if one.directory == path and one.run_id not in ours]
         if unknown and not own & ours:
             raise ResumeError(
-                f"{path} holds a file of another committed run: choose another directory, or remove that run "
-                f"with `offload remove {path}`"
+                f"{path} holds a file of another committed run: choose another directory, or "
+                f"{removal(path, has_more=any(one.has_more for one in unknown))}"
             )
 
 
@@ -846,7 +848,8 @@ def target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) ->
         return Target(here, False, here[1], directories.runs, directories.own)
     raise ResumeError(
         f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
-        f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
+        f"give resume=True to continue it, choose another path, or "
+        f"{removal(here[0], has_more=any(one.has_more for one in seen.runs.seen if one.run_id == here[1].run_id))}"
     )
 
 

@@ -308,6 +308,22 @@ def _lost(base: str) -> list[str]:
     return said
 
 
+def _says_without(base: str, machines: tuple[int, ...]) -> str:
+    with on(base, machines), pytest.raises(OffloadError) as caught:
+        Training(RUN, stage=2)
+    return str(caught.value)
+
+
+def test_nobody_is_told_to_remove_a_run_of_which_other_machines_have_parts(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
+    for said in worlds(2).run(_says_without, str(tmp_path), TWO):
+        assert "holds a committed run: give resume=True to continue it, choose another path" in said
+        assert "or remove all of it, on the machines that have its other directories, too" in said
+    (alone,) = worlds(1).run(_says_without, str(tmp_path), (1,))
+    assert "belongs to a run whose COMMIT record is not in" in alone
+    assert "offload remove" not in alone
+
+
 def test_without_the_machine_of_the_record_nothing_begins_anew(worlds: Worlds, tmp_path: Path) -> None:
     worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
     before = content(tmp_path)
@@ -423,6 +439,7 @@ def _killed_in_a_copy(base: str, shared: str, who: int, operation: int) -> None:
         for step in (AT, AT + MORE):
             training.go_to(step)
             training.optimizer.commit(extra_of_rank())
+            training.optimizer.snapshot(keep=1)  # waits for the copy before
             files.left = operation if step > AT and dist.get_rank() == who else -1
             training.optimizer.snapshot(path=shared)
         training.optimizer.close()
