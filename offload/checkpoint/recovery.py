@@ -44,7 +44,6 @@ from offload.checkpoint.live import (
     collect,
     collect_homes,
     directories_of,
-    hidden_ranks,
     last_of,
     leave,
     listed,
@@ -776,10 +775,9 @@ def _plan(
             reader = Reader(target.directories, files, (*target.last, tuple(manifests[rank] for rank in every)))
             undo.callback(reader.close)
             needed = sorted(copy_ranges(reader.manifests, layout, wanted.slice))
-            visible = {*every} - hidden_ranks(reader.paths, reader.manifests, files, every)
-        transfer = plan_together(reader, needed, visible, comm, files, sends=choice.transfers)
+        transfer = plan_together(reader, needed, comm, files, sends=choice.transfers)
         shards = {shard for shard, _ in needed}
-        reader.swap_files.ranks = shards if transfer is None else shards & visible | transfer.sent_shards
+        reader.swap_files.ranks = shards if transfer is None else shards & transfer.seen | transfer.sent_shards
         found = replace(found, manifest=None, reader=reader, transfer=transfer)
     return replace(found, extra=_extra_together(manifests, target, wanted, comm, files))
 

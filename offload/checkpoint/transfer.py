@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.commit import read_tensors, tensors_name, tensors_told
-from offload.checkpoint.live import listed, machines_named, names_in, ranks_named, where_they_were
+from offload.checkpoint.live import hidden_ranks, listed, machines_named, names_in, ranks_named, where_they_were
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader, page_buffer
 from offload.errors import ResumeError
@@ -120,7 +120,7 @@ class Transfer:
     comm: Communicator
     reader: Reader
     rounds: Sequence[Sequence[Piece]]
-    seen: Collection[int]
+    seen: set[int]
 
     @property
     def nbytes(self) -> int:
@@ -245,7 +245,6 @@ def say(line: str) -> None:
 def plan_together(
     reader: Reader,
     wanted: Sequence[tuple[int, int]],
-    seen: Collection[int],
     comm: Communicator,
     files: Files,
     *,
@@ -256,7 +255,6 @@ def plan_together(
     Args:
         reader: of the commit, with the manifests of all ranks.
         wanted: the chunks that this rank needs, as (shard, chunk).
-        seen: the shards whose files this rank sees.
         comm: the ranks.
         files: the file system.
         sends: whether slots may be sent, as `resume_transfer` says.
@@ -266,13 +264,20 @@ def plan_together(
 
     Raises:
         ResumeError: no rank sees the files of a shard, or slots may not be sent.
+        PathError: a file or directory cannot be read.
+        OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
     if comm.size == 1:
         return None  # the files that are missing are named where they are to be opened
-    far = [Wish(shard, chunk, reader.nbytes_of(shard, chunk)) for shard, chunk in wanted if shard not in seen]
+    with together(comm):
+        hidden = hidden_ranks(reader.paths, reader.manifests, files, {shard for shard, _ in wanted})
+    far = [Wish(shard, chunk, reader.nbytes_of(shard, chunk)) for shard, chunk in wanted if shard in hidden]
     if not comm.all_reduce_any(bool(far)):
         return None
+    with together(comm):
+        every = range(len(reader.manifests))
+        seen = {*every} - hidden_ranks(reader.paths, reader.manifests, files, every)
     told = all_gather_object(comm, _Told(files.host().name, sorted(seen), far), _Told)
     commit = reader.commit
     found = {shard for one in told for shard in one.seen}
@@ -284,7 +289,7 @@ def plan_together(
             f"{machines_named([one.host for one in told])}: start on the machines that have them, or resume from a "
             "snapshot"
         )
-    transfer = Transfer(comm, reader, schedule([one.wishes for one in told], [{*one.seen} for one in told]), {*seen})
+    transfer = Transfer(comm, reader, schedule([one.wishes for one in told], [{*one.seen} for one in told]), seen)
     seconds, size = transfer.seconds(), format_bytes(transfer.nbytes)
     if not sends:
         rank, needs = next((rank, one) for rank, one in zip(comm.user_ranks, told, strict=True) if one.wishes)
