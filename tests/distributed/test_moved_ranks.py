@@ -103,7 +103,7 @@ def numbers_in(base: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("before", "after", "options"),
     [
-        ((0, 1), (1, 0), {"stage": 2, "cpu_memory": "least", "tuning": SPLIT}),
+        pytest.param((0, 1), (1, 0), {"stage": 2, "cpu_memory": "least", "tuning": SPLIT}, marks=pytest.mark.slow),
         ((0, 1, 2), (2, 0, 1), {"stage": 3, "param_tier": "nvme", "compute_dtype": torch.float32}),
         ((0, 0, 1, 1), (1, 1, 0, 0), {"stage": 3, "mesh": (2, 2)}),
     ],
@@ -148,7 +148,7 @@ def in_one_directory(base: Path, to: Path) -> None:
     [
         ((0, 0, 1), (0, 1), {"stage": 2, "tuning": SPLIT}),
         ((0, 1), (1, 2, 0), {"stage": 3, "param_tier": "cpu"}),
-        ((0, 0, 1), (1, 1, 0), {"stage": 2}),
+        pytest.param((0, 0, 1), (1, 1, 0), {"stage": 2}, marks=pytest.mark.slow),
         pytest.param((0, 1, 2, 2), (2, 1, 0), {"stage": 2}, marks=pytest.mark.slow),
         pytest.param((0, 0, 1), (0, 1), {"stage": 2, "states": "8bit"}, marks=pytest.mark.slow),
         pytest.param((0, 1), (2, 2, 1, 0), {"stage": 1}, marks=pytest.mark.slow),
@@ -250,7 +250,7 @@ def killed(base: str, machines: tuple[int, ...], options: dict[str, Any], moment
     ("moment", "after", "who"),
     [
         ("sends", 3, 1),
-        ("has decided", 1, 0),
+        pytest.param("has decided", 1, 0, marks=pytest.mark.slow),
         *(pytest.param("sends", after, who, marks=pytest.mark.slow) for after in range(2, 12) for who in range(2)),
         pytest.param("decides", 0, 0, marks=pytest.mark.slow),
         pytest.param("has decided", 1, 1, marks=pytest.mark.slow),
