@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.checkpoint import transfer
 from offload.errors import OffloadError
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, same
 from tests.support.machines import RUN, needs_proc, on
@@ -220,6 +221,29 @@ def test_a_disk_that_is_lost_or_older_is_named_where_ranks_move(worlds: Worlds, 
         assert f"is of step {AT + MORE}: " in said
         assert "is older, a copy from before or an exchanged disk" in said
     assert contents(tmp_path) == before
+
+
+def damaged_on_its_way(base: str) -> str:
+    """Rank 1 gets another byte than was sent in the second round."""
+    found, calls = transfer.exchange, count()
+
+    def exchange(comm: Any, pieces: Any, sent: Tensor, received: Tensor, **options: Any) -> None:
+        found(comm, pieces, sent, received, **options)
+        if next(calls) >= 3 and dist.get_rank() == 1 and len(received):
+            received[5000] += 1
+
+    with patch.object(transfer, "exchange", exchange):
+        return refused(base, (0, 1), {"stage": 2, "resume_transfer": True})
+
+
+def test_what_is_damaged_on_its_way_is_found_and_no_rank_waits_for_another(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(3).run(begin, str(tmp_path), (0, 0, 1), {"stage": 2})
+    before = contents(tmp_path)
+    first, second = worlds(2).run(damaged_on_its_way, str(tmp_path))
+    assert second.startswith("CorruptionError: ")
+    assert "was damaged on its way from another rank" in second
+    assert first == f"OtherRankError: rank 1: {second}"
+    assert {name for name in contents(tmp_path) if "swap-" in name} == {name for name in before if "swap-" in name}
 
 
 # Kills.
