@@ -127,6 +127,39 @@ def test_machines_in_another_order_go_on_with_the_bits_of_those_in_their_own(
         assert {path.name for path in tmp_path.glob("machine*/run/swap-*")} == runs
 
 
+def take_snapshot(base: str, machines: tuple[int, ...], options: dict[str, Any]) -> dict[str, Tensor]:
+    """A snapshot of a step, after which another one is committed. Returns: the bits of the snapshot."""
+    with on(base, machines):
+        training = Training(RUN, **options)
+        training.go_to(AT)
+        training.optimizer.commit(extra_of_rank())
+        found = training.bits()
+        training.optimizer.snapshot()
+        training.go_to(AT + MORE)
+        training.optimizer.commit()
+        training.optimizer.close()
+        return found
+
+
+def go_back(base: str, machines: tuple[int, ...], options: dict[str, Any]) -> dict[str, Tensor]:
+    with on(base, machines):
+        (name,) = Path("run").glob("snapshot-*")
+        training = Training(RUN, resume=[f"{RUN}/{name.name}"], **options)
+        assert training.optimizer.resumed is not None
+        assert training.optimizer.resumed.step == AT
+        assert training.optimizer.resumed.extra["rank"] == dist.get_rank()  # type: ignore[index]
+        with training.optimizer:
+            return training.bits()
+
+
+@pytest.mark.slow
+def test_machines_in_another_order_go_back_to_a_snapshot(worlds: Worlds, tmp_path: Path) -> None:
+    expected = worlds(3).run(take_snapshot, str(tmp_path), (0, 1, 2), {"stage": 2})
+    for machines in ((2, 0, 1), (0, 1, 2)):
+        found = worlds(3).run(go_back, str(tmp_path), machines, {"stage": 2})
+        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
 # Slots that are sent.
 
 
