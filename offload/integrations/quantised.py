@@ -117,11 +117,11 @@ def kept_as(source: FromSafetensors, settings: str, base: str | os.PathLike[str]
         base: see `Quantised`.
         model: the quantised model, on the meta device.
     """
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters() if source.gives(name)}
     told = f"{settings}; torch {torch.__version__}"
 
-    def key() -> str:
-        return str(xxhash.xxh3_128_hexdigest(f"{source.digest()}; {told}".encode()))
+    def key(meanwhile: Callable[[], None]) -> str:
+        return str(xxhash.xxh3_128_hexdigest(f"{source.digest(meanwhile)}; {told}".encode()))
 
     return Kept(key, None if base is None else Path(base).absolute(), names)
 
