@@ -282,8 +282,8 @@ def keep_base(plan: Plan, model: nn.Module, source: Source, comm: Communicator, 
         OtherRankError: if another rank failed, and this one did not.
     """
     base, kept = plan.base, source.kept()
-    bases = all_gather_object(comm, None if base is None else base.contents.digest)
-    if len({*bases}) > 1:
+    about = None if base is None or kept is None else f"{base.contents.digest}; {kept.settings}"
+    if len({*all_gather_object(comm, about)}) > 1:
         raise ConfigError(
             "the ranks differ in whether they keep the quantised base, or in what is in it: give all of them the same "
             "model, source, settings and base"

@@ -123,7 +123,7 @@ def kept_as(source: FromSafetensors, settings: str, base: str | os.PathLike[str]
     def key(meanwhile: Callable[[], None]) -> str:
         return str(xxhash.xxh3_128_hexdigest(f"{source.digest(meanwhile)}; {told}".encode()))
 
-    return Kept(key, None if base is None else Path(base).absolute(), names)
+    return Kept(key, None if base is None else Path(base).absolute(), names, told)
 
 
 def parts_of(tensor: Any) -> Parts:

@@ -39,11 +39,13 @@ class Kept(NamedTuple):
             argument now and then.
         directory: where the base lies; None: in the run's first directory.
         names: the parameters that the source gives values, and their names in it.
+        settings: how it quantises, which is a part of the key.
     """
 
     key: Callable[[Callable[[], None]], str]
     directory: Path | None
     names: Mapping[Tensor, str]
+    settings: str
 
 
 class Source(ABC):
