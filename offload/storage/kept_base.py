@@ -135,7 +135,7 @@ class Contents:
         offset, block = PAGE_BYTES, 0
         for name, dtype, numel in tensors:
             if name in found:
-                raise ValueError(f"{name!r} is there twice")
+                raise ValueError(f"{name[:100]!r} is there twice")
             found[name] = one = BaseTensor(name, dtype, numel, offset, block)
             offset += round_up(one.nbytes, PAGE_BYTES)
             block += one.blocks
@@ -599,10 +599,13 @@ def failing_as_tier(operation: str, path: Path) -> Iterator[None]:
 # The end of the file.
 
 
+_DType = Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")]
+_Numel = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
+_Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
+
+
 class _About(msgspec.Struct, forbid_unknown_fields=True):
-    tensors: list[
-        tuple[str, str, Annotated[int, Meta(ge=0, le=MAX_NUMEL)], Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]]
-    ]
+    tensors: list[tuple[str, _DType, _Numel, _Digest]]
 
 
 @dataclass(frozen=True)
@@ -659,6 +662,8 @@ def parse_end(data: bytes, start: int, file: str) -> End:
     Raises:
         CorruptionError: it is damaged, or not what this library writes.
     """
+    if len(data) % PAGE_BYTES or len(data) < 2 * PAGE_BYTES:
+        raise CorruptionError("was cut off", file=file, offset=start + len(data))
     length, size, checksum = _parse_footer(data[-PAGE_BYTES:], start + len(data), file)[1:]
     if len(data) != round_up(size, PAGE_BYTES) + PAGE_BYTES or xxhash.xxh3_128_digest(data[:size]) != checksum:
         raise CorruptionError("what follows the tensors is damaged", file=file, offset=start)
@@ -669,7 +674,7 @@ def parse_end(data: bytes, start: int, file: str) -> End:
         contents = Contents.of((name, DTYPES[dtype], numel) for name, dtype, numel, _ in about.tensors)
         if contents.end != start or size - length != 8 * contents.blocks:
             raise ValueError("its tensors take other bytes than there are")
-    except (msgspec.MsgspecError, UnicodeError, KeyError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CorruptionError(f"what follows the tensors cannot be read: {error}", file=file, offset=start) from error
     sums = np.frombuffer(data[length:size], dtype="<u8")
     digests = {name: digest for name, _, _, digest in about.tensors}

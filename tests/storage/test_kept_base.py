@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload import CorruptionError
-from offload.io.engine import Transfer, aligned_memory
+from offload.io.engine import IOFile, IOFuture, Transfer, aligned_memory
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
 from offload.profiling import Timeline
@@ -19,6 +22,9 @@ from offload.sizes import PAGE_BYTES
 from offload.storage import kept_base
 from offload.storage.kept_base import BLOCK, BaseChunk, BaseName, BasePart, Contents, KeptBase, verify
 from offload.storage.swap_format import SlotArrays
+from tests.support.processes import holds_in_child
+from tests.support.simulated_disk import SimulatedDisk
+from tests.support.simulated_files import PowerCut
 
 KEY = "5" * 32
 
@@ -55,10 +61,14 @@ def engine() -> Iterator[Watched]:
     made.close()
 
 
+def _named(directory: Path, tensors: Mapping[str, Tensor]) -> BaseName:
+    return BaseName(directory, KEY, Contents.of((name, one.dtype, one.numel()) for name, one in tensors.items()))
+
+
 @pytest.fixture
 def name(tmp_path: Path, engine: Watched) -> BaseName:
     tensors = _tensors()
-    made = BaseName(tmp_path, KEY, Contents.of((name, one.dtype, one.numel()) for name, one in tensors.items()))
+    made = _named(tmp_path, tensors)
     assert not kept_base.is_there(made, Files())
     kept_base.make(made, reversed(tensors.items()), Files(), engine)
     assert [*os.listdir(tmp_path)] == [made.path.name]
@@ -151,3 +161,129 @@ def test_a_flipped_bit_is_found_where_it_is_read(at: int, numel: int, name: Base
             future.result(60)
     base.close()
     assert [error is None for error in verify(name.path)] == [own != "codes" for own in name.contents.tensors]
+
+
+# What interrupts the making of one.
+
+
+class Moments:
+    """Calls `end` at the moment of this number, and at each later one. `number` is of the next moment."""
+
+    def __init__(self, last: int, end: Callable[[], None]) -> None:
+        self.number, self._last, self._end = 0, last, end
+
+    def __call__(self) -> None:
+        self.number += 1
+        if self.number > self._last:
+            self._end()
+
+
+class MomentFiles(Files):
+    """A file system with moments around all that changes names. Names that were not synced may be lost with power."""
+
+    def __init__(self, moment: Moments, disk: SimulatedDisk) -> None:
+        super().__init__()
+        self._moment, self._engine = moment, disk
+        self._renamed: list[tuple[Path, Path]] = []
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._moment()
+        super().rename(old, new)
+        self._engine.renamed(str(old), str(new))
+        self._renamed.append((old, new))
+        self._moment()
+
+    def sync_directory(self, path: Path) -> None:
+        self._moment()
+        super().sync_directory(path)
+        self._renamed.clear()
+        self._moment()
+
+    def remove(self, path: Path) -> None:
+        self._moment()
+        super().remove(path)
+
+    def crash(self, seed: int) -> None:
+        for old, new in reversed(self._renamed):
+            if seed % 2:
+                os.rename(new, old)
+
+
+class MomentDisk(SimulatedDisk):
+    """A disk with a moment before each write, and around each sync."""
+
+    def __init__(self, moment: Moments) -> None:
+        super().__init__()
+        self._moment = moment
+
+    def submit(self, transfer: Transfer) -> Transfer:
+        self._moment()
+        super().submit(transfer).exception()
+        return transfer
+
+    def sync(self, file: IOFile) -> IOFuture:
+        future = super().sync(file)
+        self._moment()
+        return future
+
+
+SMALL = {"codes": torch.arange(9000).to(torch.uint8), "scales": torch.linspace(-1, 1, 700), "table": torch.ones(16)}
+
+
+def _made(name: BaseName, moment: Moments) -> tuple[MomentFiles, MomentDisk]:
+    """Makes a base, with what there is to write it."""
+    disk = MomentDisk(moment)
+    files = MomentFiles(moment, disk)
+    kept_base.is_there(name, files)
+    with suppress(PowerCut):
+        kept_base.make(name, SMALL.items(), files, disk)
+    return files, disk
+
+
+def _require_whole_or_made_again(name: BaseName, engine: ThreadEngine) -> bool:
+    """Whether the base was whole. Else it is made again, and nothing else is left."""
+    was_there = kept_base.is_there(name, Files())
+    if not was_there:
+        kept_base.make(name, SMALL.items(), Files(), engine)
+    base = KeptBase(engine, name, (), (), Files(), Timeline())
+    for own, values in SMALL.items():
+        assert torch.equal(base.tensor(own), values)
+    base.close()
+    assert was_there or os.listdir(name.directory) == [name.path.name]
+    return was_there
+
+
+def test_power_cuts_leave_a_whole_base_or_none(tmp_path: Path, engine: Watched) -> None:
+    found = set()
+    moment = Moments(1000, lambda: None)
+    _made(_named(tmp_path / "all", SMALL), moment)
+    for cut in range(moment.number + 1):
+        for seed in (0, 1):
+            name = _named(tmp_path / f"{cut}-{seed}", SMALL)
+
+            def end() -> None:
+                raise PowerCut
+
+            files, disk = _made(name, Moments(cut, end))
+            disk.crash(seed)
+            files.crash(seed)
+            found.add(_require_whole_or_made_again(name, engine))
+    assert found == {True, False}
+
+
+def test_a_process_that_is_killed_leaves_a_whole_base_or_none(tmp_path: Path, engine: Watched) -> None:
+    name = _named(tmp_path, SMALL)
+
+    def killed(at: int) -> bool:
+        _made(name, Moments(at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        return True
+
+    found = []
+    for moment in range(100):
+        is_done = holds_in_child(partial(killed, moment))
+        found.append(_require_whole_or_made_again(name, engine))
+        name.path.unlink()
+        if is_done:
+            break
+    assert set(found) == {True, False}
+    assert found == sorted(found)  # from some moment on it is whole
