@@ -393,6 +393,8 @@ def bases() -> Iterator[Attack]:
     for text in (b"", b"[" * 100_000, b'{"tensors":' * 10_000, HUGE.encode(), b"\xff" * 100, b'{"tensors": []}'):
         yield f"text {text[:12]!r}", base_end(text), CorruptionError
     known = {"tensors": BASE_ROWS}
+    yield "blanks", base_end(json.dumps(known).encode()), CorruptionError
+    yield "a field twice", base_end(VALID_BASE[: VALID_BASE.index(b"}")] + b',"tensors":[]}'), CorruptionError
     yield "no sums", base_end(known, b""), CorruptionError
     yield "too few sums", base_end(known, bytes(7)), CorruptionError
     yield "too many sums", base_end(known, bytes(16)), CorruptionError

@@ -47,7 +47,7 @@ def bnb_4bit(**options: Any) -> Callable[[nn.Linear], nn.Module]:
     bnb = pytest.importorskip("bitsandbytes")
 
     def make(layer: nn.Linear) -> nn.Module:
-        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.float32, **options)
+        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, **{"compute_dtype": torch.float32} | options)
         made.load_state_dict(layer.state_dict())
         return made.to("cpu")
 
@@ -153,6 +153,7 @@ FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "bnb nf4": lambda: bnb_4bit(quant_type="nf4", compress_statistics=False),
     "bnb nf4 double": lambda: bnb_4bit(quant_type="nf4"),
     "bnb fp4": lambda: bnb_4bit(quant_type="fp4"),
+    "bnb fp4 unset": lambda: bnb_4bit(quant_type="fp4", compute_dtype=None),
     "bnb nf4 in fp32": lambda: bnb_4bit(quant_type="nf4", quant_storage=torch.float32),
     "bnb int8": bnb_8bit,
     "bnb int8 used": bnb_8bit_used,

@@ -163,6 +163,17 @@ def test_a_flipped_bit_is_found_where_it_is_read(at: int, numel: int, name: Base
     assert [error is None for error in verify(name.path)] == [own != "codes" for own in name.contents.tensors]
 
 
+def test_an_end_that_says_it_is_huge_takes_no_memory(name: BaseName, engine: Watched) -> None:
+    """The file has holes, so that it is as long as it says."""
+    size = 1 << 40
+    os.truncate(name.path, PAGE_BYTES + size)
+    with name.path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(kept_base._FOOTER.pack(kept_base._MAGIC, PAGE_BYTES, 5, size, bytes(16)).ljust(PAGE_BYTES, b"\0"))
+    with pytest.raises(CorruptionError, match="has no end that this library wrote"):
+        KeptBase(engine, name, (), (), Files(), Timeline())
+
+
 # What interrupts the making of one.
 
 
