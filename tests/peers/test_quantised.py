@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, ResumeError, Tuning
+from offload.integrations.quantised import parameters_of_buffers
 from offload.model.inner import inner_tensors
 from tests.support.quantised import Adapted
 from tests.support.streamed import in_little_memory
@@ -149,6 +150,125 @@ def gguf() -> Callable[[nn.Linear], nn.Module]:
     return make
 
 
+GROUP = 32
+"""How many rows share a scale, where rows are packed."""
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def _scales(*shape: int) -> Tensor:
+    return (torch.rand(shape) / 64).to(torch.float16)
+
+
+class GPTQLayout(nn.Module):
+    """GPTQ's buffers, as AutoGPTQ documents them: 8 codes of 4 bits an int32, along the rows; zeros less 1 along the
+    columns; and the group of each row, which need not be in order."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows, columns = layer.in_features, layer.out_features
+        self.register_buffer("qweight", _codes(rows // 8, columns))
+        self.register_buffer("qzeros", _codes(rows // GROUP, columns // 8))
+        self.register_buffer("scales", _scales(rows // GROUP, columns))
+        self.register_buffer("g_idx", torch.randperm(rows).to(torch.int32) // GROUP)
+        self.register_buffer("shifts", torch.arange(0, 32, 4, dtype=torch.int32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = (self.qweight[:, None, :] >> self.shifts[:, None] & 15).flatten(0, 1)
+        zeros = (self.qzeros[:, :, None] >> self.shifts & 15).flatten(1) + 1
+        groups = self.g_idx.long()
+        return x @ ((codes - zeros[groups]) * self.scales[groups].to(x.dtype))
+
+
+class AWQLayout(nn.Module):
+    """AWQ's buffers, as AutoAWQ's GEMM has them: 8 codes of 4 bits an int32 along the columns, in an order of its own."""
+
+    ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows, columns = layer.in_features, layer.out_features
+        self.register_buffer("qweight", _codes(rows, columns // 8))
+        self.register_buffer("qzeros", _codes(rows // GROUP, columns // 8))
+        self.register_buffer("scales", _scales(rows // GROUP, columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, zeros = (
+            (packed[:, :, None] >> 4 * torch.tensor(self.ORDER) & 15).flatten(1)
+            for packed in (self.qweight, self.qzeros)
+        )
+        zeros, scales = (one.repeat_interleave(GROUP, 0) for one in (zeros, self.scales))
+        return x @ ((codes - zeros) * scales.to(x.dtype))
+
+
+def gptqmodel() -> Callable[[nn.Linear], nn.Module]:
+    """The layer of the library, which needs another torch than the other tests, and so is seldom there."""
+    lib = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+
+    def make(layer: nn.Linear) -> nn.Module:
+        rows, columns = layer.in_features, layer.out_features
+        about = {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": True, "bias": True}
+        made: nn.Module = lib.TorchLinear(in_features=rows, out_features=columns, **about)
+        found = GPTQLayout(layer)
+        for name in ("qweight", "qzeros", "scales", "g_idx"):
+            made.get_buffer(name).copy_(found.get_buffer(name))
+        made.get_buffer("bias").copy_(torch.randn(columns))
+        return made
+
+    return make
+
+
+def compressed_tensors() -> Callable[[nn.Linear], nn.Module]:
+    """The library's layer, with weights that the library has packed. It computes with unpacked ones only, so these are
+    unpacked for each forward, by the library."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor, compress_module
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    class Unpacked(nn.Module):
+        def __init__(self, packed: Any) -> None:
+            super().__init__()
+            self.packed = packed
+            self.compressor = BaseCompressor.get_value_from_registry(packed.quantization_scheme.format.value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = {name: param.detach() for name, param in self.packed.named_parameters()}
+            found = self.compressor.decompress(state, self.packed.quantization_scheme)
+            return nn.functional.linear(x, found["weight"].to(x.dtype), self.packed.bias)
+
+    def make(layer: nn.Linear) -> nn.Module:
+        about = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=GROUP)
+        scheme = QuantizationScheme(targets=["Linear"], weights=about)
+        holder = nn.Sequential(layer)
+        given: Any = {"g": scheme}
+        apply_quantization_config(holder, QuantizationConfig(config_groups=given, format="pack-quantized"))
+        made: Any = holder[0]
+        rows = made.weight.detach().unflatten(1, (-1, GROUP))
+        least, most = rows.amin(-1).clamp(max=0), rows.amax(-1).clamp(min=0)
+        made.weight_scale.data.copy_((most - least) / 15)
+        made.weight_zero_point.data.copy_(torch.round(-least / made.weight_scale.data) - 8)
+        compress_module(made)
+        assert made.weight_packed.dtype is torch.int32
+        return Unpacked(made)
+
+    return make
+
+
 FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "bnb nf4": lambda: bnb_4bit(quant_type="nf4", compress_statistics=False),
     "bnb nf4 double": lambda: bnb_4bit(quant_type="nf4"),
@@ -164,9 +284,15 @@ FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "quanto int8": quanto,
     "hqq": hqq,
     "gguf": gguf,
+    "GPTQ's layout": lambda: GPTQLayout,
+    "AWQ's layout": lambda: AWQLayout,
+    "gptqmodel": gptqmodel,
+    "compressed-tensors": compressed_tensors,
 }
+PACKED = ("GPTQ's layout", "AWQ's layout", "gptqmodel", "compressed-tensors")
+"""Those whose codes, scales and zeros are tensors of the layer."""
 WRAPPERS = [name for name in FORMATS if "torchao" in name or "quanto" in name]
-SPLIT = [name for name in FORMATS if name not in ("hqq", "gguf")]
+SPLIT = [name for name in FORMATS if name not in ("hqq", "gguf", *PACKED)]
 """Formats that are more than their own elements."""
 PLACES = [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"), ("cpu", "device")]
 
@@ -227,6 +353,7 @@ def same_steps(optimizer: OffloadZero, model: nn.Module, plain: nn.Module, steps
 
 
 def held(model: nn.Module, **given: Any) -> OffloadZero:
+    parameters_of_buffers(model)
     return in_little_memory(model, torch.optim.AdamW(adapters(model).values(), lr=1e-2), **given)
 
 
@@ -243,6 +370,26 @@ def test_adapters_over_a_streamed_base_have_the_bits_of_the_resident_one(
     assert torch.equal(model(batch(9)), plain_with(plain, model)(batch(9)))
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_what_is_packed_streams_in_its_own_dtypes(name: str, tmp_path: Path) -> None:
+    """GPTQ's and AWQ's buffers stay on the device unless they become parameters, with the keys that they had."""
+    model, keys = base(name), base(name).state_dict().keys()
+    expected = [one for one in base(name).state_dict().values()]
+    assert parameters_of_buffers(model) == (0 if name == "compressed-tensors" else len(buffers_of(base(name))))
+    with held(model, **options("cpu", "nvme", tmp_path, compute_dtype=torch.bfloat16)) as optimizer:
+        assert model.state_dict().keys() == keys
+        assert not buffers_of(model)
+        assert optimizer._placement.resident_bytes < 1 << 14
+        for found, own in zip(model.state_dict().values(), expected, strict=True):
+            if not own.is_floating_point() or own.dtype is torch.float16:
+                assert torch.equal(found, own)
+
+
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    """Those that are saved."""
+    return [value for name, value in model.named_buffers() if name in model.state_dict()]
+
+
 def plain_with(plain: nn.Module, model: nn.Module) -> nn.Module:
     """A plain model with the adapters of another one."""
     with torch.no_grad():
@@ -251,7 +398,7 @@ def plain_with(plain: nn.Module, model: nn.Module) -> nn.Module:
     return plain
 
 
-COMMITTED = ["bnb nf4 double", "bnb int8", "torchao int8", "torchao NF4Tensor", "quanto int8"]
+COMMITTED = ["bnb nf4 double", "bnb int8", "torchao int8", "torchao NF4Tensor", "quanto int8", "GPTQ's layout"]
 
 
 @pytest.mark.parametrize("name", COMMITTED)
