@@ -128,12 +128,12 @@ def parameters_of_buffers(model: nn.Module) -> int:
         is_packed = any(buffer.dim() == 2 and _is_integer(buffer) for buffer in own.values())
         if not is_packed or module._parameters.get("weight") is not None:
             continue
-        for name in own.keys() - module._non_persistent_buffers_set:
-            buffer = module._buffers.pop(name)
-            assert buffer is not None
-            if buffer not in made:
-                made[buffer] = nn.Parameter(buffer, requires_grad=False)
-            module._parameters[name] = made[buffer]
+        for name, buffer in own.items():
+            if name not in module._non_persistent_buffers_set:
+                if buffer not in made:
+                    made[buffer] = nn.Parameter(buffer, requires_grad=False)
+                del module._buffers[name]
+                module._parameters[name] = made[buffer]
     return len(made)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offload import ConfigError, OffloadZero, ResumeError, Tuning
 from offload.integrations.quantised import parameters_of_buffers
 from offload.model.inner import inner_tensors
-from tests.support.quantised import Adapted
+from tests.support.quantised import GROUP, Adapted, AWQLayout, GPTQLayout
 from tests.support.streamed import in_little_memory
 from tests.support.toy import Block, squares, take_step
 
@@ -148,67 +148,6 @@ def gguf() -> Callable[[nn.Linear], nn.Module]:
         return made
 
     return make
-
-
-GROUP = 32
-"""How many rows share a scale, where rows are packed."""
-
-
-def _codes(*shape: int) -> Tensor:
-    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int64).to(torch.int32)
-
-
-def _scales(*shape: int) -> Tensor:
-    return (torch.rand(shape) / 64).to(torch.float16)
-
-
-class GPTQLayout(nn.Module):
-    """GPTQ's buffers, as AutoGPTQ documents them: 8 codes of 4 bits an int32, along the rows; zeros less 1 along the
-    columns; and the group of each row, which need not be in order."""
-
-    qweight: Tensor
-    qzeros: Tensor
-    scales: Tensor
-    g_idx: Tensor
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        rows, columns = layer.in_features, layer.out_features
-        self.register_buffer("qweight", _codes(rows // 8, columns))
-        self.register_buffer("qzeros", _codes(rows // GROUP, columns // 8))
-        self.register_buffer("scales", _scales(rows // GROUP, columns))
-        self.register_buffer("g_idx", torch.randperm(rows).to(torch.int32) // GROUP)
-        self.register_buffer("shifts", torch.arange(0, 32, 4, dtype=torch.int32), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        codes = (self.qweight[:, None, :] >> self.shifts[:, None] & 15).flatten(0, 1)
-        zeros = (self.qzeros[:, :, None] >> self.shifts & 15).flatten(1) + 1
-        groups = self.g_idx.long()
-        return x @ ((codes - zeros[groups]) * self.scales[groups].to(x.dtype))
-
-
-class AWQLayout(nn.Module):
-    """AWQ's buffers, as AutoAWQ's GEMM has them: 8 codes of 4 bits an int32 along the columns, in an order of its own."""
-
-    ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-    qweight: Tensor
-    qzeros: Tensor
-    scales: Tensor
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        rows, columns = layer.in_features, layer.out_features
-        self.register_buffer("qweight", _codes(rows, columns // 8))
-        self.register_buffer("qzeros", _codes(rows // GROUP, columns // 8))
-        self.register_buffer("scales", _scales(rows // GROUP, columns))
-
-    def forward(self, x: Tensor) -> Tensor:
-        codes, zeros = (
-            (packed[:, :, None] >> 4 * torch.tensor(self.ORDER) & 15).flatten(1)
-            for packed in (self.qweight, self.qzeros)
-        )
-        zeros, scales = (one.repeat_interleave(GROUP, 0) for one in (zeros, self.scales))
-        return x @ ((codes - zeros) * scales.to(x.dtype))
 
 
 def gptqmodel() -> Callable[[nn.Linear], nn.Module]:
@@ -374,15 +313,15 @@ def test_adapters_over_a_streamed_base_have_the_bits_of_the_resident_one(
 def test_what_is_packed_streams_in_its_own_dtypes(name: str, tmp_path: Path) -> None:
     """GPTQ's and AWQ's buffers stay on the device unless they become parameters, with the keys that they had."""
     model, keys = base(name), base(name).state_dict().keys()
-    expected = [one for one in base(name).state_dict().values()]
+    expected = base(name).state_dict()
     assert parameters_of_buffers(model) == (0 if name == "compressed-tensors" else len(buffers_of(base(name))))
     with held(model, **options("cpu", "nvme", tmp_path, compute_dtype=torch.bfloat16)) as optimizer:
         assert model.state_dict().keys() == keys
         assert not buffers_of(model)
         assert optimizer._placement.resident_bytes < 1 << 14
-        for found, own in zip(model.state_dict().values(), expected, strict=True):
-            if not own.is_floating_point() or own.dtype is torch.float16:
-                assert torch.equal(found, own)
+        for key, value in model.state_dict().items():
+            if not value.is_floating_point() or value.dtype is torch.float16:
+                assert torch.equal(value, expected[key])
 
 
 def buffers_of(model: nn.Module) -> list[Tensor]:
