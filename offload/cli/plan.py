@@ -354,7 +354,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     found |= _zero_r(planned, options, model) | speed_of(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
-    found |= _in_chunks(options, model, waiting)
+    found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
 
@@ -368,6 +368,22 @@ def _in_chunks(options: PlanOptions, model: Sized, waiting: Waiting | None) -> d
     words, trains = waiting.output_numel // tokens, options.lora_rank is None
     nbytes = bytes_in_chunks(tokens, words, model.width, options.compute_dtype, trains_head=trains)
     return {"output_bytes_in_chunks": nbytes}
+
+
+def _routed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """What the experts of a mixture move; nothing of another model.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice.
+    """
+    from offload.planner.routing import routed_bytes
+
+    if model.routing is None or not model.experts:
+        return {}
+    tokens = options.batch * options.seq
+    moved = routed_bytes(planned, model.experts, model.routing, tokens)
+    needed = model.routing.experts * model.routing.likelihood(tokens)
+    return {"experts": model.routing._asdict() | {"expected": needed} | moved._asdict()}
 
 
 def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:

@@ -229,6 +229,8 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
             f"A step moves {format_bytes(summary['link_up_bytes'])} over the link to the device, and "
             f"{format_bytes(summary['link_down_bytes'])} to RAM."
         )
+    if "experts" in summary:
+        yield _experts_line(summary["experts"])
     if not summary["written_bytes"]:
         if 0 < there < chunks:
             return
@@ -245,6 +247,23 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"A step reads {format_bytes(summary['read_bytes'])} and writes {format_bytes(summary['written_bytes'])}, "
         f"{summary['bytes_per_param']:.2f} bytes a parameter."
     )
+
+
+def _experts_line(experts: dict[str, Any]) -> str:
+    """What the experts of a mixture move in a step."""
+    needed = (
+        f"Each token needs {experts['per_token']} of a layer's {experts['experts']} experts, those of a micro-batch "
+        f"about {experts['expected']:.3g} if routing is uniform"
+    )
+    if not experts["nbytes"]:
+        return f"{needed}; all experts are on the device."
+    how = f"in tiles of {experts['together']}" if experts["together"] else "with whole layers"
+    moved = [
+        f"{format_bytes(experts[f'{what}_expected'])} of {format_bytes(experts[what])} {where}"
+        for what, where in (("link", "over the link"), ("disk", "from the disk"))
+        if experts[what]
+    ]
+    return f"{needed}. Experts come {how}: {' and '.join(moved) or 'nothing is moved for that'} in a step."
 
 
 def _activation_line(summary: dict[str, Any], options: PlanOptions, model: Sized) -> str:

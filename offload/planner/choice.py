@@ -189,7 +189,7 @@ class ModelShape:
         """
         streams = [choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE for spec in self.specs]
         rows = {number: row for number, row in self.rows.items() if streams[number]}
-        specs = tiled(self.specs, rows, choice.params.tile_bytes)
+        specs = tiled(self.specs, rows, choice.params.tile_bytes, ranks=ranks)
         held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
         kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
         return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
