@@ -187,8 +187,8 @@ def test_three_slots_a_chunk_have_a_version_of_their_own() -> None:
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":8').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 8 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":9').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 9 of its format"):
         parse(newer)
 
 
