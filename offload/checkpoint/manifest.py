@@ -684,7 +684,8 @@ def _late_problem(manifest: Manifest, late: LateFacts) -> str | None:
         if chunk >= len(manifest.chunks):
             return f"there is no chunk {chunk}"
         flat = manifest.flats[manifest.chunks[chunk].flat]
-        if len(flat.params) != 1 or flat.states is not None or manifest.optimizer_of(flat.params[0]) != ADAM:
+        is_of_adam = flat.state_kinds in ADAM_FORMS.values() and flat.states is None
+        if len(flat.params) != 1 or not is_of_adam or manifest.optimizer_of(flat.params[0]) != ADAM:
             return f"chunk {chunk} has several parameters, or is not of Adam"
         needed[flat.params[0]] = max(steps, needed.get(flat.params[0], 0))
     if needed != {number: len(steps) for number, steps in logs.items()}:
