@@ -95,8 +95,8 @@ def schedule(wishes: Sequence[Sequence[Wish]], seen: Sequence[Collection[int]]) 
         pieces = []
         for target, those in left:
             able = senders[those[0].shard]
-            source = next((able[(target + turn) % len(able)] for turn in range(len(able))
-                           if able[(target + turn) % len(able)] not in busy), None)  # fmt: skip
+            first = target % len(able)
+            source = next((rank for rank in able[first:] + able[:first] if rank not in busy), None)
             if source is not None:
                 busy.add(source)
                 pieces.append(Piece(source, target, those.popleft()))
@@ -143,7 +143,7 @@ class Transfer:
         begun = time.monotonic()
         for _ in range(2):  # the first call connects
             begun = time.monotonic()
-            self._exchange(first, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), _empty(nbytes), of=nbytes)
+            exchange(self.comm, first, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), _empty(nbytes), of=nbytes)
         took = self.comm.all_gather(torch.tensor([time.monotonic() - begun], dtype=torch.float64, device="cpu"))
         most = sum(max(piece.wish.nbytes for piece in pieces) for pieces in self.rounds)
         return float(took.max()) * most / nbytes
@@ -173,7 +173,7 @@ class Transfer:
                 if piece.source == self.comm.rank:
                     self.reader.read_whole(piece.wish.shard, piece.wish.chunk, sent[: piece.wish.nbytes])
             check()
-            self._exchange(pieces, sent, received)
+            exchange(self.comm, pieces, sent, received)
             progress.advance(pieces)
             for piece in pieces:
                 if piece.target == self.comm.rank:
@@ -183,9 +183,6 @@ class Transfer:
     def _in(self, pieces: Sequence[Piece], end: int) -> int:
         """The bytes that this rank sends (`end` is 0) or receives (1) in a round."""
         return sum(piece.wish.nbytes for piece in pieces if piece[end] == self.comm.rank)
-
-    def _exchange(self, pieces: Sequence[Piece], sent: Tensor, received: Tensor, *, of: int | None = None) -> None:
-        exchange(self.comm, pieces, sent, received, of=of)
 
 
 def exchange(
