@@ -366,6 +366,22 @@ def test_what_counts_is_the_gradient_that_the_step_takes(change: Callable[[nn.Mo
         run.check()
 
 
+def test_gradients_that_were_dropped_are_no_idle_expert_s(tmp_path: Path) -> None:
+    with both(tmp_path, grad_tier="nvme") as run:
+        run.step(ALL)
+        loss_of(run.model, 5, [2, 3]).backward()
+        run.optimizer.zero_grad()
+        for one in (run.model, run.plain.model):
+            loss_of(one, 6, [0]).backward()
+        grad = run.optimizer.grad(run.model[0].up)
+        assert grad is not None
+        assert torch.equal(grad, run.plain.model[0].up.grad)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.plain.step()
+        run.check()
+
+
 FORMS = [
     {"states": "8bit"},
     {"states": "bf16", "grad_tier": "nvme"},
@@ -641,6 +657,10 @@ def test_tried_steps_are_those_of_other_chunks(tmp_path: Path) -> None:
     with optimizer:
         optimizer.commit()
         assert version_in(tmp_path / "run") == VERSION_OF_LATE_STEPS > VERSION_OF_TRIALS
+        late, trials = optimizer._parts.run.layout.late_chunks, optimizer._parts.step.trials
+        assert late
+        assert trials is not None
+        assert late.isdisjoint(trials._new)
         take(model, optimizer, 4, [0])
         take(model, optimizer, 5, [1])
         assert_same(bits_of(model, optimizer), in_time(6).bits())
