@@ -74,7 +74,9 @@ class ParamChoice:
         prefetch_units: how many units are fetched ahead of the one in use.
         tile_bytes: weights larger than this run in tiles; 0: none do.
         is_chosen: whether the planner chose the tiers, since the user named none.
-        keeps_base: whether frozen ones on NVMe are in a file of their own, which other runs may use.
+        base_bytes: what a file of their own takes, in which frozen ones on NVMe are, and which other runs may use; 0:
+            there is none.
+        base_memory_bytes: what a rank keeps in RAM to read that file.
     """
 
     tier: Tier
@@ -84,7 +86,8 @@ class ParamChoice:
     prefetch_units: int = 1
     tile_bytes: int = 0
     is_chosen: bool = False
-    keeps_base: bool = False
+    base_bytes: int = 0
+    base_memory_bytes: int = 0
 
     @property
     def streams(self) -> bool:

@@ -81,10 +81,10 @@ class Span(NamedTuple):
 
 
 def spans_of(layout: Layout, param: int) -> list[Span]:
-    """The tiles of a parameter, in their order. Over several ranks it has one."""
+    """The tiles of a parameter, in their order. Over several ranks it counts as one."""
     low, high = layout.param_shard_range(param)
     found = []
-    for begin, end in layout.tiles_of(param):
+    for begin, end in layout.tiles_of(param) if layout.ranks == 1 else [(0, layout.specs[param].numel)]:
         first = max(begin, low)
         found.append(Span(begin, first, max(first, min(end, high))))
     return found
@@ -200,7 +200,7 @@ class SquareSums:
 
     def tile_at(self, param: int, element: int) -> int:
         """The tile that an element of a parameter is in."""
-        return element // self._specs[param].tile if self._specs[param].tile else 0
+        return element // self._specs[param].tile if len(self.spans[param]) > 1 else 0
 
     def sum_tile(self, param: int, tile: int, values: Tensor) -> None:
         """Makes the sums of a tile.
