@@ -604,7 +604,9 @@ class Reader:
 
     def slots_bytes(self) -> int:
         """The RAM that `slots` takes, in bytes."""
-        return 2 * sum(self._largest()) + self._made_bytes()
+        owing = [found.chunks[chunk].numel for found in self.manifests for chunk in found.owed]
+        replayed = 2 * MASTER_ITEM_BYTES * min(max(owing, default=0), ZEROS_NUMEL)  # zeros, and what nobody needs
+        return 2 * sum(self._largest()) + self._made_bytes() + replayed
 
     def _largest(self) -> list[int]:
         """The bytes of the largest slot of states, and of the largest slot of 16-bit parameters."""
