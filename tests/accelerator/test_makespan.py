@@ -535,7 +535,10 @@ def _mixture_s(copy_s: float, monkeypatch: pytest.MonkeyPatch, *, waits: bool) -
     return ends[-1] - ends[-2]
 
 
-@pytest.mark.parametrize("copy_s", [0.3, 0.8, 2.0])
+_slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("copy_s", [pytest.param(0.3, marks=_slow), 0.8, pytest.param(2.0, marks=_slow)])
 def test_waiting_for_the_routing_costs_little_of_a_step(copy_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5, 4 and 7 %: the first tiles of the last step are on their way meanwhile."""
     waiting, knowing = (_mixture_s(copy_s, monkeypatch, waits=waits) for waits in (True, False))
