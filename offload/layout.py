@@ -209,6 +209,7 @@ class ParamSpec:
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
         states: what its optimizer keeps of each element beside its master. It means nothing if it is frozen.
         whole: how its optimizer sees it, if that steps it as a whole; None: in pieces.
+        is_late: whether a tile of it whose gradient is zeros may owe the step (optim/late.py). It has tiles then.
     """
 
     name: str
@@ -220,6 +221,7 @@ class ParamSpec:
     shard_dim: int | None = None
     states: tuple[StateKind, ...] = ADAM_STATES
     whole: Whole | None = None
+    is_late: bool = False
 
     @property
     def is_frozen(self) -> bool:
@@ -479,6 +481,11 @@ class Layout:
                     numel = self.ranks * (stop - start)
                     made.append(FlatSlice(len(made), unit, flat.index, start, numel, is_tile=True))
         return tuple(made)
+
+    @cached_property
+    def late_chunks(self) -> frozenset[int]:
+        """The chunks of `chunks` that may owe steps. Each has elements of one tile of one parameter."""
+        return frozenset(one.index for one in self.chunks if self.specs[one.pieces[0].param].is_late)
 
     @cached_property
     def locations(self) -> dict[int, tuple[int, int]]:

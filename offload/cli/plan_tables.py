@@ -29,7 +29,7 @@ KINDS = {
     "rest": "headers, padding, buffers of copies",
 }
 COMMITTED_SLOTS = "a second version of each chunk, for commits"
-WORDS = {"given": "given", "assumed": "assumed", "measured": "as offload bench io measured it"}
+WORDS = {"given": "given", "assumed": "assumed", "measured": "measured here"}
 
 
 def show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
@@ -99,11 +99,13 @@ def _way_out(summary: dict[str, Any], options: PlanOptions) -> str:
 
 
 def _step_line(summary: dict[str, Any]) -> str:
-    waits = {"disk": "the disk", "compute": "compute"}[summary["waits_for"]]
+    waits = {"disk": "the disk", "compute": "compute", "update": "the optimizer's kernels"}[summary["waits_for"]]
     rates = (
         f"{summary['flops']:.3g} FLOP/s, {WORDS[summary['flops_from']]}, and {summary['disk_gb_per_s']:.3g} GB/s, "
         f"{WORDS[summary['disk_from']]}"
     )
+    if summary["kernel_seconds"]:
+        rates += f", and {_seconds(summary['kernel_seconds'])} of the optimizer's kernels, measured here"
     hidden = summary["hiding_tokens"]
     hides = f"; from {hidden:,} tokens a micro-batch on, the disk costs nothing" if hidden else ""
     return (

@@ -182,6 +182,17 @@ class SquareSums:
         """The sum of squares of this rank's elements of a gradient, as far as they are summed."""
         return sum(float(sums.sum()) for sums in self._sums[param])
 
+    def zero_tiles(self, param: int) -> frozenset[int]:
+        """The tiles of a parameter whose gradient is zeros; all sums of it are current.
+
+        The square of an fp32 is exact in fp64, and 0 for zeros alone.
+        """
+        assert all(self._is_current[param])
+        sums = self._sums[param]
+        ends = torch.tensor([len(one) for one in sums], device="cpu").cumsum(0)
+        others = torch.bucketize(torch.cat(sums).nonzero().flatten(), ends, right=True)
+        return frozenset(range(len(sums))) - {*others.unique().tolist()}
+
     def stale(self, param: int) -> list[int]:
         """The tiles of a parameter whose sums are not current."""
         current = self._is_current[param]

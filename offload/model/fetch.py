@@ -690,7 +690,9 @@ class StreamedUnits(HeldUnits):
             unit: the one that was entered.
         """
         for one, has_room in self._policy.next_to(unit):
-            if not self._pending.is_pending(one.home) and (has_room or self.transfers.missing_bytes((one,)) <= 0):
+            if self._pending.is_pending(one.home) or self.transfers.owes(one):
+                continue  # a guess is not worth making a step for
+            if has_room or self.transfers.missing_bytes((one,)) <= 0:
                 self.transfers.prefetch(one)
 
     def _release_unused(self, *wanted: Unit) -> None:

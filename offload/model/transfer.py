@@ -26,7 +26,9 @@ from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
 from offload.layout import Chunk, FlatSlice
 from offload.model.flat_param import FlatParameters
+from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Presence, Unit
+from offload.optim.late import LateSteps
 from offload.profiling import TO_DEVICE
 from offload.ranks.communicator import Work
 from offload.run import Owner, Run
@@ -60,18 +62,26 @@ class StreamedStores:
 
     Args:
         stores: each with the number of its first chunk, in the order of these.
+        late: the steps that chunks owe. They are made before a chunk is leased.
     """
 
-    def __init__(self, stores: Sequence[tuple[Store, int]]) -> None:
+    def __init__(self, stores: Sequence[tuple[Store, int]], late: LateSteps) -> None:
         self._stores = stores
+        self._late = late
 
     def _of(self, chunk: int) -> tuple[Store, int]:
         return next((store, start) for store, start in reversed(self._stores) if chunk >= start)
 
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
         """See Store.lease."""
+        if chunk in self._late.owed:
+            call_hidden(self._late.settle, chunk)
         store, first = self._of(chunk)
         return store.lease(chunk - first, use, step=step)
+
+    def owe(self, chunks: Collection[int]) -> bool:
+        """Whether some of these chunks owe steps."""
+        return bool(self._late.owed) and not self._late.owed.keys().isdisjoint(chunks)
 
     def expect(self, order: Iterable[int]) -> None:
         """See Store.expect."""
@@ -162,6 +172,10 @@ class UnitTransfers:
         """How many bytes `units` take beyond the limit, beside those that are on the device; at most 0 if they fit."""
         together = {*units, *self._with_memory}
         return 0 if self.limit is None else sum(unit.nbytes for unit in together) - self.limit
+
+    def owes(self, unit: Unit) -> bool:
+        """Whether steps have to be made before a unit can be fetched."""
+        return self._store.owe(unit.chunk_numbers)
 
     def expect(self, units: Iterable[Unit]) -> None:
         """Tells the store the order in which units will be fetched."""
