@@ -118,9 +118,7 @@ class FlatParameters:
         self.peak_bytes = 0
         self._unit_memory = UnitMemory(device, copier, streaming.limit)
         self.tiles: dict[int, nn.Parameter] = {
-            one.index: _leaf(layout.flats[one.flat].dtype, device)
-            for one in layout.slices
-            if one.is_tile
+            one.index: _leaf(layout.flats[one.flat].dtype, device) for one in layout.slices if one.is_tile
         }
         self._memory: dict[int, Tensor] = {}
         # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
