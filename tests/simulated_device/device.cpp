@@ -234,7 +234,7 @@ double duration(const std::string& name, const std::vector<Access>& accesses) {
     return 0;
   if (name == "copy to device" || name == "copy to host")
     return static_cast<double>(accesses.back().bytes) / (is_host ? bytes_per_s : exchanged_bytes_per_s);
-  return name == "aten::addmm" || name == "aten::mm" ? product_s : 0;
+  return name == "aten::addmm" || name == "aten::mm" || name == "aten::_grouped_mm" ? product_s : 0;
 }
 
 void host_spends(double s) {
