@@ -87,6 +87,7 @@ class Placement:
 
     Attributes:
         choice: what was decided.
+        is_direct: whether the model's device is the CPU.
         regions: what the parts of a run reserve in RAM, on the device and on the disk.
         arrays: the arrays of each chunk, by kind.
         slots: which of the chunks have slots on the disk, and the numbers of these.
@@ -106,6 +107,7 @@ class Placement:
     """
 
     choice: Choice
+    is_direct: bool
     regions: Sequence[Region]
     arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
     slots: SlotMap
@@ -186,6 +188,8 @@ class Placement:
         if others := [name for one, name in _DTYPES.items() if one in given and one is not choice.model.compute_dtype]:
             dtype += f" (given in {' and '.join(others)}{_MASTERS_OF_HALF if torch.float16 in given else ''})"
         at_most = "" if self.device_memory is None else f" of {format_bytes(self.device_memory)} allowed"
+        if at_most and self.is_direct:
+            at_most += " (on a CPU what stays there saves nothing)"
         where = "" if choice.params.tier == DEVICE else f", streamed from {choice.params.tier.words}"
         if choice.states.tier == DEVICE and where:
             where = ", gathered from the ranks"
@@ -1042,6 +1046,7 @@ def place(
     read_bytes, written_bytes = needs.moved_bytes(pools, there.staying)
     return Placement(
         choice,
+        direct,
         regions,
         arrays=needs.arrays,
         slots=needs.slots,
