@@ -5,18 +5,28 @@ The oracle: what the allocator of the simulated accelerator counts, and plain ru
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from offload import OffloadZero, Tuning
+from offload import BudgetError, OffloadError, OffloadZero, Tuning
+from offload.planner.explain import plan_of
 from offload.sizes import parse_bytes
 from tests import simulated_device
+from tests.support import models
+from tests.support.cases import products
 from tests.support.scripts import run_code
 
 pytestmark = [
@@ -187,3 +197,207 @@ def test_a_process_that_ends_by_it_says_so_last() -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("offload: torch ran out of memory: of ")
     assert last.endswith('tier="cpu"')
+
+
+# What is there at once.
+
+UNIT_BYTES = 2 * (WIDTH * WIDTH + WIDTH)
+ROUNDED = 64 << 10
+"""What the allocator rounds the sizes of small tensors up to, all together."""
+
+
+class Recomputed(nn.Sequential):
+    """Blocks whose forward is computed again in backward, beside the block before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Peaks(NamedTuple):
+    """Bytes on the device in a training.
+
+    Attributes: planned; padded: planned, and what the allocator adds to what is reserved in one piece; own: in a step,
+    when nothing else is there; counted: by this library; all: ever.
+    """
+
+    planned: int
+    padded: int
+    own: int
+    counted: int
+    all: int
+
+
+def allocated(which: str) -> int:
+    return int(torch.accelerator.memory_stats(DEVICE)[f"allocated_bytes.all.{which}"])
+
+
+@functools.cache
+def peaks(memory: int | None, accumulation: int, param_tier: str) -> Peaks:
+    options: dict[str, Any] = {"accumulation": accumulation, "param_tier": param_tier, "device_memory": memory}
+    planned = plan_of(blocks(), direct=False, tuning=SMALL, **options).place()
+    x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH).to(DEVICE)
+    model, own, most = Recomputed(*blocks()), 0, 0
+    gc.collect()
+    before = allocated("current")
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    with OffloadZero(model, device=DEVICE, tuning=SMALL, **options) as optimizer:
+        for _ in range(4):
+            for _ in range(accumulation):
+                model(x).float().square().mean().backward()
+            optimizer.clip_grad_norm_(1.0)
+            most = max(most, allocated("peak"))
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats(DEVICE)
+            optimizer.step()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            own = max(own, allocated("peak"))
+        counted = optimizer.stats()["peak_device_bytes"]
+    rest = -planned.slab_bytes % (2 * MIB)  # segments are so large, and a MiB or less is not cut off
+    padding = rest if planned.slab_bytes > 10 * MIB and rest <= MIB else 0
+    bytes_ = planned.device_bytes
+    return Peaks(bytes_, bytes_ + padding, own - before, counted, max(most, own) - before)
+
+
+@pytest.mark.parametrize(
+    ("param_tier", "accumulation", "share"),
+    products(
+        ["device", "cpu"],
+        [1, 2],
+        [0, 1 / 7, 1 / 2, 1],
+        often=[("device", 1, 1 / 2), ("device", 2, 1 / 7), ("cpu", 1, 1 / 2)],
+    ),
+)
+def test_the_device_has_what_the_plan_says_at_each_share(param_tier: str, accumulation: int, share: float) -> None:
+    none = peaks(None, accumulation, param_tier)
+    most = BLOCKS * UNIT_BYTES * (1 if param_tier == "cpu" else 9 if accumulation > 1 else 8) + 3 * MIB
+    found = peaks(int(none.planned + share * (most - none.planned)), accumulation, param_tier)
+    assert found.own <= found.padded + ROUNDED
+    beside = none.all - none.counted  # gradients on their way, and activations
+    assert beside < 6 * UNIT_BYTES
+    assert found.all <= found.padded + beside + ROUNDED
+    if param_tier == "device":
+        assert min(found.own, found.counted) >= 0.95 * found.planned
+    else:  # the plan has room for three units that stream; beside one that stays two are there at most
+        assert found.counted >= found.planned - UNIT_BYTES
+    if share >= 1 / 2:
+        assert found.planned >= 1.5 * none.planned
+
+
+# When it is not enough.
+
+MLP = Tuning(chunk="4KiB", prefetch_units=0, tile=0)
+SHARES: dict[str, dict[str, Any]] = {
+    "states": {"tier": "cpu", "param_tier": "device", "device_memory": 460_000},
+    "units": {"tier": "cpu", "param_tier": "cpu", "device_memory": 60_000},
+    "states on NVMe": {"tier": "nvme", "param_tier": "device", "device_memory": 460_000, "cpu_memory": "320KiB"},
+}
+LESS: dict[str, int | None] = {"states": None, "units": 44_000, "states on NVMe": 400_000}
+"""The `device_memory` to go on with."""
+
+
+class Mlp:
+    """A training that may end at any allocation, and go on in another run with less."""
+
+    def __init__(self, share: str, path: Path, *, goes_on: bool = False) -> None:
+        options = SHARES[share] | ({"device_memory": LESS[share], "resume": True} if goes_on else {})
+        self.model = models.build("mlp").to(DEVICE)
+        plain = torch.optim.AdamW(models.groups(self.model), lr=1e-2)
+        self.optimizer = OffloadZero(self.model, plain, path=path, commit_every=0, tuning=MLP, **options)
+
+    def steps(self, until: int) -> list[float]:
+        """Losses of the steps that are left."""
+        batches, found = models.losses("mlp", self.model, str(DEVICE)), []
+        done = self.optimizer.stats()["step"]
+        for number in range(until):
+            draw = next(batches)
+            if number < done:
+                self.model.calls = number + 1
+                continue
+            loss = draw()
+            loss.backward()
+            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+
+@functools.cache
+def undisturbed(share: str) -> tuple[list[float], int, int]:
+    """Losses of 4 steps; how many allocations a construction makes, and two steps."""
+    with tempfile.TemporaryDirectory() as path:
+        with simulated_device.counted() as counts:
+            run = Mlp(share, Path(path) / "run")
+        with run.optimizer:
+            losses = run.steps(2)
+            with simulated_device.counted() as more:
+                losses += run.steps(4)
+    return losses, counts["allocations"], more["allocations"]
+
+
+ERRORS = (torch.OutOfMemoryError, BudgetError)
+
+
+def ends_and_goes_on(share: str, allocation: int, path: Path) -> bool:
+    """Whether an allocation after step 2 was there to fail. Then the run is committed, and another one goes on."""
+    expected, _, _ = undisturbed(share)
+    run, is_raised = Mlp(share, path), True
+    assert run.steps(2) == expected[:2]
+    run.optimizer.commit()
+    simulated_device.fail_allocation(allocation)
+    try:
+        run.steps(4)
+        is_raised = False
+    except ERRORS:
+        pass
+    simulated_device.fail_allocation(0)
+    try:
+        run.optimizer.zero_grad()
+        run.optimizer.commit()
+    except OffloadError:
+        assert run.optimizer.stats()["step"] > 2  # in the middle of a step: what there is is the commit before
+    with contextlib.suppress(OffloadError):
+        run.optimizer.close()
+    other = Mlp(share, path, goes_on=True)
+    with other.optimizer:
+        done = other.optimizer.stats()["step"]
+        assert done >= 2
+        assert other.optimizer.stats()["peak_device_bytes"] <= (LESS[share] or SHARES[share]["device_memory"])
+        assert other.steps(4) == expected[done:]
+    return is_raised
+
+
+def refused_construction(share: str, allocation: int, path: Path) -> bool:
+    """Whether an allocation of the construction was there to fail. Then the next construction works."""
+    simulated_device.fail_allocation(allocation)
+    try:
+        Mlp(share, path).optimizer.close()
+        return False
+    except ERRORS:
+        return True
+    finally:
+        simulated_device.fail_allocation(0)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_an_allocation_that_fails_is_a_typed_error_and_the_run_goes_on_with_less(share: str, tmp_path: Path) -> None:
+    _, _, allocations = undisturbed(share)
+    assert ends_and_goes_on(share, 1 + allocations // 3, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", SHARES)
+def test_each_allocation_that_fails_does(share: str, tmp_path: Path) -> None:
+    expected, constructing, allocations = undisturbed(share)
+    for allocation in range(1, constructing + 1):
+        refused_construction(share, allocation, tmp_path / f"new{allocation}")
+    run = Mlp(share, tmp_path / "new")
+    with run.optimizer:
+        assert run.steps(4) == expected
+    for allocation in range(1, allocations + 1):
+        assert ends_and_goes_on(share, allocation, tmp_path / str(allocation))
+        shutil.rmtree(tmp_path / str(allocation))
