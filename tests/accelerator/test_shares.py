@@ -233,9 +233,21 @@ def allocated(which: str) -> int:
     return int(torch.accelerator.memory_stats(DEVICE)[f"allocated_bytes.all.{which}"])
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "states": {"param_tier": "device"},
+    "units": {"param_tier": "cpu"},
+    "states of streamed units": {"param_tier": "cpu", "tier": "nvme", "commit_every": None},
+}
+
+
 @functools.cache
-def peaks(memory: int | None, accumulation: int, param_tier: str) -> Peaks:
-    options: dict[str, Any] = {"accumulation": accumulation, "param_tier": param_tier, "device_memory": memory}
+def peaks(memory: int | None, accumulation: int, kind: str) -> Peaks:
+    with tempfile.TemporaryDirectory() as path:
+        options: dict[str, Any] = {"accumulation": accumulation, "device_memory": memory} | KINDS[kind]
+        return peaks_of(accumulation, options | ({"path": path} if "tier" in options else {}))
+
+
+def peaks_of(accumulation: int, options: dict[str, Any]) -> Peaks:
     planned = plan_of(blocks(), direct=False, tuning=SMALL, **options).place()
     x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH).to(DEVICE)
     model, own, most = Recomputed(*blocks()), 0, 0
@@ -262,23 +274,23 @@ def peaks(memory: int | None, accumulation: int, param_tier: str) -> Peaks:
 
 
 @pytest.mark.parametrize(
-    ("param_tier", "accumulation", "share"),
+    ("kind", "accumulation", "share"),
     products(
-        ["device", "cpu"],
+        KINDS,
         [1, 2],
         [0, 1 / 7, 1 / 2, 1],
-        often=[("device", 1, 1 / 2), ("device", 2, 1 / 7), ("cpu", 1, 1 / 2)],
+        often=[("states", 1, 1 / 2), ("states", 2, 1 / 7), ("units", 1, 1 / 2), ("states of streamed units", 1, 1 / 2)],
     ),
 )
-def test_the_device_has_what_the_plan_says_at_each_share(param_tier: str, accumulation: int, share: float) -> None:
-    none = peaks(None, accumulation, param_tier)
-    most = BLOCKS * UNIT_BYTES * (1 if param_tier == "cpu" else 9 if accumulation > 1 else 8) + 3 * MIB
-    found = peaks(int(none.planned + share * (most - none.planned)), accumulation, param_tier)
+def test_the_device_has_what_the_plan_says_at_each_share(kind: str, accumulation: int, share: float) -> None:
+    none = peaks(None, accumulation, kind)
+    most = BLOCKS * UNIT_BYTES * (1 if kind == "units" else 9 if accumulation > 1 else 8) + 3 * MIB
+    found = peaks(int(none.planned + share * (most - none.planned)), accumulation, kind)
     assert found.own <= found.padded + ROUNDED
     beside = none.all - none.counted  # gradients on their way, and activations
     assert beside < 6 * UNIT_BYTES
     assert found.all <= found.padded + beside + ROUNDED
-    if param_tier == "device":
+    if kind == "states":
         assert min(found.own, found.counted) >= 0.95 * found.planned
     else:  # the plan has room for three units that stream; beside one that stays two are there at most
         assert found.counted >= found.planned - UNIT_BYTES
@@ -293,8 +305,9 @@ SHARES: dict[str, dict[str, Any]] = {
     "states": {"tier": "cpu", "param_tier": "device", "device_memory": 460_000},
     "units": {"tier": "cpu", "param_tier": "cpu", "device_memory": 60_000},
     "states on NVMe": {"tier": "nvme", "param_tier": "device", "device_memory": 460_000, "cpu_memory": "320KiB"},
+    "of streamed units": {"tier": "nvme", "param_tier": "cpu", "device_memory": 460_000, "cpu_memory": "400KiB"},
 }
-LESS: dict[str, int | None] = {"states": None, "units": 44_000, "states on NVMe": 400_000}
+LESS: dict[str, int | None] = {"states": None, "units": 44_000, "states on NVMe": 400_000, "of streamed units": 400_000}
 """The `device_memory` to go on with."""
 
 
@@ -345,6 +358,7 @@ def ends_and_goes_on(share: str, allocation: int, path: Path) -> bool:
     """Whether an allocation after step 2 was there to fail. Then the run is committed, and another one goes on."""
     expected, _, _ = undisturbed(share)
     run, is_raised = Mlp(share, path), True
+    assert (run.optimizer.stats()["device_chunks"] > 0) is (share != "units")
     assert run.steps(2) == expected[:2]
     run.optimizer.commit()
     simulated_device.fail_allocation(allocation)
