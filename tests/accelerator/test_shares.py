@@ -302,12 +302,12 @@ def test_the_device_has_what_the_plan_says_at_each_share(kind: str, accumulation
 
 MLP = Tuning(chunk="4KiB", prefetch_units=0, tile=0)
 SHARES: dict[str, dict[str, Any]] = {
-    "states": {"tier": "cpu", "param_tier": "device", "device_memory": 460_000},
+    "states": {"tier": "cpu", "param_tier": "device", "device_memory": 760_000},
     "units": {"tier": "cpu", "param_tier": "cpu", "device_memory": 60_000},
-    "states on NVMe": {"tier": "nvme", "param_tier": "device", "device_memory": 460_000, "cpu_memory": "320KiB"},
-    "of streamed units": {"tier": "nvme", "param_tier": "cpu", "device_memory": 460_000, "cpu_memory": "400KiB"},
+    "states on NVMe": {"tier": "nvme", "param_tier": "device", "device_memory": 760_000, "cpu_memory": "220KiB"},
+    "of streamed units": {"tier": "nvme", "param_tier": "cpu", "device_memory": 760_000, "cpu_memory": "320KiB"},
 }
-LESS: dict[str, int | None] = {"states": None, "units": 44_000, "states on NVMe": 400_000, "of streamed units": 400_000}
+LESS: dict[str, int | None] = {"states": None, "units": 44_000, "states on NVMe": 680_000, "of streamed units": 680_000}
 """The `device_memory` to go on with."""
 
 
