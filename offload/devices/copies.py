@@ -437,17 +437,17 @@ class DeviceCopier(Copier):
     def use(self) -> DeviceUse:
         stats, (free, _) = self._stats(), torch.accelerator.get_memory_info(self._device)
         return DeviceUse(
-            free + stats["reserved_bytes.all.current"],
-            stats["allocated_bytes.all.current"],
-            stats["allocated_bytes.all.peak"],
-            stats["reserved_bytes.all.peak"],
+            free + stats.get("reserved_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.peak", 0),
+            stats.get("reserved_bytes.all.peak", 0),
         )
 
     def refusals(self) -> int:
-        return int(self._stats()["num_ooms"])
+        return self._stats().get("num_ooms", 0)
 
     def _stats(self) -> dict[str, int]:
-        return torch.accelerator.memory_stats(self._device)
+        return torch.accelerator.memory_stats(self._device)  # without any, before the first allocation
 
     @uninterrupted
     def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:
