@@ -198,9 +198,7 @@ def _shares(options: Options, situation: Situation, params: ParamChoice, grads: 
     parameter, and over several ranks gradients are averaged where all of them wait.
     """
     states = options.state_tier
-    is_possible = params.tier == DEVICE < states or (
-        states.is_durable and not grads.is_durable and not options.tuned.late
-    )
+    is_possible = params.tier == DEVICE < states or (states.is_durable and not grads.is_durable)
     is_allowed = situation.is_alone and not options.splits_masters and not options.tuned.speculate
     return is_possible and is_allowed and situation.has_same_bits
 
