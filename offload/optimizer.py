@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import interrupts, torch_private
-from offload.build import build, keep_base, plan_run
+from offload.build import Parts, build, keep_base, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.commit import spelled
@@ -90,6 +90,7 @@ from offload.optim.method import MethodCall
 from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
 from offload.options import Options, PathLike, Tuning
+from offload.planner.advice import DeviceAdvice
 from offload.planner.decide import commits_of
 from offload.planner.placement import Placement, place
 from offload.profiling import PHASES, Timeline
@@ -318,6 +319,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._held.take_others()
             if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
                 self._parts.slots.make_permanent()
+            self._advice.model_is_taken()
             original.kept = None  # the last instruction: no interrupt comes between it and the end
         except BaseException as error:
             self._give_back(error)
@@ -388,6 +390,10 @@ class OffloadZero(torch.optim.Optimizer):
                 f"{self._plan.base.path} has other values on some ranks, since their machines do not quantise alike: "  # type: ignore[union-attr]
                 "remove it there, and copy that of one machine to all others"
             )
+        own_bytes = partial(_own_bytes, self._placement.resident_bytes, parts)
+        self._advice = DeviceAdvice(self._plan.held, self._placement, self._plan.room, self._plan.copier, own_bytes)
+        # At the end of the process, too: what a backward raises nobody else may see.
+        undo.callback(weakref.finalize(self, _tell_at_exit, weakref.ref(self._advice)).detach)
         return given, source, found
 
     @uninterrupted
@@ -412,6 +418,7 @@ class OffloadZero(torch.optim.Optimizer):
             collect=self._finalize_gradients,
             unscale=self._unscale,
             expected=self._expected,
+            forward_failed=self._advice.note,
         )
         parts, aliases = self._parts, aliases_of(self._model, self._plan.moved)
         if parts.step.trials is not None:
@@ -518,6 +525,9 @@ class OffloadZero(torch.optim.Optimizer):
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._take_step()
                 self._capture_if_due()
+        line = self._advice.step_ends()
+        if self._everyone.user_rank == 0:
+            _tell(line)
         return loss
 
     @training_entry
@@ -631,6 +641,7 @@ class OffloadZero(torch.optim.Optimizer):
         if self._adopted:
             self._consume()
             self._held.answers.become_zeros([] if set_to_none else had)
+            _tell(self._advice.gradients_are_dropped())
 
     # Other methods of the optimizer's class.
 
@@ -1807,6 +1818,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _close(self, *, tells: bool) -> None:
         if not self._health.is_here:
             return
+        _tell(self._advice.left_unsaid())
         lines = self._last_words() if tells and not self._health.is_stopped and self._everyone.user_rank == 0 else []
         self._close_here()
         with suppress(OSError, ValueError):
@@ -1859,6 +1871,7 @@ class OffloadZero(torch.optim.Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._advice.note(error)
         if error is not None and self._everyone.size > 1:
             self._health.fail(error)  # the other ranks may be somewhere else: no collective is possible any more
         # What is being raised is the cause of any error of the ending.
@@ -1901,6 +1914,24 @@ class _First(NamedTuple):
 
     name: str
     carries: object
+
+
+def _own_bytes(resident_bytes: int, parts: Parts) -> int:
+    """How many bytes a run has on the model's device now."""
+    return resident_bytes + parts.parameters.nbytes + parts.run.memory.device_bytes
+
+
+def _tell(line: str | None) -> None:
+    if line is not None:
+        with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+            print(line, file=sys.stderr)
+
+
+def _tell_at_exit(advice: weakref.ref[DeviceAdvice]) -> None:
+    alive = advice()
+    if alive is not None:
+        with suppress(RuntimeError):  # the driver may be at its end
+            _tell(alive.left_unsaid())
 
 
 def _committed(found: RecoveryPlan | None) -> Committed:

@@ -172,6 +172,7 @@ class Owner:
         collect: waits for all gradients, on all ranks together; returns the numbers of the parameters that have one.
         unscale: called with a GradScaler's found_inf and inverse scale, 0-dim fp32 tensors; writes the first.
         expected: returns what is expected of the step whose first gradient comes.
+        forward_failed: called with what a forward raised.
     """
 
     step: Callable[[], int]
@@ -179,6 +180,7 @@ class Owner:
     collect: Callable[[], list[int]]
     unscale: Callable[[Tensor, Tensor], None]
     expected: Callable[[], Expected]
+    forward_failed: Callable[[BaseException | None], None]
 
     def let_go(self) -> None:
         """Drops all references to the optimizer, which is closed.
@@ -187,6 +189,11 @@ class Owner:
         runs.
         """
         self.step = self.require_usable = self.collect = self.unscale = self.expected = _closed
+        self.forward_failed = _nobody
+
+
+def _nobody(*_: object) -> None:
+    return
 
 
 def _closed(*_: object) -> NoReturn:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +105,22 @@ def gather(parts: Sequence[Part], into: Tensor) -> None:
             end = start + len(part)
         for start, tensors in side_by_side:
             torch.cat(tensors, out=into[start : start + sum(map(len, tensors))])
+
+
+class DeviceUse(NamedTuple):
+    """What torch's allocator has of a device, in bytes.
+
+    Attributes:
+        within_bytes: what tensors of this process may take there at most: what is free, and what the allocator has.
+        allocated_bytes: what they take now.
+        peak_bytes: the most that they took at once, since somebody reset that.
+        reserved_peak_bytes: the most that the allocator had from the driver for them, since then.
+    """
+
+    within_bytes: int
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_peak_bytes: int
 
 
 class Copier(ABC):
@@ -191,6 +207,14 @@ class Copier(ABC):
     def return_freed(self) -> None:
         """Gives memory that torch's allocator keeps of freed tensors back to the device. Waits for the device."""
         return
+
+    def use(self) -> DeviceUse | None:
+        """What torch's allocator has of the device; None: its memory is the host's."""
+        return None
+
+    def refusals(self) -> int:
+        """How often torch's allocator has raised an out-of-memory error for the device."""
+        return 0
 
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
@@ -414,6 +438,21 @@ class DeviceCopier(Copier):
 
     def return_freed(self) -> None:
         torch.accelerator.empty_cache()
+
+    def use(self) -> DeviceUse:
+        stats, (free, _) = self._stats(), torch.accelerator.get_memory_info(self._device)
+        return DeviceUse(
+            free + stats.get("reserved_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.peak", 0),
+            stats.get("reserved_bytes.all.peak", 0),
+        )
+
+    def refusals(self) -> int:
+        return self._stats().get("num_ooms", 0)
+
+    def _stats(self) -> dict[str, int]:
+        return torch.accelerator.memory_stats(self._device)  # without any, before the first allocation
 
     @uninterrupted
     def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:

@@ -10,6 +10,7 @@ arrives.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -100,6 +101,16 @@ class HeldUnits:
             output: what the forward returned; None if it raised.
         """
         self.running.leave(unit)
+        self._note_failure(output)
+
+    def _note_failure(self, output: Any) -> None:
+        """Tells the owner what a forward raised, if one did.
+
+        Args:
+            output: what it returned; None if it raised, or if that is what it returned.
+        """
+        if output is None:
+            self._owner.forward_failed(sys.exception())
 
     @entry
     def backward_runs(self) -> None:
@@ -369,6 +380,7 @@ class StreamedUnits(HeldUnits):
     @entry
     def forward_ends(self, unit: Unit, output: Any) -> None:
         self.running.leave(unit)
+        self._note_failure(output)
         begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._position))
         for tensor in tensors_in(output):
             for one in graphs_of(tensor):

@@ -481,8 +481,13 @@ class FlatParameters:
     def _is_in_ram(self, flat: int) -> bool:
         return self.units[self.layout.flats[flat].unit].is_in_ram
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all take on the device now, with what is kept for units to come."""
+        return self._bytes + self._unit_memory.nbytes
+
     def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self._bytes + self._unit_memory.nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     @torch.no_grad()
     def return_repointed(self, numbers: Iterable[int] | None = None) -> None:

@@ -357,7 +357,7 @@ class MasterWeights:
             values: of the chunk, as `params` has them.
         """
         is_late = self.takes_writes_late
-        new = _in_chunk(values, block) if is_late else self._of_model(block).to(lease.master.device)
+        new = (_in_chunk(values, block) if is_late else self._of_model(block)).to(lease.master.device)
         old = self._held[block.param].value_before
         if old is not None:
             old = old[block.param_offset : block.param_offset + block.numel].to(new.device)

@@ -27,12 +27,15 @@ from offload.regions import Region
 from offload.run import Run
 from offload.storage.chunk_cache import Use
 from offload.storage.param_store import ParamStore
-from offload.tiers import Tier
+from offload.tiers import DEVICE, Tier
 
 BOUNCE = "new parameters on their way to the device"
+MADE = "new parameters on their way from the device"
 
 
-def regions(layout: Layout, memory: Tier, *, bounces: bool, device_flats: Collection[int] = ()) -> list[Region]:
+def regions(
+    layout: Layout, memory: Tier, *, bounces: bool, streams: bool = False, device_flats: Collection[int] = ()
+) -> list[Region]:
     """The memory that NewParameters reserves.
 
     Args:
@@ -40,8 +43,13 @@ def regions(layout: Layout, memory: Tier, *, bounces: bool, device_flats: Collec
         memory: the tier in which the states are stepped.
         bounces: whether new parameters are copied to the device, and gradients have another dtype. Then one bounce
             buffer is reserved, as large as the largest chunk of 16-bit parameters.
-        device_flats: see `Run`. Their parameters are written where they are.
+        streams: whether the parameters stream.
+        device_flats: see `Run`. Their parameters are written where they are, or, if they stream, to a buffer on the
+            device that is as large as the largest chunk.
     """
+    if streams and device_flats:
+        there = (chunk for chunk in layout.chunks if chunk.flat in device_flats)
+        return [Region(DEVICE, MADE, max(layout.flats[c.flat].dtype.itemsize * c.numel for c in there))]
     if not bounces:
         return []
     copied = [chunk for chunk in layout.chunks if chunk.flat not in device_flats]
@@ -177,7 +185,7 @@ class NewParameters(ABC):
 
 
 class InPlace(NewParameters):
-    """Kernels write to where the parameters stay.
+    """Kernels write to where the parameters stay, but for a device's kernels, whose parameters that stream are copied.
 
     Args:
         run: the run.
@@ -189,8 +197,12 @@ class InPlace(NewParameters):
         super().__init__(run, exchange)
         self.is_in_place = params.in_model
         self._params = params
+        self._device_flats = run.device_flats
+        self._made = next(iter(run.memory.take(MADE)), None)
 
     def target(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
+        if self._made is not None and chunk.flat in self._device_flats:
+            return self._from_device(self._made, chunk, step, is_whole=is_whole)
         lease = self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step)
         # Of what is in the model nobody has to hear, and other ranks get all of a flat parameter at once.
         return lease if self.is_in_place else self._passed_on(lease, chunk, step)
@@ -203,6 +215,27 @@ class InPlace(NewParameters):
             # Not in a worker, whose collectives would be in no order with others: then `start_gather` sends it.
             if self.direct:
                 self._exchange.send(chunk, values, step)
+
+    @contextmanager
+    def _from_device(self, made: Tensor, chunk: Chunk, step: int, *, is_whole: bool) -> Iterator[Tensor]:
+        """Lends memory of the device, from which the new parameters go to where they stay.
+
+        Args:
+            made: the memory, which the last chunk has left.
+            chunk: the chunk.
+            step: the step that makes its parameters.
+            is_whole: whether all of them are written.
+        """
+        with self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values:
+            there = made[: values.nbytes].view(values.dtype)
+            if not is_whole:
+                self._copier.to_device(values, there).wait()
+                self._timeline.count("host_to_device_bytes", values.nbytes)
+            yield there
+            with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
+                self._copier.to_host(there, values).wait()
+            self._timeline.count("device_to_host_bytes", values.nbytes)
+            self._params.chunk_updated(chunk, values)
 
     def lends_several(self, chunk: Chunk) -> bool:
         return self._params.is_resident(chunk.index)

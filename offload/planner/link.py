@@ -15,7 +15,7 @@ class LinkBytes(NamedTuple):
 
     Attributes:
         up: to the device: new parameters, and parameters of units that stream.
-        down: to RAM: gradients, and parameters that split masters need.
+        down: to RAM: gradients, parameters that split masters need, and new ones of streamed units that are made there.
     """
 
     up: int
@@ -43,8 +43,14 @@ def link_bytes(layout: Layout, placement: Placement) -> LinkBytes | None:
         up = down = 0
     else:
         located = zip(layout.trained.specs, layout.trained.flat_of, strict=True)
-        leaves = sum(spec.numel * spec.dtype.itemsize for spec, flat in located if flat not in placement.device_flats)
+        leaves = made = 0
+        for spec, flat in located:
+            if flat not in placement.device_flats:
+                leaves += spec.numel * spec.dtype.itemsize
+            else:
+                made += spec.numel * spec.dtype.itemsize
         down = choice.grads.micro_batches * leaves + (leaves if choice.states.split_master else 0)
+        down += made if choice.params.tier > DEVICE else 0  # for the next fetch
         up = leaves if choice.params.tier == DEVICE else 0
     if choice.params.streams:
         up += _fetched(layout, placement)

@@ -3,14 +3,13 @@
 With `tier="cpu"` every chunk is resident in RAM. With `tier="nvme"` as many are resident as the budget has room for,
 beside the buffers that the others stream through: one computation with different budgets. With `tier="device"` all that
 would be in RAM is on the device, and in RAM are only the buffers through which commits go. With the other tiers a share
-is on the device: [Note: states on the device].
-
-[Note: states on the device]
+is on the device: [Note: states on the device]
 Where `device_memory` leaves room, states stay on the device with their gradients, those of whole units. They are
-stepped there, so neither gradients nor new parameters go over the link, and nothing of them over the disk. These units
-are the first ones in the order of the model: a forward needs them first, before the CPU has stepped the others, and a
-backward makes their gradients last, when nothing is left beside which they could leave. One that does not fit is left
-out, and the next ones are tried.
+stepped there, so neither gradients nor new parameters go over the link, and nothing of them over the disk. Where
+parameters stream, new ones go to RAM instead of gradients, so only states that would be on the disk are there, and
+share.py says whether they come before units that stay. The units are the first ones in the order of the model: a
+forward needs them first, before the CPU has stepped the others, and a backward makes their gradients last, when nothing
+is left beside which they could leave. One that does not fit is left out, and the next ones are tried.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
 from offload.optim import late, new_params, on_device, trials
 from offload.planner.machine import free_memory
+from offload.planner.share import states_come_first
 from offload.ranks import exchange
 from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
 from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
@@ -87,6 +87,7 @@ class Placement:
 
     Attributes:
         choice: what was decided.
+        is_direct: whether the model's device is the CPU.
         regions: what the parts of a run reserve in RAM, on the device and on the disk.
         arrays: the arrays of each chunk, by kind.
         slots: which of the chunks have slots on the disk, and the numbers of these.
@@ -106,6 +107,7 @@ class Placement:
     """
 
     choice: Choice
+    is_direct: bool
     regions: Sequence[Region]
     arrays: Mapping[ChunkKind, Sequence[SlotArrays]]
     slots: SlotMap
@@ -186,6 +188,8 @@ class Placement:
         if others := [name for one, name in _DTYPES.items() if one in given and one is not choice.model.compute_dtype]:
             dtype += f" (given in {' and '.join(others)}{_MASTERS_OF_HALF if torch.float16 in given else ''})"
         at_most = "" if self.device_memory is None else f" of {format_bytes(self.device_memory)} allowed"
+        if at_most and self.is_direct:
+            at_most += " (on a CPU what stays there saves nothing)"
         where = "" if choice.params.tier == DEVICE else f", streamed from {choice.params.tier.words}"
         if choice.states.tier == DEVICE and where:
             where = ", gathered from the ranks"
@@ -666,7 +670,11 @@ class Needs:
         found = self._gradients + exchange.regions(self.layout, self.communication)
         is_in_model = self.in_place or choice.params.tier > DEVICE
         found += new_params.regions(
-            self.layout, memory, bounces=bounces and not is_in_model, device_flats=self.device_flats
+            self.layout,
+            memory,
+            bounces=bounces and not is_in_model,
+            streams=choice.params.tier > DEVICE,
+            device_flats=self.device_flats,
         )
         if self.on_device and not self.direct:
             every = choice.states.tier == DEVICE
@@ -772,9 +780,10 @@ class Needs:
         """
         if not self.choice.states.shares or self.direct:
             return self
+        tiled = {flat.unit for flat in self.layout.flats if self.layout.tile_of(flat.index)}
         units, spent = [], 0
         for unit, nbytes in self._bytes_with_gradients().items():
-            if spent + nbytes <= room:
+            if unit not in tiled and spent + nbytes <= room:
                 units.append(unit)
                 spent += nbytes
         while units:
@@ -937,7 +946,9 @@ class OnDevice(NamedTuple):
 
 
 def fill_device(needs: Needs, room: Room, most_staying: int | None = None) -> OnDevice:
-    """Decides what is on the device beside what has to be: streamed units that stay, then states.
+    """Decides what is on the device beside what has to be: streamed units that stay, and states.
+
+    share.py says which of both come first.
 
     Args:
         needs: without states there, unless all are.
@@ -952,13 +963,17 @@ def fill_device(needs: Needs, room: Room, most_staying: int | None = None) -> On
     model_bytes, limit = _require_room(layout, choice, room, slab_bytes), room.device_memory
     if limit is None and choice.params.is_chosen:
         limit = room.limit
+    states_first = states_come_first(choice)
+    if room.device_memory is not None and states_first:
+        needs = needs.with_states_on_device(room.device_memory - model_bytes)
+        slab_bytes = needs.device_bytes
     on_top = None if room.limit is None else room.limit - slab_bytes - model_bytes
     in_ram = tiled_in_ram(layout, on_top, direct=needs.direct)
     staying, most = frozenset[str](), least
     if limit is not None:
         staying, most = units_that_stay(layout, choice, limit - slab_bytes - model_bytes + least, most_staying)
         model_bytes += most - least
-    if room.device_memory is not None:
+    if room.device_memory is not None and not states_first:
         needs = needs.with_states_on_device(room.device_memory - model_bytes)
     return OnDevice(needs, model_bytes, most, staying, in_ram)
 
@@ -1045,6 +1060,7 @@ def place(
     read_bytes, written_bytes = needs.moved_bytes(pools, there.staying)
     return Placement(
         choice,
+        direct,
         regions,
         arrays=needs.arrays,
         slots=needs.slots,

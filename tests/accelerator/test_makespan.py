@@ -7,8 +7,10 @@ which its threads work.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,7 +32,9 @@ from offload.io.threads import Workers
 from offload.layout import ParamSpec, StateKind, Whole, build
 from offload.optim import on_device
 from offload.optim.step import Step
+from offload.planner.explain import plan_of
 from offload.ranks.torch_distributed import _GroupWork
+from offload.sizes import PAGE_BYTES
 from tests import simulated_device
 from tests.simulated_device import process_group
 from tests.support import experts
@@ -113,7 +117,8 @@ def workers_have_clocks(adam_s: float) -> Iterator[None]:
 
     def run_clocked(self: Step, work: Any) -> None:
         run(self, work)
-        simulated_device.host_spends(adam_s)
+        if work.chunk.flat not in self._device_flats:  # a device's kernels take nothing beside those of the CPU
+            simulated_device.host_spends(adam_s)
 
     def wait_for_clocked(self: Step, done: Future[None], chunk: Any) -> None:
         wait_for(self, done, chunk)
@@ -206,20 +211,30 @@ def measured(
         return ends[-1] - ends[-2], [one for one in simulated_device.spans() if ends[-2] < one.end_s <= ends[-1]]
 
 
-def ideal(times: Times = TIMES, shape: Shape = ONE, *, streams: bool, staying: Container[int] = ()) -> float:
+def ideal(
+    times: Times = TIMES,
+    shape: Shape = ONE,
+    *,
+    streams: bool,
+    staying: Container[int] = (),
+    stepped: Container[int] = (),
+) -> float:
     """The same work, each piece as soon as what it needs is there and its resource is free.
 
     Adam begins when all gradients have come, one unit after the other in the order of the forward. Where parameters
     stream, two units have memory on the device beside those that are `staying`; what the last forward used is there.
+    The states of units that are `stepped` on the device stay there, with gradients and parameters.
     """
     adam = up = compute = 0.0
     left = [0.0, 0.0]  # when the memory of units that stream was left
     for unit in range(UNITS):
         comes = streams and unit not in staying
-        adam += shape.chunks * times.adam_s
-        up = max(up, left[-2] if comes else 0.0) + times.copy_s
-        up = max(up, adam + times.copy_s / shape.chunks)
-        compute = max(compute, up) + shape.forward * times.product_s
+        if unit not in stepped:
+            adam += shape.chunks * times.adam_s
+            up = max(up, left[-2] if comes else 0.0) + times.copy_s
+            up = max(up, adam + times.copy_s / shape.chunks)
+            compute = max(compute, up)
+        compute += shape.forward * times.product_s
         if comes:
             left.append(compute)
     down = 0.0
@@ -231,8 +246,9 @@ def ideal(times: Times = TIMES, shape: Shape = ONE, *, streams: bool, staying: C
         compute += times.product_s * (shape.backward if unit else shape.last_backward)
         if comes:
             left.append(compute)
-        down = max(down + times.copy_s, compute + times.copy_s / shape.weights)
-    return down
+        if unit not in stepped:
+            down = max(down + times.copy_s, compute + times.copy_s / shape.weights)
+    return max(down, compute)
 
 
 CASES: dict[str, dict[str, Any]] = {"resident": {}, "streamed": {"param_tier": "cpu"}}
@@ -271,6 +287,31 @@ def test_each_share_of_units_that_stay_takes_less_and_little_more_than_the_ideal
         staying = {(2 * place + 1) * UNITS // (2 * count) for place in range(count)}
         assert 0.95 <= found / ideal_of_frozen(times, staying) <= 1.05, count
         assert found <= before
+        before = found
+
+
+@functools.cache
+def units_with_states(pages: int) -> int:
+    """How many units' states stay on the device, by the plan, if it has so many pages beside the parameters."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(UNITS)))
+    memory = 2 * UNITS * (WIDTH * WIDTH + WIDTH) + pages * PAGE_BYTES
+    planned = plan_of(model, direct=False, tier="cpu", device_memory=memory, tuning=Tuning(chunk="8KiB"))
+    return len(planned.place().device_flats)
+
+
+WAITS_FOR = {"Adam": Times(adam_s=2.5), "nothing": TIMES}
+
+
+@pytest.mark.parametrize("waits_for", often(WAITS_FOR, "Adam"))
+def test_each_share_of_states_takes_less_and_little_more_than_the_ideal_schedule(waits_for: str) -> None:
+    times, before = WAITS_FOR[waits_for], math.inf
+    for count in (0, 1, 2, 4, 6, 8, 10, UNITS):
+        pages = bisect_left(range(400), count, lo=1, key=units_with_states)
+        assert units_with_states(pages) == count
+        memory = 2 * UNITS * (WIDTH * WIDTH + WIDTH) + pages * PAGE_BYTES
+        found, _ = measured({"device_memory": memory}, times=times)
+        assert 0.995 <= found / ideal(times, streams=False, stepped=range(count)) <= 1.05, count
+        assert found <= 1.001 * before, "a gradient that stays is copied there, too"
         before = found
 
 

@@ -106,6 +106,39 @@ def test_the_others_stream_from_the_disk(activations: str | None, share: float, 
 
 
 @pytest.mark.parametrize(
+    ("kind", "param_tier", "accumulation", "share"),
+    products(
+        ["mlp", "gpt"],
+        ["cpu", "nvme"],
+        [1, 2],
+        SHARES,
+        often=[("mlp", "cpu", 1, 1 / 2), ("gpt", "cpu", 2, 1 / 2), ("mlp", "nvme", 1, 1.0)],
+    ),
+)
+def test_and_their_parameters_may_stream(
+    kind: str, param_tier: str, accumulation: int, share: float, tmp_path: Path
+) -> None:
+    states = bytes_at(kind, "device", accumulation, "fp32")
+    streamed: dict[str, Any] = {"param_tier": param_tier, "tuning": Tuning(chunk="4KiB", tile=0)}
+    least = train(kind, steps=1, path=tmp_path / "least", accumulation=accumulation, commit_every=None, **streamed)
+    memory = least.stats["peak_device_bytes"] + int(share * (states + scratch_bytes(1) + (96 << 10)))
+    run = train(
+        kind,
+        accumulation=accumulation,
+        path=tmp_path / "run",
+        cpu_memory={"mlp": "360KiB", "gpt": "760KiB"}[kind],
+        commit_every=4,
+        grad_tier="cpu",
+        device_memory=memory,
+        **streamed,
+    )
+    run.assert_same_bits(in_ram(kind, accumulation))
+    require_share(run, share, memory)
+    stats = run.stats
+    assert stats["device_chunks"] + stats["streamed_chunks"] <= stats["chunks"]
+
+
+@pytest.mark.parametrize(
     ("tier", "before", "after"), [("cpu", 0.0, 1 / 2), ("nvme", 1 / 2, 1 / 7), ("cpu", 1.0, 0.0), ("nvme", 1 / 7, 1.0)]
 )
 def test_another_share_resumes(tier: str, before: float, after: float, tmp_path: Path) -> None:
@@ -119,6 +152,32 @@ def test_another_share_resumes(tier: str, before: float, after: float, tmp_path:
     require_share(first, before, memory_for("mlp", before))
     x = train("mlp", steps=0, device_memory=memory_for("mlp", after), resume=True, **options)
     require_share(x, after, memory_for("mlp", after))
-    expected = in_ram("mlp", steps=8)
-    assert x.steps == expected.steps
-    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in x.tensors.items())
+    require_values(x, in_ram("mlp", steps=8))
+
+
+@pytest.mark.parametrize("activations", [None, "cpu"])
+def test_a_share_beside_frozen_units_that_stream(activations: str | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tuning": SMALL, "activation_tier": activations}
+    if activations is not None:
+        options["activation_memory"] = "64KiB"
+    memory = (96 << 10) + scratch_bytes(1)
+    run = train("adapted", path=tmp_path / "run", param_tier="cpu", device_memory=memory, **options)
+    assert run.stats["device_chunks"] > 0
+    assert run.stats["peak_device_bytes"] <= memory
+    run.assert_same_bits(in_ram("adapted"))
+
+
+def require_values(run: Run, expected: Run) -> None:
+    assert run.steps == expected.steps
+    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in run.tensors.items())
+
+
+@pytest.mark.parametrize("param_tiers", [("cpu", "device"), ("device", "cpu")], ids=["then resident", "then streamed"])
+def test_another_tier_of_parameters_resumes_a_share(param_tiers: tuple[str, str], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "run", "commit_every": 4, "cpu_memory": "400KiB", "tuning": SMALL}
+    options["device_memory"] = memory_for("mlp", 1 / 2) + (48 << 10)
+    before, after = param_tiers
+    first = train("mlp", steps=8, param_tier=before, **options)
+    other = train("mlp", steps=0, param_tier=after, resume=True, **options)
+    assert all(0 < run.stats["device_chunks"] < run.stats["chunks"] for run in (first, other))
+    require_values(other, in_ram("mlp", steps=8))

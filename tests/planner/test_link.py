@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,11 +31,14 @@ def blocks() -> nn.Module:
         {"param_tier": "cpu", "accumulation": 3},
         {"param_tier": "cpu", "accumulation": 2, "device_memory": 6 * UNIT_BYTES},
         {"tier": "device"},
+        {"tier": "nvme", "param_tier": "cpu", "accumulation": 2, "device_memory": 650_000, "cpu_memory": "700KiB"},
     ],
-    ids=["resident", "states there", "streamed", "some stay", "all there"],
+    ids=["resident", "states there", "streamed", "some stay", "all there", "states there, streamed"],
 )
-def test_a_plan_counts_what_a_run_does(options: dict[str, Any], copied_by: CopiedBy) -> None:
+def test_a_plan_counts_what_a_run_does(options: dict[str, Any], copied_by: CopiedBy, tmp_path: Path) -> None:
     given: dict[str, Any] = {"tier": "cpu", "tuning": Tuning(chunk="4KiB")} | options
+    if given["tier"] == "nvme":
+        given["path"] = tmp_path / "run"
     planned = plan_of(blocks(), direct=False, **given)
     counted = link_bytes(planned.layout, planned.place())
     assert counted is not None
@@ -52,5 +56,5 @@ def test_a_plan_counts_what_a_run_does(options: dict[str, Any], copied_by: Copie
             seen.append((stats["host_to_device_bytes"], stats["device_to_host_bytes"]))
         there, chunks = stats["device_chunks"], stats["chunks"]
     assert tuple(last - before for before, last in zip(seen[-2], seen[-1], strict=True)) == tuple(counted)
-    if "device_memory" in options and "param_tier" not in options:
+    if options.get("device_memory", 0) > LAYERS * UNIT_BYTES:
         assert 0 < there < chunks
