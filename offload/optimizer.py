@@ -884,10 +884,10 @@ class OffloadZero(torch.optim.Optimizer):
         skips = bool(vars(self).get("found_inf", 0.0))
         if self._everyone.size > 1:
             names = [spec.name for spec in self._layout.specs]
-            self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
             numbers = None if fault is not None else [update.factor, *self._agreed_options]
-            if not self._everyone.all_equal(repr((numbers, skips))) and fault is None:
+            have = self._held.answers.active
+            if not self._parts.scale.agree(self._everyone, have, names, repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
                     "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -164,14 +164,14 @@ class Group(Communicator):
         assert self._side_group is not None
         return self._side_group
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
         received = torch.empty_like(full) if scratch is None else scratch
         return self._launch(
             "reduce_scatter",
             lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True),
             full,
-            full.numel() - out.numel(),
+            full.numel() - full.numel() // self.size,
             finish=lambda: average(received.view(self.size, -1), out),
         )
 
