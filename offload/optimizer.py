@@ -426,6 +426,8 @@ class OffloadZero(torch.optim.Optimizer):
     def _place(self, reserved: int) -> Placement:
         """Decides what is where. On each rank as many units stay on the device as where the fewest do.
 
+        Ranks that share parameters fetch them in one order, so they apply the updates of a step at one place, too.
+
         Args:
             reserved: bytes of RAM to leave free.
 
@@ -438,11 +440,18 @@ class OffloadZero(torch.optim.Optimizer):
         with together(self._everyone):
             placement = placed()
         if self._comm.size > 1 and self._choice.params.streams:
-            counts = self._comm.all_gather(torch.tensor([len(placement.staying)]))
+            counts, uses = self._asked(placement)
             if counts.min() < counts.max():
                 with together(self._comm):  # the RAM that is free may be less by now
                     placement = placed(most_staying=int(counts.min()))
+                _, uses = self._asked(placement)
+            placement = replace(placement, uses_disk=bool(uses.any()))
         return placement
+
+    def _asked(self, placement: Placement) -> Tensor:
+        """How many units stay on the device of each rank, and which ranks' steps use a disk, shape (2, ranks)."""
+        own = torch.tensor([len(placement.staying), placement.uses_disk], device="cpu")
+        return self._comm.all_gather(own).T
 
     # Step.
 

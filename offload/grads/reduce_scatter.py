@@ -45,7 +45,6 @@ from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE
 from offload.grads.shards import GradShards
 from offload.grads.sums import write_or_add
 from offload.interrupts import uninterrupted
-from offload.layout import Layout
 from offload.profiling import GRADIENTS, TO_HOST, Event
 from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
@@ -476,7 +475,7 @@ class ReducedGradients(GradientBuffer):
         self._add_to_shards(first)
 
     def _start_copy(self, reduction: _Reduction) -> None:
-        """Queues the copies of averages from the device to where they wait, or to a buffer from which they are added."""
+        """Queues copies of averages from the device to where they wait, or to a buffer from which they are added."""
         size = sum(average.numel() * average.element_size() for average in reduction.averages)
         targets = self._memory_for(reduction.bucket, reduction.round)
         is_in_place = targets is not None

@@ -675,9 +675,12 @@ class StreamedUnits(HeldUnits):
         Args:
             unit: the one that was entered.
         """
+        wanted: list[Unit] = []
         for one, has_room in self._policy.next_to(unit):
-            if not self._pending.is_pending(one.home) and (has_room or self.transfers.missing_bytes((one,)) <= 0):
-                self.transfers.prefetch(one)
+            fits = has_room or self.transfers.missing_bytes((*wanted, one)) <= 0
+            if fits and not self._pending.is_pending(one.home):
+                wanted.append(one)
+        self.transfers.prefetch(wanted)
 
     def _release_unused(self, *wanted: Unit) -> None:
         """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""

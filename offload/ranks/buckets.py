@@ -88,7 +88,7 @@ def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
     filled: dict[torch.dtype, list[Part]] = {}
     cut: dict[Part, list[Part]] = {}  # by the last part
-    for flat in sorted(reversed(layout.flats), key=lambda flat: flat.unit == ""):
+    for flat in sorted(layout.flats, key=lambda flat: (flat.unit == "", -flat.index)):
         shard_numel = layout.shard_numel(flat.index)
         for start in reversed(range(0, shard_numel, each)):
             part = Part(flat.index, start, min(each, shard_numel - start))
