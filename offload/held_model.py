@@ -423,11 +423,9 @@ class HeldModel:
         Args:
             tensors: each with the dimension along which it is cut, or None.
         """
-        comm = self._run.comm
-        for tensor, shard_dim in tensors:
-            if shard_dim is None:
-                broadcast_from_first(comm.tensor_parallel, [tensor])
-            broadcast_from_first(comm, [tensor])
+        comm, tensors = self._run.comm, list(tensors)
+        broadcast_from_first(comm.tensor_parallel, [tensor for tensor, shard_dim in tensors if shard_dim is None])
+        broadcast_from_first(comm, [tensor for tensor, _ in tensors])
 
     def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
         """Gives values to parameters on the meta device, and yields each flat parameter when all of it has values.
