@@ -158,8 +158,8 @@ class Host:
         """Starts a process there. Args: output: gets what it says, after what is there; environment: beside ours."""
         surroundings = os.environ | {"GLOO_SOCKET_IFNAME": self.device, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with output.open("ab") as file:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self._name, *command],
+            return subprocess.Popen(  # not `ip netns exec`, whose mounts nobody else would see
+                ["nsenter", f"--net=/run/netns/{self._name}", *command],
                 stdout=file,
                 stderr=file,
                 env=surroundings | environment,
@@ -235,8 +235,8 @@ def no_network() -> str | None:
     """Why there can be no such network here; None: there can."""
     if os.geteuid():
         return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "there is no ip (iproute2)"
+    if shutil.which("ip") is None or shutil.which("nsenter") is None:
+        return "there is no ip (iproute2) or nsenter (util-linux)"
     try:
         with tempfile.TemporaryDirectory() as scratch, network(2, Path(scratch)):
             return None
