@@ -14,7 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -72,18 +72,12 @@ def main(
         raise typer.BadParameter(f"no network can be made here: {why}")
     delays = [float(one) / 1000 for one in delays_ms.split(",")]
     found = measure(ranks, delays, rounds, steps)
-    rows = [
-        {
-            "what": name,
-            **{f"{1000 * delay:g} ms": statistics.median(by_delay[str(delay)]) for delay in delays},
-            "delays": delays_of(by_delay, delays[-1]),
-        }
-        for name, by_delay in found.items()
-    ]
+    rows: list[dict[str, Any]] = []
     cells = []
-    for row in rows:
-        seconds = (float(row[f"{1000 * delay:g} ms"]) for delay in delays)
-        cells.append([str(row["what"]), *(f"{1000 * one:.1f}" for one in seconds), f"{float(row['delays']):.1f}"])
+    for name, by_delay in found.items():
+        seconds = {f"{1000 * delay:g} ms": statistics.median(by_delay[str(delay)]) for delay in delays}
+        rows.append({"what": name, **seconds, "delays": delays_of(by_delay, delays[-1])})
+        cells.append([name, *(f"{1000 * one:.1f}" for one in seconds.values()), f"{rows[-1]['delays']:.1f}"])
     headings = ["", *(f"ms at {1000 * delay:g} ms" for delay in delays), "delays"]
     table = Table(headings, cells, f"A step over {ranks} ranks by the network's delay")
     Report("delays", table.title, ABOUT, [table], {"rows": rows}).publish(as_json=as_json, save=save)
