@@ -60,11 +60,11 @@ class ReductionPlan:
 
     def wire_of(self, bucket: Bucket) -> torch.dtype:
         """The dtype in which the gradients of a bucket travel."""
-        return torch.float32 if self.sums_locally else self._layout.flats[bucket.parts[0].flat].dtype
+        return torch.float32 if self.sums_locally else self._layout.flats[bucket.ranges[0].within.flat].dtype
 
     def average_dtype_of(self, bucket: Bucket) -> torch.dtype:
         """The dtype in which the averages of a bucket wait."""
-        return self._average_dtypes[bucket.parts[0].flat]
+        return self._average_dtypes[bucket.ranges[0].within.flat]
 
     def regions(self, communication: Tier) -> list[Region]:
         """What ReducedGradients reserves.

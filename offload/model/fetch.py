@@ -288,7 +288,9 @@ class StreamedUnits(HeldUnits):
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
         self._gradients = gradients
-        self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
+        self._shares_parameters = run.layout.shard_group_size > 1
+        has_order = self._shares_parameters or (run.layout.ranks > 1 and len(parameters.tiles) > 0)
+        self._backward_order = BackwardOrder() if has_order else None
         self._policy = UnitPolicy(transfers.ahead)
         self._replicas = run.layout.replicas
 
@@ -392,7 +394,19 @@ class StreamedUnits(HeldUnits):
         if self._backward_order is not None and not self._policy.makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
-            self._gradients.backward_enters(unit.name, [one.name for one in left], is_alone=is_alone)
+            self._gradients.backward_enters(unit.name, self._names_of(left), is_alone=is_alone)
+
+    def _names_of(self, left: Sequence[Unit]) -> list[str]:
+        """The names of units whose gradients have all come, where a backward has left these, and of their tiles.
+
+        Where each rank has all parameters, these are the tiles alone: gradients of others leave as they come.
+        """
+        tiles = (
+            unit
+            for unit in self.transfers.units
+            if unit.weight is not None and any(one.encloses(unit.weight) for one in left)
+        )
+        return [unit.name for unit in ((*left, *tiles) if self._shares_parameters else tiles)]
 
     def _note_uses(self, *units: Unit) -> None:
         """Counts a use of these units, from which gradients will come."""
@@ -420,7 +434,7 @@ class StreamedUnits(HeldUnits):
         super()._backward_ends(task)
         if self._backward_order is not None:
             left = self._backward_order.end(task)
-            self._gradients.backward_ends([unit.name for unit in left], is_whole=not self._tasks)
+            self._gradients.backward_ends(self._names_of(left), is_whole=not self._tasks)
         if not self._tasks:
             self._policy.backward_ends()
             self._release_unused()
@@ -677,8 +691,9 @@ class StreamedUnits(HeldUnits):
         """
         wanted: list[Unit] = []
         for one, has_room in self._policy.next_to(unit):
-            fits = has_room or self.transfers.missing_bytes((*wanted, one)) <= 0
-            if fits and not self._pending.is_pending(one.home):
+            if self._pending.is_pending(one.home) or self.transfers.owes(one):
+                continue  # a guess is not worth making a step for
+            if has_room or self.transfers.missing_bytes((*wanted, one)) <= 0:
                 wanted.append(one)
         self.transfers.prefetch(wanted)
 

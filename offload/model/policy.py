@@ -132,7 +132,7 @@ class UnitOrder:
         left = self._ahead.nbytes - sum(one.nbytes for one in found)
         for one in comes:
             left -= one.nbytes
-            if left < 0 or one is unit or one in found:
+            if left < 0 or one is unit or one in found or one.weight is not None:  # of tiles the next step uses others
                 break
             found.append(one)
         return found

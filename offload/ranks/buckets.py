@@ -10,8 +10,9 @@ piece of each rank's own shard on that rank. Its buffer holds the sub-ranges one
     bucket     |==|                  |==|                  |==|
     buffer  |==|==|==|
 
-Small flat parameters of one dtype share a bucket, so that there are few collectives: then it has a *part* of each, and
-its buffer holds, by rank, the sub-ranges of all parts.
+Small flat parameters of one dtype share a bucket, so that there are few collectives: its buffer then holds, by rank,
+the sub-ranges of each of them. A tile of a weight is such sub-ranges, too (`FlatSlice` in layout.py), and has buckets
+of its own. A *part* is what gets a gradient of its own: a tile of a parameter, or all of one without tiles.
 """
 
 from __future__ import annotations
@@ -24,28 +25,40 @@ from itertools import accumulate
 import torch
 
 from offload.errors import StateError
-from offload.layout import ALIGN_NUMEL, Layout, Piece, pieces_between
+from offload.layout import ALIGN_NUMEL, FlatSlice, Layout, Piece, pieces_between
+
+Part = tuple[int, int]
+"""A parameter, and the number of its tile."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SubRange:
     """Elements `start` to `start + numel` of every rank's shard of a flat parameter.
 
     Attributes:
-        flat: the index of the flat parameter.
+        within: the flat parameter, or the tile of it.
+        tile: the number of the tile; 0 where there are none.
         start: the first element of each shard.
         numel: elements of each shard.
     """
 
-    flat: int
+    within: FlatSlice
+    tile: int
     start: int
     numel: int
 
     def pieces(self, layout: Layout, rank: int) -> Iterator[Piece]:
-        """The parts of parameters in one rank's sub-range, from whose start `chunk_offset` counts."""
-        first, last = layout.shard_range(self.flat, rank)
+        """What it has of parameters in one rank's shard.
+
+        `chunk_offset` counts from its start there, `param_offset` from that of the gradient of the part.
+        """
+        flat = layout.flats[self.within.flat]
+        first, last = layout.shard_range(flat.index, rank)
         low, high = min(first + self.start, last), min(first + self.start + self.numel, last)
-        return pieces_between(layout.flats[self.flat], layout.specs, low, high)
+        for piece in pieces_between(flat, layout.specs, low, high):
+            # A tile's parameter is the flat.
+            at = layout.in_slice(self.within, low) if self.within.is_tile else piece.param_offset
+            yield Piece(piece.param, at, piece.chunk_offset, piece.numel)
 
 
 @dataclass(frozen=True)
@@ -54,31 +67,47 @@ class Bucket:
 
     Attributes:
         index: the bucket's index, which is its place in the order of sending.
-        parts: of flat parameters of one dtype.
-        pieces: the parts of parameters in it; `chunk_offset` counts from the start of the buffer.
+        ranges: one of a tile, or several of flat parameters of one dtype, in the order of backward.
+        pieces: what it has of parameters; `chunk_offset` counts from the start of the buffer, and `param_offset` from
+            that of the gradient of the part.
         holes: the ranges [start, stop) of the buffer that belong to no parameter, and have to be zero.
     """
 
     index: int
-    parts: tuple[Part, ...]
+    ranges: tuple[SubRange, ...]
     pieces: tuple[Piece, ...]
     holes: tuple[tuple[int, int], ...]
+
+    @property
+    def tile(self) -> int:
+        """The number of the tile; 0 where there are none."""
+        return self.ranges[0].tile
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The units, which may be a tile, whose gradients it has, in the order of backward."""
+        return tuple(dict.fromkeys(one.within.unit for one in self.ranges))
 
     @cached_property
     def numel(self) -> int:
         """Elements of each rank; the buffer has as many for each."""
-        return sum(part.numel for part in self.parts)
+        return sum(one.numel for one in self.ranges)
 
     @cached_property
     def params(self) -> frozenset[int]:
         return frozenset(piece.param for piece in self.pieces)
+
+    @cached_property
+    def parts(self) -> frozenset[Part]:
+        """The parts whose gradients it has elements of."""
+        return frozenset((param, self.tile) for param in self.params)
 
 
 def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
     """Cuts every shard's elements into buckets, in the order in which backward makes gradients.
 
     That is from the end of the layout to its beginning. The root unit's are last: it has parameters at both ends of a
-    model. A bucket has its place where its last part comes.
+    model. A bucket has its place where its last sub-range comes.
 
     Args:
         layout: the layout.
@@ -86,32 +115,46 @@ def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
             the flat parameter has.
     """
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
-    filled: dict[torch.dtype, list[Part]] = {}
-    cut: dict[Part, list[Part]] = {}  # by the last part
+    filled: dict[torch.dtype, list[SubRange]] = {}
+    cut: dict[SubRange, list[SubRange]] = {}  # by the last of them
+    for one in _in_backward(layout, each):
+        if not any(any(one.pieces(layout, rank)) for rank in range(layout.ranks)):
+            continue
+        if one.within.is_tile:
+            cut[one] = [one]
+            continue
+        dtype = layout.flats[one.within.flat].dtype
+        ranges = filled.get(dtype, [])
+        if ranges and sum(other.numel for other in ranges) + one.numel <= each:
+            ranges = [*cut.pop(ranges[-1]), one]
+        else:
+            ranges = [one]
+        filled[dtype] = cut[one] = ranges
+    return tuple(_bucket_of(layout, index, tuple(ranges)) for index, ranges in enumerate(cut.values()))
+
+
+def _in_backward(layout: Layout, each: int) -> Iterator[SubRange]:
+    """All sub-ranges, of at most `each` elements, in the order of backward."""
+    tiles: dict[int, list[FlatSlice]] = {}
+    for one in layout.slices:
+        if one.is_tile:
+            tiles.setdefault(one.flat, []).append(one)
     for flat in sorted(layout.flats, key=lambda flat: (flat.unit == "", -flat.index)):
-        shard_numel = layout.shard_numel(flat.index)
-        for start in reversed(range(0, shard_numel, each)):
-            part = Part(flat.index, start, min(each, shard_numel - start))
-            if not any(any(part.pieces(layout, rank)) for rank in range(layout.ranks)):
-                continue
-            parts = filled.get(flat.dtype, [])
-            if parts and sum(other.numel for other in parts) + part.numel <= each:
-                parts = [*cut.pop(parts[-1]), part]
-            else:
-                parts = [part]
-            filled[flat.dtype] = cut[part] = parts
-    return tuple(_bucket_of(layout, index, tuple(parts)) for index, parts in enumerate(cut.values()))
+        for tile, one in reversed(list(enumerate(tiles.get(flat.index, [layout.slices[flat.index]])))):
+            stop = one.start + one.numel // layout.ranks
+            for start in reversed(range(one.start, stop, each)):
+                yield SubRange(one, tile, start, min(each, stop - start))
 
 
-def _bucket_of(layout: Layout, index: int, parts: tuple[Part, ...]) -> Bucket:
-    starts = list(accumulate((part.numel for part in parts), initial=0))
+def _bucket_of(layout: Layout, index: int, ranges: tuple[SubRange, ...]) -> Bucket:
+    starts = list(accumulate((one.numel for one in ranges), initial=0))
     pieces = tuple(
         Piece(piece.param, piece.param_offset, rank * starts[-1] + start + piece.chunk_offset, piece.numel)
         for rank in range(layout.ranks)
-        for part, start in zip(parts, starts, strict=False)
-        for piece in part.pieces(layout, rank)
+        for one, start in zip(ranges, starts, strict=False)
+        for piece in one.pieces(layout, rank)
     )
-    return Bucket(index, parts, pieces, tuple(_holes(pieces, layout.ranks * starts[-1])))
+    return Bucket(index, ranges, pieces, tuple(_holes(pieces, layout.ranks * starts[-1])))
 
 
 def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
@@ -136,37 +179,37 @@ class Buckets:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self._of_param: dict[int, list[Bucket]] = {}
+        self._with_part: dict[Part, list[Bucket]] = {}
         for bucket in self.buckets:
-            for param in bucket.params:
-                self._of_param.setdefault(param, []).append(bucket)
+            for part in bucket.parts:
+                self._with_part.setdefault(part, []).append(bucket)
         self.reset()
 
     def reset(self) -> None:
         """Begins a round, before its first gradient."""
-        self._ready: set[int] = set()
-        self._left = [len(bucket.params) for bucket in self.buckets]
+        self._ready: set[Part] = set()
+        self._left = [len(bucket.parts) for bucket in self.buckets]
         self._sent = 0  # so many, in their order
 
-    def ready(self, param: int) -> None:
-        """Tells that the gradient of `param` is there.
+    def ready(self, part: Part) -> None:
+        """Tells that the gradient of a part is there.
 
         Raises:
             StateError: if it was there before in this round.
         """
-        if param in self._ready:
-            raise StateError(f"the gradient of parameter {param} arrived twice in a step")
-        self._ready.add(param)
-        for bucket in self._of_param.get(param, ()):
+        if part in self._ready:
+            raise StateError(f"the gradient of tile {part[1]} of parameter {part[0]} arrived twice in a step")
+        self._ready.add(part)
+        for bucket in self._with_part.get(part, ()):
             self._left[bucket.index] -= 1
 
     def is_complete(self, bucket: Bucket) -> bool:
         """Whether all gradients of a bucket are there."""
         return self._left[bucket.index] == 0
 
-    def has_sent(self, param: int) -> bool:
-        """Whether a bucket of `param` was sent in this round."""
-        return any(bucket.index < self._sent for bucket in self._of_param.get(param, ()))
+    def has_sent(self, part: Part) -> bool:
+        """Whether a bucket of a part was sent in this round."""
+        return any(bucket.index < self._sent for bucket in self._with_part.get(part, ()))
 
     def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
         """Takes the buckets to send now, in their order, up to the first one that may not leave."""

@@ -61,16 +61,16 @@ def test_every_element_is_in_one_bucket_at_its_owners_place(
     found = []
     for bucket in cut_buckets(layout, bucket_numel):
         assert 0 < bucket.numel <= max(bucket_numel // ranks, ALIGN_NUMEL)
-        assert len({layout.flats[part.flat].dtype for part in bucket.parts}) == 1
-        inside = [(part, place) for part in bucket.parts for place in range(part.numel)]
+        assert len({layout.flats[one.within.flat].dtype for one in bucket.ranges}) == 1
+        inside = [(one, place) for one in bucket.ranges for place in range(one.numel)]
         assert len(inside) == bucket.numel
         for piece in bucket.pieces:
             flat, offset = layout.locations[piece.param]
             for i in (0, piece.numel - 1):
                 owner, at = divmod(piece.chunk_offset + i, bucket.numel)
-                part, place = inside[at]
-                assert part.flat == flat
-                assert offset + piece.param_offset + i == owner * layout.shard_numel(flat) + part.start + place
+                one, place = inside[at]
+                assert one.within.flat == flat
+                assert offset + piece.param_offset + i == owner * layout.shard_numel(flat) + one.start + place
             found += [(piece.param, piece.param_offset + i) for i in range(piece.numel)]
     assert sorted(found) == [(param, i) for param, spec in enumerate(specs) for i in range(spec.numel)]
 
@@ -106,7 +106,7 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
         left: list[int] = []
         for param in params:
             arrived.add(param)
-            buckets.ready(param)
+            buckets.ready((param, 0))
             for bucket in buckets.take(buckets.is_complete):
                 assert bucket.params <= arrived
                 left.append(bucket.index)
@@ -124,9 +124,9 @@ def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:
     assert [(piece.param, piece.chunk_offset, piece.numel) for piece in cut[0].pieces] == [(0, 0, 100), (1, 128, 100)]
     assert cut[0].holes == ((100, 128), (228, 256))
     buckets = Buckets(cut)
-    buckets.ready(1)
+    buckets.ready((1, 0))
     assert list(buckets.take(buckets.is_complete)) == []
-    buckets.ready(0)
+    buckets.ready((0, 0))
     assert list(buckets.take(buckets.is_complete)) == [cut[0]]
 
 
@@ -138,7 +138,7 @@ def test_small_flat_parameters_of_one_dtype_share_buckets_in_the_order_of_backwa
     ]
     layout = build(specs, 1 << 20, ranks=2)
     found = [
-        [(layout.flats[part.flat].unit, layout.flats[part.flat].dtype, part.start, part.numel) for part in bucket.parts]
+        [(one.within.unit, layout.flats[one.within.flat].dtype, one.start, one.numel) for one in bucket.ranges]
         for bucket in cut_buckets(layout, 512)
     ]
     half, full = torch.bfloat16, torch.float32
@@ -152,8 +152,8 @@ def test_small_flat_parameters_of_one_dtype_share_buckets_in_the_order_of_backwa
 
 def test_a_gradient_that_arrives_twice_in_a_step_is_a_mistake_here() -> None:
     buckets = Buckets(cut_buckets(model(10), 64))
-    buckets.ready(0)
-    with pytest.raises(StateError, match="parameter 0 arrived twice"):
-        buckets.ready(0)
+    buckets.ready((0, 0))
+    with pytest.raises(StateError, match="tile 0 of parameter 0 arrived twice"):
+        buckets.ready((0, 0))
     buckets.reset()
-    buckets.ready(0)
+    buckets.ready((0, 0))
