@@ -159,6 +159,7 @@ class CommitChoice:
         converts_states: whether states may be in another form than they were committed in.
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
+        transfers: whether slots that a rank does not see may be sent to it.
         lock_timeout_s: for how many seconds the lock of a directory that a lost machine may hold is waited for.
     """
 
@@ -170,6 +171,7 @@ class CommitChoice:
     holds_params: bool = False
     begins_states: bool = False
     converts_states: bool = False
+    transfers: bool = False
     lock_timeout_s: float = 120.0
 
     def is_due(self, step: int) -> bool:

@@ -44,6 +44,7 @@ from offload.checkpoint.export import export
 from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
 from offload.checkpoint.manifest import ADAM, Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
+from offload.checkpoint.shard_table import in_order_of_shards
 from offload.checkpoint.tensors import Entry
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
@@ -89,6 +90,7 @@ from offload.optim.method import MethodCall
 from offload.optim.rule import Progress, StepKind, like_of
 from offload.optim.rules.adam import MOST_OF_CODES
 from offload.options import Options, PathLike, Tuning
+from offload.planner.decide import commits_of
 from offload.planner.placement import Placement, place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
@@ -168,6 +170,9 @@ class OffloadZero(torch.optim.Optimizer):
             that is smaller; so do those of commits that `load_state_dict` goes to. "anew": it goes on with any
             optimizer, whose states and hyper-parameters begin anew, and the masters and the number of the step are
             those of the commit. Each resume with it begins them again.
+        resume_transfer: whether slots that lie on the disk of another machine are sent to the rank that needs them, as
+            where another number of ranks resumes. False: that is a ResumeError, which says how many bytes they are. No
+            slot has to be sent where as many ranks resume, in whatever order the machines come.
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
             may be larger than the device. None: where it is; for the meta device, the CPU.
         init: where the values of a model come from that was built on the meta device: a function that is called with
@@ -245,6 +250,7 @@ class OffloadZero(torch.optim.Optimizer):
         commit_every: int | str | None = "auto",
         resume: bool | str | PathLike | Sequence[PathLike] = False,
         resume_states: str = "committed",
+        resume_transfer: bool = False,
         device: torch.device | str | None = None,
         init: Init = None,
         init_missing: bool = False,
@@ -335,6 +341,8 @@ class OffloadZero(torch.optim.Optimizer):
         """
         model, disk = self._model, DISK.get()
         files = disk.files()
+        self._comm = in_order_of_shards(self._comm, commits_of(options), files)
+        self._everyone = self._comm.everyone
         with together(self._everyone):
             require_free(model)
             given = optimizers_of(given, model)
@@ -1191,7 +1199,7 @@ class OffloadZero(torch.optim.Optimizer):
             "peak_activation_bytes": self._held.peak_activation_bytes,
             "activation_read_bytes": counted("activation_read_bytes"),
             "activation_written_bytes": counted("activation_written_bytes"),
-            "rank": self._comm.rank,
+            "rank": self._comm.user_rank,
             "ranks": self._comm.size,
             "tensor_parallel_rank": self._comm.tensor_parallel.rank,
             "tensor_parallel_ranks": self._comm.tensor_parallel.size,
@@ -1544,7 +1552,7 @@ class OffloadZero(torch.optim.Optimizer):
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         ranks = self._everyone
         is_shared = self._choice.grads.stage == 3 or self._comm.tensor_parallel.size > 1
-        writes = ranks.rank == 0 or not is_shared
+        writes = ranks.user_rank == 0 or not is_shared
         agreed = partial(together, ranks) if is_shared else nullcontext
         with agreed():
             _require_plain(tensors)
@@ -1808,7 +1816,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _close(self, *, tells: bool) -> None:
         if not self._health.is_here:
             return
-        lines = self._last_words() if tells and not self._health.is_stopped and self._everyone.rank == 0 else []
+        lines = self._last_words() if tells and not self._health.is_stopped and self._everyone.user_rank == 0 else []
         self._close_here()
         with suppress(OSError, ValueError):
             for line in lines:

@@ -127,6 +127,7 @@ class Options:
     commit_every: int | str | None = "auto"
     resume: bool | str | PathLike | Sequence[PathLike] = False
     resume_states: str = "committed"
+    resume_transfer: bool = False
     device: torch.device | str | None = None
     init: Any = None  # a type of the room that makes models
     init_missing: bool = False
@@ -191,6 +192,7 @@ class Options:
         yield _none_of("stage", self.stage, None, 1, 2, 3)
         yield _none_of("states", self.states, *STATE_FORMS)
         yield _none_of("resume_states", self.resume_states, *RESUME_STATES)
+        yield _none_of("resume_transfer", self.resume_transfer, True, False)
         yield _none_of("cast_forward_inputs", self.cast_forward_inputs, True, False)
         yield _none_of("Tuning.io_engine", tuning.io_engine, "auto", "uring", "threads", "portable")
         yield _none_of("Tuning.split_master", tuning.split_master, None, False, True)
@@ -235,6 +237,10 @@ class Options:
             self.resume_states != RESUME_STATES[0] and not self.resumes,
             f'resume_states="{self.resume_states}" needs resume, which says what to continue: give resume=True, or '
             "leave it out",
+        )
+        yield (
+            self.resume_transfer and not self.resumes,
+            "resume_transfer=True needs resume, which says what to continue: give resume=True, or leave it out",
         )
         yield (
             self.state_tier.is_durable and not has_path,

@@ -76,6 +76,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("commit_every", 1.5, "whole number"),
     ("commit_every", "often", '0, None or "auto"'),
     ("resume", True, "needs path"),
+    ("resume_transfer", "yes", "resume_transfer"),
+    ("resume_transfer", True, "needs resume"),
     ("lock_timeout", -1, "seconds, at least 0"),
     ("lock_timeout", None, "seconds, at least 0"),
     ("lock_timeout", math.nan, "seconds, at least 0"),
@@ -240,9 +242,9 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     options = inspect.signature(OffloadZero.__init__).parameters
     assert list(options) == [
         "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
-        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "resume_states", "device",
-        "init", "init_missing", "stage", "process_group", "cast_forward_inputs", "keep", "lock_timeout",
-        "activation_tier", "activation_memory", "partition_activations", "states", "tuning", "unknown",
+        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "resume_states",
+        "resume_transfer", "device", "init", "init_missing", "stage", "process_group", "cast_forward_inputs", "keep",
+        "lock_timeout", "activation_tier", "activation_memory", "partition_activations", "states", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
@@ -279,9 +281,9 @@ def test_what_users_see_lists_the_same_options() -> None:
 
 
 IN_NO_COMMAND = {
-    "keep_fp32", "nonfinite", "resume", "resume_states", "device", "init", "init_missing", "process_group",
-    "cast_forward_inputs", "keep", "lock_timeout", "activation_memory", "prefetch_chunks", "prefetch_units",
-    "io_engine", "bucket", "units", "tile", "recompute", "late",
+    "keep_fp32", "nonfinite", "resume", "resume_states", "resume_transfer", "device", "init", "init_missing",
+    "process_group", "cast_forward_inputs", "keep", "lock_timeout", "activation_memory", "prefetch_chunks",
+    "prefetch_units", "io_engine", "bucket", "units", "tile", "recompute", "late",
 }  # fmt: skip
 """Options that `offload plan` does not have: they change no figure of it, or name objects."""
 CALLED_OTHERWISE = {"compute_dtype": "dtype", "path": "no_commits", "threads": None, "tuning": None}

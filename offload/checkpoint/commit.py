@@ -24,7 +24,7 @@ directory failed, either may be. Then nothing of either may be overwritten by th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -119,6 +119,10 @@ class Commit:
     def is_older(self) -> bool:
         """Whether an older version of this library wrote it, in format 1."""
         return not self.files
+
+    def directories_of(self, rank: int) -> tuple[Path, ...]:
+        """The directories of a rank, as its machine calls them; none in a record of format 1."""
+        return () if self.is_older else tuple(map(path_of, self.files[rank].directories))
 
     def supersedes(self, name: str, rank: int, directory: Path) -> bool:
         """Whether a file of this run does not live any more: the rank has the directory, and other files in it.
@@ -315,16 +319,53 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
         PathError: the file is a link, or cannot be read.
         TierIOError: a disk or its file system failed.
     """
-    tensors: dict[str, Tensor] = {}
+    return extra_of(manifest, {} if manifest.tensors is None else read_tensors(directory, manifest, files), directory)
+
+
+def extra_of(manifest: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> object:
+    """What the user gave along with the commit.
+
+    Args:
+        manifest: the manifest.
+        tensors: those that belong to it.
+        directory: where it is, for the errors.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
+    return extra_state.decode(manifest.extra, tensors, str(directory / manifest_name(manifest, manifest.rank)))
+
+
+def read_tensors(directory: Path, manifest: Manifest, files: Files = LOCAL) -> dict[str, Tensor]:
+    """The tensors of the user's extra state, on the CPU.
+
+    Raises:
+        CorruptionError: what was read is damaged, or missing.
+        PathError: the file is a link, or cannot be read.
+        TierIOError: a disk or its file system failed.
+    """
     path = directory / tensors_name(manifest, manifest.rank)
-    if manifest.tensors is not None:
-        data = _read_exactly(files, path, manifest.tensors, MAX_TENSORS_BYTES)
-        try:
-            tensors = load_tensors(data)
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise CorruptionError(f"holds no tensors: {error}", file=str(path)) from error
-    name = directory / manifest_name(manifest, manifest.rank)
-    return extra_state.decode(manifest.extra, tensors, str(name))
+    assert manifest.tensors is not None
+    return _tensors_in(_read_exactly(files, path, manifest.tensors, MAX_TENSORS_BYTES), str(path))
+
+
+def tensors_told(data: bytes, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of the user's extra state, of which another rank has sent the bytes.
+
+    Raises:
+        CorruptionError: these are not the bytes that were committed.
+    """
+    name = tensors_name(manifest, manifest.rank)
+    if manifest.tensors != (len(data), digest(data)):
+        raise CorruptionError("is not the file that was committed", file=name)
+    return _tensors_in(data, name)
+
+
+def _tensors_in(data: bytes, file: str) -> dict[str, Tensor]:
+    try:
+        return load_tensors(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CorruptionError(f"holds no tensors: {error}", file=file) from error
 
 
 def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
@@ -439,7 +480,8 @@ def require_one_model(first: Manifest, other: Manifest, file: str) -> None:
 def _model_of(manifest: Manifest) -> tuple[object, ...]:
     """What is the same on all ranks of a slice."""
     flats = [(flat.params, flat.offsets, flat.numel) for flat in manifest.flats]
-    return manifest.parameters, manifest.groups, manifest.compute_dtype, manifest.split_master, manifest.slices, flats
+    split = manifest.split_master, manifest.slices, manifest.user_ranks
+    return manifest.parameters, manifest.groups, manifest.compute_dtype, *split, flats
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -62,6 +63,7 @@ from offload.checkpoint.manifest import (
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import copy_ranges
+from offload.checkpoint.sharing import share_together
 from offload.checkpoint.snapshot import (
     RUN_DIGITS,
     Need,
@@ -70,6 +72,7 @@ from offload.checkpoint.snapshot import (
     require_space,
 )
 from offload.checkpoint.snapshot_copy import SnapshotCopy, copy_of
+from offload.checkpoint.transfer import Transfer
 from offload.errors import (
     ConfigError,
     InterruptedStepError,
@@ -164,6 +167,8 @@ class Commits:
         # See `Carried`. Snapshots that this run made under another id may lie in directories that it has no more.
         self._source = ""
         self._named: tuple[str, ...] = ()
+        # What the last commit carries for this rank, if it is not beside this rank's slots.
+        self._carried: Carried | None = None
         # Whether a state dict names the last commit.
         self._is_named = False
         self._timeline = run.timeline
@@ -173,6 +178,8 @@ class Commits:
             found.require_last()
             if found.manifest is not None:
                 self._source, self._named = found.extra.source, found.extra.named
+                if found.manifest.user_rank != self._comm.user_rank:
+                    self._carried = found.extra
             self.last = found.manifest
             self._record = None if found.manifest is None else found.commit
         self._health.can_go_back = self.last is not None
@@ -275,6 +282,7 @@ class Commits:
         self.last, self._versions, self._record, self._source = attempt
         self._masters.late.committed()
         self._is_named = self.is_outdated = False
+        self._carried = None
         self._undecided = None
 
     @property
@@ -415,7 +423,7 @@ class Commits:
         """
         reader, step = found.reader, found.commit.step
         assert reader is not None
-        self._take_values(reader, begins_states=found.begins_states)
+        self._take_values(reader, found.transfer, begins_states=found.begins_states)
         slots = self._slots
         if self._choice.every is not None and slots is not None:
             self._replaces = found.commit.run_id
@@ -578,22 +586,26 @@ class Commits:
             for copied in what[at]:
                 self._masters.require_convertible(copied, states, converts)
 
-    def _take_values(self, reader: Reader, *, begins_states: bool = False) -> None:
+    def _take_values(self, reader: Reader, transfer: Transfer | None = None, *, begins_states: bool = False) -> None:
         """Copies states and parameters from the commit of `reader`. Every slot is read once.
 
         Args:
             reader: of the commit.
+            transfer: brings what this rank does not see; None: it sees all.
             begins_states: whether only masters are taken; states are as if no step had been made.
         """
         step, what = reader.commit.step, copy_ranges(reader.manifests, self._layout, self._wanted.slice)
-        order = sorted(what, key=lambda at: what[at][0].target)
-        read = zip(order, reader.slots(order), strict=True)
-        taken = ((what[at], {MASTER: states[MASTER]} if begins_states else states) for at, states in read)
+        near = [at for at in what if transfer is None or at[0] in transfer.seen]
+        order = sorted(near, key=lambda at: what[at][0].target)
         numels = Counter[int]()
         for ranges in what.values():
             for one in ranges:
                 numels[one.target] += one.numel
-        with together(self._comm):
+        with together(self._comm) as check:
+            # What is sent comes first: no rank waits for another one that reads its own.
+            sent = iter(()) if transfer is None else transfer.receive(check)
+            read = chain(sent, zip(order, reader.slots(order), strict=True))
+            taken = ((what[at], {MASTER: states[MASTER]} if begins_states else states) for at, states in read)
             converts = {name for name, _ in in_other_forms(reader.manifests[0], self._wanted)}
             self._masters.late.go_to(step, {}, {})  # the reader makes the steps that its chunks owe
             self._masters.take_resharded(taken, numels, step, converts)
@@ -754,7 +766,12 @@ class Commits:
             snapshot.require_no_other()
             return snapshot.needs()
 
-        require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
+        needed = self._found_by_all(needs, list[Need])
+        if self._comm.size > 1:  # machines and devices do not tell what is shared
+            disks = share_together(snapshot.paths, self._claims.claimant, self._comm, self._files).disks
+            pairs = zip(needed, disks, strict=True)
+            needed = [[need._replace(disk=on) for need, on in zip(*pair, strict=True)] for pair in pairs]
+        require_space(chain.from_iterable(needed))
 
     def _make(self, snapshot: Snapshot) -> None:
         """Makes a snapshot that is not there."""
@@ -847,6 +864,8 @@ class Commits:
         record, files = self._record, self._files
         assert record is not None
         with together(self._comm):
+            if self._carried is not None:
+                return self._carried
             manifest = read_manifest(self._home, record, self._comm.rank, files)
             return carried_in(read_extra(self._home, manifest, files))
 

@@ -276,12 +276,14 @@ class Seen(NamedTuple):
         run_id: the run.
         home: where its record is, or would be; None: nothing here says it.
         is_dead: whether that was read, and has no record of the run.
+        has_more: whether the run has directories that are not seen here: of other machines, or not mounted.
     """
 
     directory: Path
     run_id: str
     home: Path | None
     is_dead: bool
+    has_more: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,8 +354,37 @@ def _tagged(directory: Path, files: Files) -> Live:
         # Where there is nothing but a tag, or half of one, nothing was begun.
         is_dead = bool(those) and all(file.kind in ("tag", "room") for file in those)
         is_dead |= tag is not None and not tag.is_home and tag.names(directory) and _is_dead_in(tag, files)
-        seen.append(Seen(directory, run_id, None if tag is None else tag.home, is_dead))
+        has_more = tag is not None and lies_elsewhere(run_id, tag.directories, files)
+        seen.append(Seen(directory, run_id, None if tag is None else tag.home, is_dead, has_more))
     return Live((), frozenset(homes), tuple(seen))
+
+
+def lies_elsewhere(run_id: str, directories: Sequence[Sequence[str]], files: Files) -> bool:
+    """Whether some directories of a run are not seen here.
+
+    Args:
+        run_id: the run.
+        directories: those of each rank; see `spelled`.
+        files: the file system.
+    """
+    with suppress(PathError):
+        there = {place: {*names_in(path_of(place), files)} for places in directories for place in places}
+        return any(
+            tag_name(run_id, rank) not in there[place] for rank, places in enumerate(directories) for place in places
+        )
+    return True
+
+
+def removal(directory: Path, *, has_more: bool) -> str:
+    """How to get rid of a run, in words. Removing a part of it makes the others useless.
+
+    Args:
+        directory: one of the run.
+        has_more: whether the run has directories that are not seen here.
+    """
+    if has_more:
+        return "remove all of it, on the machines that have its other directories, too"
+    return f"remove it with `offload remove {directory}`"
 
 
 def _is_dead_in(tag: Tag, files: Files) -> bool:
@@ -426,11 +457,16 @@ def unread(seen: Seen, directories: Sequence[Path]) -> ResumeError:
         seen: the run in the directory.
         directories: where its record was looked for.
     """
+    # Nor where other machines have parts of it.
+    remove = (
+        ""
+        if seen.has_more
+        else (f"; or, if nothing of it is needed, remove this part of it with `offload remove {seen.directory}`")
+    )
     there = "" if seen.home is None or seen.home in directories else f", but in {seen.home}"
     return ResumeError(
         f"{seen.directory} belongs to a run whose COMMIT record is not in {listed(directories)}{there}: give all the "
-        "directories of that run, and mount those that are missing; or, if nothing of it is needed, remove this "
-        f"part of it with `offload remove {seen.directory}`. Nothing was removed"
+        f"directories of that run, and mount those that are missing{remove}. Nothing was removed"
     )
 
 
@@ -647,9 +683,9 @@ def listed(paths: Sequence[Path]) -> str:
 
 
 ON_OTHER_MACHINES = (
-    "if disks of other machines have them, start as many ranks as committed, each on the machine where it ran, in the "
-    "same layout (stage, chunks, directories); or copy all directories to a file system that every rank sees, for any "
-    "number of ranks, or to one machine for `offload export`"
+    "if disks of other machines have them, start on these machines, too, with as many ranks as committed, or with "
+    "resume_transfer=True; or copy all directories to a file system that every rank sees, or to one machine for "
+    "`offload export`"
 )
 """What to do if a rank sees only a part of a run."""
 
@@ -730,6 +766,7 @@ def require_manifests(
     others: Mapping[int, OtherStep],
     directories: Sequence[Path],
     home: Path,
+    machines: Sequence[str] = (),
 ) -> None:
     """Checks that the manifests of all ranks were found.
 
@@ -740,6 +777,7 @@ def require_manifests(
         others: the ranks of which a manifest of another commit was found.
         directories: where all this was looked for.
         home: the directory of the record.
+        machines: the names of those on which it was looked for, if there are several ranks.
 
     Raises:
         CorruptionError: a manifest is gone, and the swap files are there.
@@ -757,8 +795,19 @@ def require_manifests(
     if missing := [rank for rank in ranks if rank not in found]:
         raise ResumeError(
             f"nothing of {ranks_named(missing)} of the {len(ranks)} that committed step {commit.step} lies in "
-            f"{listed(directories)}: name all directories of the run; {ON_OTHER_MACHINES}"
+            f"{listed(directories)}{machines_named(machines)}{where_they_were(commit, missing)}: name all directories "
+            f"of the run; {ON_OTHER_MACHINES}"
         )
+
+
+def where_they_were(commit: Commit, ranks: Sequence[int]) -> str:
+    """The directories of ranks that committed, as the machines that had them called these."""
+    named = dict.fromkeys(place for rank in ranks[:4] for place in commit.directories_of(rank))
+    return f" (it was in {listed([*named])}, as its machine calls it)" if named else ""
+
+
+def machines_named(names: Sequence[str]) -> str:
+    return f" on {', '.join(dict.fromkeys(names))}" if names else ""
 
 
 def ranks_named(ranks: Collection[int]) -> str:

@@ -5,7 +5,8 @@ One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
                        another form than fp32; 5 if one has another shape than its parameter; 6 if frozen parameters
-                       are in a kept base; 7 if a chunk has three slots; 8 if a chunk owes steps
+                       are in a kept base; 7 if a chunk has three slots; 8 if a chunk owes steps; 9 if ranks have
+                       other shards than those of their numbers
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -67,6 +68,12 @@ Where chunks owe steps (optim/late.py) there is one more, which is not spelled o
                        rows of the number of a chunk and how many of the last steps of its parameter it owes}. What is
                        in the slots of such a chunk is as of the steps before these, at the step that its row names
 
+Where machines came in another order than the one in which they first had the shards, there is one more, which is not
+spelled otherwise:
+
+    user_ranks         at the end: for each rank as files count them, which is by shards, the rank as the user counts
+                       them. `extra` is of that one
+
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
@@ -127,7 +134,9 @@ VERSION_OF_TRIALS = 7
 """That of manifests with three slots a chunk: in one of them steps are tried."""
 VERSION_OF_LATE_STEPS = 8
 """That of manifests of chunks that owe steps."""
-NEWEST = VERSION_OF_LATE_STEPS
+VERSION_OF_MOVES = 9
+"""That of manifests of ranks that have other shards than those of their numbers."""
+NEWEST = VERSION_OF_MOVES
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -332,6 +341,12 @@ class Manifest:
     rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
     base: tuple[Directory, Annotated[str, Meta(pattern=r"^base-[0-9a-f]{32}-[0-9a-f]{16}\Z")]] | None = None
     late: LateFacts | None = None
+    user_ranks: Annotated[tuple[Natural, ...], Meta(max_length=MAX_WORLD)] = ()
+
+    @property
+    def user_rank(self) -> int:
+        """The rank that wrote it, as the user counts ranks."""
+        return self.user_ranks[self.rank] if self.user_ranks else self.rank
 
     def optimizer_of(self, number: int) -> str:
         """The name of a parameter's rule."""
@@ -557,6 +572,8 @@ def serialise(manifest: Manifest) -> bytes:
         del plain["base"]
     if manifest.late is None:
         del plain["late"]
+    if not manifest.user_ranks:
+        del plain["user_ranks"]
     for facts in (*plain["parameters"], *plain["flats"]):
         for name in ("shard_dim", "progress", "shapes", "states", "forms"):
             if facts.get(name) is None:
@@ -572,6 +589,8 @@ def serialise(manifest: Manifest) -> bytes:
         version = VERSION_OF_TRIALS
     if manifest.late is not None:
         version = VERSION_OF_LATE_STEPS
+    if manifest.user_ranks:
+        version = VERSION_OF_MOVES
     return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
@@ -619,6 +638,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield f"rank: there is no rank {manifest.rank} of {manifest.world}"
     if manifest.world % manifest.slices:
         yield f"slices: {manifest.world} ranks are not {manifest.slices} equal slices"
+    ranks, numbers = manifest.user_ranks, [*range(manifest.world)]
+    if ranks and (sorted(ranks) != numbers or [*ranks] == numbers or manifest.slices > 1):
+        yield "user_ranks: expected each rank once, in another order than their own, of one slice"
     for number, param in enumerate(parameters):
         if param.group >= len(manifest.groups) or param.age > step:
             yield f"parameters[{number}]: there is no such group, or it took more steps than the run"

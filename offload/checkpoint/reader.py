@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
@@ -44,7 +45,7 @@ from offload.layout import ADAM_FORMS, MASTER, Form, StateKind, blocks_of, is_di
 from offload.native import JOIN, Kernels, codes, load
 from offload.optim.late import ZEROS_NUMEL, replay
 from offload.optim.rules.adam import AdamRule
-from offload.sizes import GIB, MASTER_ITEM_BYTES, MIB, format_bytes
+from offload.sizes import GIB, MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes
 from offload.storage.directories import older_swap_name, swap_name
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import CommittedFile, SlotFile, memory_of
@@ -368,7 +369,7 @@ class Reader:
     ) -> None:
         self.paths = tuple(paths)
         self._disk = files
-        self._buffers = [_buffer(0)] * 3
+        self._buffers = [page_buffer(0)] * 3
         # The chunk that these hold, and its states.
         self._loaded: tuple[tuple[int, int], dict[str, Tensor]] | None = None
         self._kernels: Kernels | None = None
@@ -544,21 +545,68 @@ class Reader:
         wanted = list(wanted)
         for rank, chunk in wanted:
             self.swap_files.of(rank).require_whole(self._needed(rank, chunk))
-        made = _buffer(self._made_bytes())
-        both = deque([*map(_buffer, self._largest()), made] for _ in range(2))
+        made = page_buffer(self._made_bytes())
+        both = deque([*map(page_buffer, self._largest()), made] for _ in range(2))
         coming: deque[tuple[int, int, list[Tensor], list[IOFuture]]] = deque()
         for rank, chunk in wanted:
             numbers = self._needed(rank, chunk)
             coming.append((rank, chunk, both[0], self._begin(rank, numbers, both[0])))
             both.rotate()
             if len(coming) == len(both):
-                yield self._states(*coming.popleft())
+                yield self._arrived(*coming.popleft())
         for each in coming:
-            yield self._states(*each)
+            yield self._arrived(*each)
+
+    def nbytes_of(self, rank: int, chunk: int) -> int:
+        """The bytes of a chunk's slots."""
+        return sum(self._slots[rank][number].size for number in self._needed(rank, chunk))
+
+    def read_whole(self, rank: int, chunk: int, buffer: Tensor) -> None:
+        """Reads a chunk's slots, and compares them with their checksums.
+
+        Args:
+            rank: whose slots; its files are locked.
+            chunk: the number of the chunk.
+            buffer: uint8, of `nbytes_of` bytes; gets the slots one after the other.
+
+        Raises:
+            CorruptionError: one is damaged.
+            TierIOError: a disk or its file system failed.
+        """
+        numbers = self._needed(rank, chunk)
+        self.swap_files.of(rank).require_whole(numbers)
+        reading = self._begin(rank, numbers, self._parts(rank, chunk, buffer))
+        wait_for_all(reading)
+        for future in reading:
+            future.result()
+
+    def states_in(self, rank: int, chunk: int, buffer: Tensor) -> dict[str, Tensor]:
+        """The states of a chunk whose slots another rank has sent, as `slots` yields them.
+
+        Args:
+            rank: whose slots they are.
+            chunk: the number of the chunk.
+            buffer: what its `read_whole` read.
+
+        Raises:
+            CorruptionError: they do not have the checksums that the manifest names.
+        """
+        parts = self._parts(rank, chunk, buffer)
+        for number, part in zip(self._needed(rank, chunk), parts, strict=True):
+            if xxhash.xxh3_64_intdigest(memory_of(part)[PAGE_BYTES:]) != self.manifests[rank].slots[number].checksum:
+                name = swap_name(self.commit.run_id, rank)
+                raise CorruptionError("was damaged on its way from another rank", chunk=number, file=name)
+        made = page_buffer(self._made_of(rank, chunk))
+        return self._states(rank, chunk, [*parts, *[page_buffer(0)] * (2 - len(parts)), made], len(parts))
+
+    def _parts(self, rank: int, chunk: int, buffer: Tensor) -> list[Tensor]:
+        return [*buffer.split([self._slots[rank][number].size for number in self._needed(rank, chunk)])]
 
     def slots_bytes(self) -> int:
         """The RAM that `slots` takes, in bytes."""
-        return 2 * sum(self._largest()) + self._made_bytes()
+        owing = [found.chunks[chunk].numel for found in self.manifests for chunk in found.owed]
+        replayed = 2 * MASTER_ITEM_BYTES * min(max(owing, default=0), ZEROS_NUMEL)  # zeros, and what nobody needs
+        return 2 * sum(self._largest()) + self._made_bytes() + replayed
 
     def _largest(self) -> list[int]:
         """The bytes of the largest slot of states, and of the largest slot of 16-bit parameters."""
@@ -596,12 +644,12 @@ class Reader:
             numbers = self._needed(rank, chunk, kind)
             self.swap_files.of(rank).require_whole(numbers)
             # What is under way when this is interrupted keeps its memory.
-            buffers, self._buffers = self._buffers, [_buffer(0)] * 3
+            buffers, self._buffers = self._buffers, [page_buffer(0)] * 3
             sizes = [self._slots[rank][number].size for number in numbers] + [0] * (2 - len(numbers))
             for role, size in enumerate([*sizes, self._made_of(rank, chunk)]):
                 if len(buffers[role]) < size:
-                    buffers[role] = _buffer(size)
-            self._loaded = (rank, chunk), self._states(rank, chunk, buffers, self._begin(rank, numbers, buffers))
+                    buffers[role] = page_buffer(size)
+            self._loaded = (rank, chunk), self._arrived(rank, chunk, buffers, self._begin(rank, numbers, buffers))
             self._buffers = buffers
         return self._loaded[1][kind]
 
@@ -611,23 +659,27 @@ class Reader:
         into = zip(numbers, sizes, buffers, strict=False)
         return [slots.read(number, buffer[:size]) for number, size, buffer in into]
 
-    def _states(
+    def _arrived(
         self, rank: int, chunk: int, buffers: Sequence[Tensor], reading: Sequence[IOFuture]
     ) -> dict[str, Tensor]:
-        """Waits for the slots of a chunk.
+        """Waits for the slots of a chunk. See `_states`, but for `reading`, which are the reads into `buffers`."""
+        wait_for_all(reading)
+        for future in reading:
+            future.result()
+        return self._states(rank, chunk, buffers, len(reading))
+
+    def _states(self, rank: int, chunk: int, buffers: Sequence[Tensor], read: int) -> dict[str, Tensor]:
+        """The states in the slots of a chunk.
 
         Args:
             rank: whose slots.
             chunk: its number.
             buffers: the memory of the slots, and last that of what is made of them, of `_made_of` bytes.
-            reading: the reads into `buffers`, of the states' slot and perhaps the parameters'.
+            read: how many slots are in `buffers`: the states', and perhaps the parameters'.
 
         Returns:
             The states, by kind, fp32: all of them, or those that need no other slot.
         """
-        wait_for_all(reading)
-        for future in reading:
-            future.result()
         numbers, kinds = self._numbers(rank, chunk), self._state_kinds(rank, chunk)
         numel = self.manifests[rank].chunks[chunk].numel
         if chunk in self.manifests[rank].owed:
@@ -640,7 +692,7 @@ class Reader:
             found[state.name] = codes.decode_into(state.form, arrays, exact)
         if not self._is_split(rank, chunk):
             return {MASTER: master, **found}
-        if len(reading) == 1:
+        if read == 1:
             return {kind: found[kind] for kind in found if len(self._needed(rank, chunk, kind)) == 1}
         whole = next(made)
         (uppers,) = self._slots[rank][numbers[1]].arrays.views(buffers[1])
@@ -705,7 +757,7 @@ class Reader:
                 damage.append((rank, error))
         yield from (Verified(rank, None, 0, error) for rank, error in damage)
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
-        buffers = deque(_buffer(PIECE_BYTES) for _ in range(threads))
+        buffers = deque(page_buffer(PIECE_BYTES) for _ in range(threads))
         with Workers(threads, "offload-verify") as pool:
             running: deque[Future[Verified]] = deque()
             while True:
@@ -758,7 +810,7 @@ class Reader:
         return self._names[name]
 
 
-def _buffer(nbytes: int) -> Tensor:
+def page_buffer(nbytes: int) -> Tensor:
     """uint8 of shape (nbytes,), at the start of a page, as O_DIRECT wants it."""
     return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 

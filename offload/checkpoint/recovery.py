@@ -13,10 +13,9 @@ is in it.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
+    extra_of,
     manifest_name,
     manifest_told,
     read_commit,
@@ -38,14 +38,12 @@ from offload.checkpoint.commit import (
 )
 from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.live import (
-    ON_OTHER_MACHINES,
     Live,
     OtherStep,
     Tag,
     collect,
     collect_homes,
     directories_of,
-    hidden_ranks,
     last_of,
     leave,
     listed,
@@ -55,9 +53,9 @@ from offload.checkpoint.live import (
     names_in,
     other_steps,
     ranks_in,
-    ranks_named,
     read_tag,
     refuse_step,
+    removal,
     require_manifests,
     swaps,
     untag,
@@ -76,15 +74,17 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.reshard import copy_ranges
+from offload.checkpoint.sharing import Sharing, remove_marks, require_one_holder, share_together
+from offload.checkpoint.transfer import Transfer, plan_together, say, tensors_together
 from offload.choices import Choice, CommitChoice
-from offload.errors import CorruptionError, ResumeError
+from offload.errors import CorruptionError, RankError, ResumeError
 from offload.io.files import Files, Host, unusable
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.dense import is_dense
 from offload.planner.placement import chunk_arrays, slot_map
 from offload.ranks.agreement import all_gather_object, together
-from offload.ranks.communicator import Communicator
+from offload.ranks.communicator import Communicator, is_in_order
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, RECORD_START, check_directory, swap_name, tag_name
@@ -220,9 +220,12 @@ def read_together(
                 rank: one._replace(where=f"{one.where} on {files.host().name}" if comm.size > 1 else one.where)
                 for rank, one in other_steps(directories, commit, files).items()
             }
-        told = all_gather_object(comm, [*others.items()], list[tuple[int, OtherStep]])
-        others = {rank: one for those in reversed(told) for rank, one in those}
-        require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), others, directories, home)
+        own = files.host().name if comm.size > 1 else "", [*others.items()]
+        told = all_gather_object(comm, own, tuple[str, list[tuple[int, OtherStep]]])
+        others = {rank: one for _, those in reversed(told) for rank, one in those}
+        found, lying_there = _numbers_in(seen.any(0)), _numbers_in(swapped.any(0))
+        machines = [name for name, _ in told if name]
+        require_manifests(commit, found, lying_there, others, directories, home, machines)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
     with together(comm):
@@ -291,6 +294,7 @@ class RecoveryPlan:
         at: where this rank saw the record.
         files: the run's file system, which holds the directories.
         reader: reads what this rank needs if the layout is another one; None: it is the same.
+        transfer: brings it what it does not see; None: it sees all of it.
         extra: what was committed along, for this rank.
         begins_states: whether only masters are taken from it.
     """
@@ -303,6 +307,7 @@ class RecoveryPlan:
     at: tuple[Path, ...]
     files: Files
     reader: Reader | None = None
+    transfer: Transfer | None = None
     extra: Carried = field(default_factory=Carried)
     begins_states: bool = False
 
@@ -468,6 +473,7 @@ def describe(
         places=choice.slots_per_chunk,
         compute_dtype=str(choice.model.compute_dtype).removeprefix("torch."),
         split_master=choice.states.split_master,
+        user_ranks=() if comm is None or is_in_order(comm.user_ranks) else tuple(comm.user_ranks),
         groups=tuple(dict(group) for group in groups),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
         flats=flats_of(layout, [layout.shard_range(flat.index) for flat in layout.flats]),
@@ -533,20 +539,30 @@ def find_together(
     run_id = claimant.start
     undo.callback(files.let_go)
     # The other ranks wait in a collective meanwhile, and must not take this one for lost.
-    claims = Claims(claimant, files, wait_s=min(choice.lock_timeout_s, comm.timeout_s / 2), say=_say)
+    claims = Claims(claimant, files, wait_s=min(choice.lock_timeout_s, comm.timeout_s / 2), say=say)
     with together(comm):
         _enter(undo, directories, claims, files)
         if not choice.resume:
             _require_no_strange_record(choice.paths, files)
+    sharing = None
+    if len({*claimant.hosts}) > 1 or not is_in_order(comm.user_ranks):
+        sharing = share_together(choice.paths, claimant, comm, files)
+        if sharing.deaf and not any(comm.rank > rank for rank in _with_the_same(sharing, comm.rank)):
+            say(
+                f"locks do not reach other machines in {listed(sharing.deaf)}: a second run there is found before the "
+                "next step or commit of this one only"
+            )
     seen = look_together(directories, comm, files)
     with together(comm):
         if not choice.resume:
             _require_uncommitted(choice.paths, seen.runs)
-        target = _target_of(seen, directories, choice)
+        target = target_of(seen, directories, choice)
     if target is None:
         collect_together(choice.paths, None, seen.runs.dead, comm, files)
         _tag(undo, choice.paths, run_id, comm, files)
         return Start(choice.paths, None, run_id, files, claims)
+    if sharing is not None:
+        require_one_holder(target.last[1], choice.paths, sharing, comm, files)
     found = _plan(undo, choice, comm, layout, wanted, files, frozen, target, seen)
     with together(comm):
         for path in target.owned:
@@ -558,6 +574,11 @@ def find_together(
     if choice.paths:
         _tag(undo, found.paths, run_id if found.slots is None else found.slots[0], comm, files)
     return Start(found.paths, found, run_id, files, claims)
+
+
+def _with_the_same(sharing: Sharing, rank: int) -> list[int]:
+    """The ranks that have a directory of a rank, too."""
+    return [other for other, those in enumerate(sharing.directories) if {*those} & {*sharing.directories[rank]}]
 
 
 def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: Files) -> None:
@@ -574,14 +595,10 @@ def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: 
             undo.callback(remove_if_empty, path, files)
         files.hold(path)
         _take(undo, path, claims, files)
+        remove_marks(path, claims.claimant.start, files)
     for path in directories.origins:
         if files.is_directory(path, follows=True):
             files.hold(path)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-        print(f"offload: {line}", file=sys.stderr, flush=True)
 
 
 def _take(undo: ExitStack, path: Path, claims: Claims, files: Files) -> None:
@@ -627,10 +644,11 @@ def _require_uncommitted(paths: Sequence[Path], runs: Live) -> None:
     committed = {record.run_id for _, record in runs.records} - runs.replaced
     homes = {directory for directory, _ in runs.records}
     for path in paths:
-        if path in homes or any(one.directory == path and one.run_id in committed for one in runs.seen):
+        here = [one for one in runs.seen if one.directory == path and one.run_id in committed]
+        if path in homes or here:
+            way_out = removal(path, has_more=any(one.has_more for one in here))
             raise ResumeError(
-                f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it "
-                f"with `offload remove {path}`"
+                f"{path} holds a committed run: give resume=True to continue it, choose another path, or {way_out}"
             )
 
 
@@ -656,8 +674,22 @@ def _tag(undo: ExitStack, paths: Sequence[Path], run_id: bytes, comm: Communicat
             for number, path in enumerate(paths):
                 tag = Tag(run, comm.rank, (number, len(paths)), directories)
                 if tag.is_home == is_home and read_tag(path / tag_name(run, comm.rank), files) != tag:
-                    undo.callback(untag, path, run, comm.rank, files)
+                    undo.callback(_untag_unless_lost, path, tag, comm, files)
                     write_tag(path, tag, files)
+
+
+def _untag_unless_lost(path: Path, tag: Tag, comm: Communicator, files: Files) -> None:
+    """Removes a tag if the rank has no swap file beside it, and is not the one that tells the others that it is dead.
+
+    A rank that was lost may have left files on its machine. The next start removes them, because the home has the tag
+    and no record.
+    """
+    try:
+        comm.check()
+    except RankError:
+        if tag.is_home:
+            return
+    untag(path, tag.run_id, tag.rank, files)
 
 
 def collect_together(
@@ -719,6 +751,8 @@ def _plan(
             raise
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
+    if manifests[0].user_ranks or wanted.user_ranks:
+        manifests |= read({_extra_rank(wanted, manifests[0])})
     with together(comm):
         taken = {"of_masters": choice.begins_states, "converts": choice.converts_states}
         first = _require_this_model(target, manifests, wanted, files, frozen, **taken)
@@ -742,10 +776,12 @@ def _plan(
         with together(comm):
             reader = Reader(target.directories, files, (*target.last, tuple(manifests[rank] for rank in every)))
             undo.callback(reader.close)
-            found = replace(found, manifest=None, reader=reader)
-            _require_seen(reader, layout, wanted, files)
-    with together(comm):
-        return replace(found, extra=_extra(manifests, target, wanted, files))
+            needed = sorted(copy_ranges(reader.manifests, layout, wanted.slice))
+        transfer = plan_together(reader, needed, comm, files, sends=choice.transfers)
+        shards = {shard for shard, _ in needed}
+        reader.swap_files.ranks = shards if transfer is None else shards & transfer.seen | transfer.sent_shards
+        found = replace(found, manifest=None, reader=reader, transfer=transfer)
+    return replace(found, extra=_extra_together(manifests, target, wanted, comm, files))
 
 
 def _require_no_other(paths: Sequence[Path], target: Target, runs: Live) -> None:
@@ -760,8 +796,8 @@ def _require_no_other(paths: Sequence[Path], target: Target, runs: Live) -> None
         unknown = [one for one in runs.unknown if one.directory == path and one.run_id not in ours]
         if unknown and not own & ours:
             raise ResumeError(
-                f"{path} holds a file of another committed run: choose another directory, or remove that run "
-                f"with `offload remove {path}`"
+                f"{path} holds a file of another committed run: choose another directory, or "
+                f"{removal(path, has_more=any(one.has_more for one in unknown))}"
             )
 
 
@@ -783,7 +819,7 @@ def _require_current(paths: Iterable[Path], home: Path, commit: Commit, files: F
                 raise CorruptionError(problem, file=str(path / name))
 
 
-def _target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -> Target | None:
+def target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -> Target | None:
     """The commit to resume; None for a run that begins anew.
 
     A snapshot that `resume` names comes before what its run committed later. It stays what it is.
@@ -812,7 +848,8 @@ def _target_of(seen: Views, directories: RunDirectories, choice: CommitChoice) -
         return Target(here, False, here[1], directories.runs, directories.own)
     raise ResumeError(
         f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
-        f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
+        f"give resume=True to continue it, choose another path, or "
+        f"{removal(here[0], has_more=any(one.has_more for one in seen.runs.seen if one.run_id == here[1].run_id))}"
     )
 
 
@@ -856,7 +893,8 @@ def _require_this_model(
     differing = partial(differences, first, wanted, converts=converts)
     found = differing(of_masters=of_masters)
     if found and len(commit.manifests) == wanted.world == 1:
-        state = _extra(manifests, target, wanted, files).attached.get(written_frozen.NAME)
+        carried = carried_in(read_extra(manifests_in(target.directories, commit, files).get(0, home), first, files))
+        state = carried.attached.get(written_frozen.NAME)
         differing = partial(differing, unfrozen=written_frozen.was_frozen(state), frozen=frozen)
         found = differing(of_masters=of_masters)
     if found:
@@ -889,46 +927,36 @@ def _first_rank(wanted: Manifest, count: int) -> int:
     return wanted.slice * (count // wanted.slices)
 
 
-def _extra_rank(wanted: Manifest, commit: Commit) -> int:
-    """The rank whose extra this one gets. The extra may hold values of that rank's slice of the model."""
-    count = len(commit.manifests)
-    return wanted.rank if count == wanted.world else _first_rank(wanted, count)
+def _extra_rank(wanted: Manifest, first: Manifest) -> int:
+    """The number of the manifest whose extra this rank gets. It may hold values of that rank's slice of the model.
+
+    Args:
+        wanted: the manifest of this run.
+        first: the manifest of the first rank that committed.
+    """
+    count = first.world
+    rank = wanted.user_rank if count == wanted.world else _first_rank(wanted, count)
+    return first.user_ranks.index(rank) if first.user_ranks else rank
 
 
-def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, files: Files) -> Carried:
-    """What was committed along, for this rank.
+def _extra_together(
+    manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, comm: Communicator, files: Files
+) -> Carried:
+    """What was committed along, for each rank.
 
     Raises:
+        ResumeError: no rank sees a part of it.
         CorruptionError: what was read is damaged.
         PathError: a file or directory cannot be used.
         TierIOError: a disk or its file system failed.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
     """
-    home, commit = target.last
-    rank = _extra_rank(wanted, commit)
-    carried = carried_in(
-        read_extra(manifests_in(target.directories, commit, files).get(rank, home), manifests[rank], files)
-    )
-    return carried if len(commit.manifests) == wanted.world else carried.for_other_ranks()
-
-
-def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files) -> None:
-    """Limits `reader` to the ranks whose slots this one needs, and checks that it sees them. Changes no file.
-
-    Raises:
-        ResumeError: some of these lie where this rank does not see them.
-        PathError: a file or directory cannot be used.
-    """
-    commit, manifests = reader.commit, reader.manifests
-    if wanted.world == len(manifests) == 1:
-        return
-    reader.swap_files.ranks = {rank for rank, _ in copy_ranges(manifests, layout, wanted.slice)}
-    extra = _extra_rank(wanted, commit)
-    needed = reader.swap_files.ranks | ({extra} if manifests[extra].tensors is not None else set())
-    if those := hidden_ranks(reader.paths, manifests, files, needed):
-        raise ResumeError(
-            f"rank {wanted.rank} needs slots of {ranks_named(those)} of the {len(manifests)} that committed step "
-            f"{commit.step}, and does not see all their swap files in {listed(reader.paths)}: {ON_OTHER_MACHINES}"
-        )
+    own = manifests[_extra_rank(wanted, manifests[0])]
+    tensors = tensors_together(own, target.directories, comm, files)
+    with together(comm):
+        carried = carried_in(extra_of(own, tensors, target.last[0]))
+    return carried if own.world == wanted.world else carried.for_other_ranks()
 
 
 def _directories_in_order(

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import errno
 import re
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import (
@@ -80,34 +80,31 @@ def _is_tag(name: str) -> bool:
     return (file := file_name(name)) is not None and file.kind == "tag"
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """What one rank's part of a snapshot takes in one directory.
 
     Attributes:
-        host: the machine.
-        device: the device of the directory.
+        disk: a number, the same for directories that share their space.
         nbytes: the bytes that it takes.
         available: the bytes that are free.
         path: the directory.
     """
 
-    host: str
-    device: int
+    disk: int
     nbytes: int
     available: int
     path: Path
 
 
 def require_space(needs: Iterable[Need]) -> None:
-    """Checks that the parts of all ranks fit on their devices together.
+    """Checks that the parts of all ranks fit on their disks together.
 
     Raises:
-        BudgetError: a device has no room for them.
+        BudgetError: a disk has no room for them.
     """
-    together: defaultdict[tuple[str, int], list[Need]] = defaultdict(list)
+    together: defaultdict[int, list[Need]] = defaultdict(list)
     for need in needs:
-        together[need.host, need.device].append(need)
+        together[need.disk].append(need)
     for those in together.values():
         needed, available = sum(need.nbytes for need in those), min(need.available for need in those)
         if needed > available:
@@ -257,7 +254,7 @@ class Snapshot:
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
 
     def needs(self) -> list[Need]:
-        """What `make` will write, by directory.
+        """What `make` will write, by directory. The disks are the devices of this machine.
 
         Raises:
             CorruptionError: the manifest is damaged.
@@ -270,7 +267,7 @@ class Snapshot:
             nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[rank].size
             tensors = read_manifest(self._sources[number], self.commit, rank, self.files).tensors
             nbytes += 0 if tensors is None else tensors.size
-            found.append(Need(socket.gethostname(), device, nbytes, available, path))
+            found.append(Need(device, nbytes, available, path))
         return found
 
     def begin(self) -> None:

@@ -128,7 +128,7 @@ class SnapshotCopy:
             self.copy.make(self._progress)
             self._has_part.set()
             if self.copy.manifest.rank == 0:
-                self._decide()
+                decide(self.copy, self._ends, self._limit_s)
         except OffloadError as error:
             self.error = error
         finally:
@@ -145,24 +145,30 @@ class SnapshotCopy:
         if self._ends.is_set():
             raise _stopped(self.copy)
 
-    def _decide(self) -> None:
-        """Writes the record, when the parts of all ranks are there.
 
-        Raises:
-            PathError: they do not come.
-            TierIOError: a disk or its file system failed.
-        """
-        begun = time.monotonic()
-        while missing := _missing(self.copy.record, self.copy.files):
-            if self._ends.wait(POLL_S):
-                raise _stopped(self.copy)
-            if time.monotonic() > begun + self._limit_s:
-                problem = f"has no {missing[0].name} after {self._limit_s:.0f} s: do all ranks see it?"
-                raise PathError(errno.ETIMEDOUT, problem, str(missing[0].parent))
-        for one in self.copy.record.files:
-            for directory in one.directories:  # a manifest that is seen need not be durable yet
-                sync_directory(self.copy.files, path_of(directory))
-        self.copy.decide()
+def decide(copy: Snapshot, ends: threading.Event, limit_s: float) -> None:
+    """For rank 0: writes the record of a copy, when the parts of all ranks are there.
+
+    Args:
+        copy: the copy.
+        ends: when it is set, nothing is decided.
+        limit_s: for how many seconds the other ranks' parts are waited for.
+
+    Raises:
+        PathError: they do not come, or `ends` was set.
+        TierIOError: a disk or its file system failed.
+    """
+    begun = time.monotonic()
+    while missing := _missing(copy.record, copy.files):
+        if ends.wait(POLL_S):
+            raise _stopped(copy)
+        if time.monotonic() > begun + limit_s:
+            problem = f"has no {missing[0].name} after {limit_s:.0f} s: do all ranks see it?"
+            raise PathError(errno.ETIMEDOUT, problem, str(missing[0].parent))
+    for one in copy.record.files:
+        for directory in one.directories:  # a manifest that is seen need not be durable yet
+            sync_directory(copy.files, path_of(directory))
+    copy.decide()
 
 
 def _stopped(copy: Snapshot) -> PathError:

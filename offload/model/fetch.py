@@ -26,6 +26,7 @@ from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.grads.base import GradientBuffer
 from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
+from offload.model.generation import TokenWatch
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
 from offload.model.policy import UnitPolicy
@@ -292,6 +293,7 @@ class StreamedUnits(HeldUnits):
         has_order = self._shares_parameters or (run.layout.ranks > 1 and len(parameters.tiles) > 0)
         self._backward_order = BackwardOrder() if has_order else None
         self._policy = UnitPolicy(transfers.ahead)
+        self._tokens = TokenWatch(run.timeline)
         self._replicas = run.layout.replicas
 
     # Forward and backward.
@@ -320,6 +322,8 @@ class StreamedUnits(HeldUnits):
         if is_pass:
             self._forget_calls()
             self._begin_pass()
+            if not torch.is_grad_enabled():
+                self._tokens.pass_begins()
         self._forward_begins(self._root)
 
     @entry

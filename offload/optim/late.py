@@ -245,7 +245,6 @@ class LateSteps:
         assert group is not None
         rule, kernels = self._rules[group], self._kernels_of(chunk.flat)
         replay(kernels, rule, steps, arrays, flat.blocks, piece.param_offset, self._zeros, target, is_split=is_split)
-        self._timeline.count("late_chunk_steps", len(steps))
 
     def settle(self, chunk: int) -> None:
         """Makes the steps that a chunk owes, if any. Its new parameters are in their store then.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from offload.choices import (
@@ -150,17 +150,22 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             partitioned=options.partition_activations,
             units=options.units,
         ),
-        CommitChoice(
-            options.paths,
-            options.origins,
-            every=options.every,
-            keep=options.keep,
-            resume=options.resumes,
-            converts_states=options.converts_states,
-            holds_params=split and options.every is not None,
-            begins_states=options.begins_states,
-            lock_timeout_s=options.lock_timeout,
-        ),
+        replace(commits_of(options), holds_params=split and options.every is not None),
+    )
+
+
+def commits_of(options: Options) -> CommitChoice:
+    """The choice for commits, as far as it needs no model."""
+    return CommitChoice(
+        options.paths,
+        options.origins,
+        every=options.every,
+        keep=options.keep,
+        resume=options.resumes,
+        converts_states=options.converts_states,
+        begins_states=options.begins_states,
+        transfers=options.resume_transfer,
+        lock_timeout_s=options.lock_timeout,
     )
 
 

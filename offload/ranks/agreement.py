@@ -36,7 +36,9 @@ _SIZE_BYTES = 8
 
 @torch.no_grad()
 def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does. Small ones travel together.
+    """Gives `tensors` the values that they have on the user's rank 0, as DistributedDataParallel does.
+
+    Small ones travel together.
 
     Raises:
         RankError: another rank failed, or cannot be reached.
@@ -58,10 +60,10 @@ def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
 
 
 def _broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Broadcasts tensors of one device from rank 0, as one."""
+    """Broadcasts tensors of one device from the user's rank 0, as one."""
     parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    comm.broadcast(whole)
+    comm.broadcast(whole, comm.user_ranks.index(0))
     for tensor, part in zip(tensors, whole.split([len(part) for part in parts]), strict=True):
         if part.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
@@ -129,7 +131,9 @@ def _never() -> bool:
 
 
 @contextmanager
-def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] = _never) -> Iterator[None]:
+def together(
+    comm: Communicator, result: str = "", is_final: Callable[[], bool] = _never
+) -> Iterator[Callable[[], None]]:
     """A context whose work succeeds on all ranks, or fails on all: no rank waits for one that has given up.
 
     A rank that fails raises its own error. The other ranks learn of it. If no rank fails, this costs one small
@@ -140,25 +144,37 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
         result: what is the case after a failure; it ends the message on ranks that did not fail.
         is_final: called after a failure on this rank: whether nothing can go on after it.
 
+    Yields:
+        What ranks may call in between, all of them as often: it raises what the end of the context would.
+
     Raises:
         OtherRankError: if another rank failed, and this one did not. It has that rank's message and `is_final`.
         RankError: if a rank does not take part.
     """
+    is_told = False
+
+    def check() -> None:
+        nonlocal is_told
+        if comm.all_reduce_any(False):
+            is_told = True
+            told: list[tuple[str, bool] | None] = all_gather_object(comm, None)
+            failed = [(rank, *one) for rank, one in zip(comm.user_ranks, told, strict=True) if one is not None]
+            rank, message, _ = min(failed)
+            more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+            raise OtherRankError(f"rank {rank}{message}{more}{result}", is_final=any(final for *_, final in failed))
+
     try:
-        yield
+        yield check
     except Exception as error:
+        if is_told:
+            raise
         comm.all_reduce_any(True)
         machine = f" on {socket.gethostname()}" if comm.size > comm.ranks_on_node else ""
         message = f"{machine}: {type(error).__name__}: {error}"
         # Names of files may hold what UTF-8 has no bytes for.
         all_gather_object(comm, (message.encode(errors="backslashreplace").decode(), is_final()))
         raise
-    if comm.all_reduce_any(False):
-        told: list[tuple[str, bool] | None] = all_gather_object(comm, None)
-        failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
-        rank, message, _ = failed[0]
-        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        raise OtherRankError(f"rank {rank}{message}{more}{result}", is_final=any(final for *_, final in failed))
+    check()
 
 
 @contextmanager
@@ -212,21 +228,27 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)
     activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
     states = (choice.states.split_master, choice.states.form)
-    resume = (choice.commits.resume, choice.commits.begins_states, choice.commits.converts_states)
+    resume = (
+        choice.commits.resume,
+        choice.commits.begins_states,
+        choice.commits.converts_states,
+        choice.commits.transfers,
+    )
     commits = (choice.commits.every, resume, states)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
-            "param_tier, commit_every, resume, resume_states, states, Tuning.split_master or Tuning.bucket: give all "
-            "of them the same"
+            "param_tier, commit_every, resume, resume_states, resume_transfer, states, Tuning.split_master or "
+            "Tuning.bucket: give all of them the same"
         )
     # Parts of one parameter may differ in size: beside that all slices train the same.
     names = [(spec.name, spec.unit, spec.dtype, spec.group, spec.shard_dim) for spec in layout.specs]
     if not comm.everyone.all_equal(repr((names, layout.ranks, layout.replicas, options, commits, activations))):
         raise ConfigError(
             "the tensor-parallel ranks differ in the model (names, dtypes, units, param groups, how it is sharded), or "
-            "in stage, accumulation, param_tier, commit_every, resume, resume_states, states, activation_tier, "
-            "partition_activations, Tuning.split_master, Tuning.recompute or Tuning.bucket: give all of them the same"
+            "in stage, accumulation, param_tier, commit_every, resume, resume_states, resume_transfer, states, "
+            "activation_tier, partition_activations, Tuning.split_master, Tuning.recompute or Tuning.bucket: give all "
+            "of them the same"
         )
     comm.side_group.barrier()
     comm.everyone.side_group.barrier()

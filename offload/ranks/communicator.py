@@ -8,6 +8,12 @@ A reduction is an all-to-all in the wire dtype, which gives every rank all ranks
 sum: in fp32, in rank order, starting with rank 0's version; then one fp32 division by the number of ranks; then, if
 `out` is not fp32, one rounding to nearest even. Each element is summed by itself, so the bits do not depend on bucket
 size or device. It sends as much as a reduce-scatter does, (N-1)/N of the elements.
+
+[Note: the numbers of ranks]
+A shard lies on the disk of a machine, and a launcher may number the machines otherwise at the next start. Then ranks
+are counted in a group by the shards that they hold: `Communicator.rank` is the number of the shard, by which files are
+called, too, and `user_rank` is the rank as the launcher and the user's loop know it. Sums go by `user_rank`, as the
+batches do, so the bits are those of a run whose machines were not renumbered.
 """
 
 from __future__ import annotations
@@ -75,6 +81,7 @@ class Communicator(ABC):
     Attributes:
         rank: this rank's number in the group.
         size: how many ranks the group has.
+        user_ranks: for each number in the group, the rank as the user counts it: [Note: the numbers of ranks].
         local_rank: this process's number among those of the job on this machine.
         ranks_on_node: how many of the job's processes share this machine's RAM, cores and drives.
         timeout_s: how many seconds after the launch of a collective another rank counts as lost.
@@ -85,8 +92,29 @@ class Communicator(ABC):
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
         self.rank = rank
         self.size = size
+        self.user_ranks: Sequence[int] = range(size)
         self.local_rank = local_rank
         self.ranks_on_node = ranks_on_node
+
+    @property
+    def user_rank(self) -> int:
+        """This rank, as the user counts ranks."""
+        return self.user_ranks[self.rank]
+
+    def in_order(self, user_ranks: Sequence[int]) -> Communicator | None:
+        """The same ranks, counted otherwise; see [Note: the numbers of ranks]. All of them have to call it.
+
+        Args:
+            user_ranks: for each number, which of this group's ranks gets it.
+
+        Returns:
+            The communicator of the run from now on; None: the ranks of this one cannot be counted otherwise, because
+            they are members of other groups, too.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+        return None
 
     @property
     def shard_group(self) -> Communicator:
@@ -158,6 +186,20 @@ class Communicator(ABC):
 
         Raises:
             ValueError: if `source` is no rank, or `tensor` is not contiguous.
+            RankError: another rank failed, or cannot be reached.
+        """
+
+    @abstractmethod
+    def exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> None:
+        """Sends bytes to one rank and receives bytes from one. All ranks have to call it.
+
+        Args:
+            sent: uint8 on the CPU, 1-D; empty: nothing is sent.
+            target: the rank that receives them.
+            received: uint8 on the CPU, 1-D, as long as what `source` sends to this rank; written. Empty: nothing comes.
+            source: the rank that sends them.
+
+        Raises:
             RankError: another rank failed, or cannot be reached.
         """
 
@@ -277,6 +319,9 @@ class SingleProcess(Communicator):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         check_source(source, 1)
 
+    def exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> None:
+        received.copy_(sent)
+
     def all_gather(self, values: Tensor) -> Tensor:
         return values.clone().reshape(1, -1)
 
@@ -319,31 +364,38 @@ class SingleOfSlice(SingleProcess):
         self._everyone.require_device(device)
 
 
-def average(rows: Tensor, out: Sequence[Tensor]) -> None:
+def is_in_order(user_ranks: Sequence[int]) -> bool:
+    """Whether ranks have the shards of their own numbers; see [Note: the numbers of ranks]."""
+    return [*user_ranks] == [*range(len(user_ranks))]
+
+
+def average(rows: Tensor, out: Sequence[Tensor], user_ranks: Sequence[int] | None = None) -> None:
     """Averages over the ranks, the local half of a reduction; see [Note: collectives] for its arithmetic.
 
     Args:
-        rows: shape (size, k), fp32, bf16 or fp16, by rank.
+        rows: shape (size, k), fp32, bf16 or fp16, by number in the group.
         out: 1-D, k elements together, fp32 or the dtype of `rows`; written, one after the other.
+        user_ranks: the rank of each row, by which they are summed; None: their numbers.
     """
     for part, into in zip(rows.split([len(one) for one in out], dim=1), out, strict=True):
-        _average(part, into)
+        _average(part, into, user_ranks)
 
 
-def _average(rows: Tensor, out: Tensor) -> None:
+def _average(rows: Tensor, out: Tensor, user_ranks: Sequence[int] | None) -> None:
     size, numel = rows.shape
     # As a tensor: by a number, CUDA multiplies with its reciprocal.
     divisor = torch.full((1,), size, dtype=torch.float32, device=out.device)
     block = min(_BLOCK_NUMEL, numel) if out.is_cpu else numel
+    first, *others = range(size) if user_ranks is None else sorted(range(size), key=user_ranks.__getitem__)
     fp32 = None if out.dtype == torch.float32 else torch.empty(block, dtype=torch.float32, device=out.device)
     with torch.no_grad():
         for start in range(0, numel, block or 1):
             stop = min(start + block, numel)
             into = out[start:stop]
             total = into if fp32 is None else fp32[: stop - start]
-            total.copy_(rows[0, start:stop])
-            for row in rows[1:, start:stop]:
-                total.add_(row)
+            total.copy_(rows[first, start:stop])
+            for row in others:
+                total.add_(rows[row, start:stop])
             total.div_(divisor)
             if fp32 is not None:
                 into.copy_(total)

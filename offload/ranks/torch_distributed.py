@@ -75,6 +75,7 @@ class Group(Communicator):
             too.
         replicate_group: the ranks that keep the same shards; None: this rank alone. What it sends is counted here, too.
         health: the health of the run; None: the group serves no run.
+        user_ranks: see Communicator; None: the numbers in the group.
     """
 
     def __init__(
@@ -86,17 +87,22 @@ class Group(Communicator):
         shard_group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
         health: Health | None = None,
+        user_ranks: Sequence[int] | None = None,
     ) -> None:
         local_rank, ranks_on_node = rank_on_node(os.environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
+        if user_ranks is not None:
+            self.user_ranks = user_ranks
         backends = dist.get_backend_config(members)
         self._group = members
+        self._health = health
         self._ranks = dist.get_process_group_ranks(members)
         self._host = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
         own_s = torch_private.timeout_s(members or dist.group.WORLD, self._host)
         self.timeout_s = min(own_s or TIMEOUT_S, TIMEOUT_S) if timeout_s is None else timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared((health or Health()).part())
+        self._dimensions = shard_group, replicate_group
         self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
         self._tensor_parallel: Communicator | None = None
         self._everyone: Group | None = None
@@ -105,12 +111,43 @@ class Group(Communicator):
         self._side_group: Communicator | None = None
         self._ends = math.inf
 
+    def in_order(self, user_ranks: Sequence[int]) -> Communicator | None:
+        shard_group, replicate_group = self._dimensions
+        if self._tensor_parallel is not None or self._everyone is not None:
+            return None
+        ordered = [self._ranks[rank] for rank in user_ranks]
+        if shard_group is not None:
+            # Whole rows, as machines are: the ranks of each shard its parameters among themselves, in their order.
+            row = dist.get_world_size(shard_group)
+            if any(rank - number % row != user_ranks[number - number % row] for number, rank in enumerate(user_ranks)):
+                return None
+            if any(rank % row for rank in user_ranks[::row]):
+                return None
+            if len(ordered) > row:
+                replicate_group = self._another(ordered[self.rank % row :: row])
+        group = Group(
+            self._another(ordered),
+            timeout_s=self.timeout_s,
+            timeline=self._timeline,
+            shard_group=shard_group,
+            replicate_group=replicate_group,
+            health=self._health,
+            user_ranks=tuple(user_ranks),
+        )
+        group._shared = self._shared
+        for part in (group._shard_group, group._replicate_group):
+            if isinstance(part, Group):
+                part._shared = self._shared
+        return group
+
     def _subgroup(self, members: dist.ProcessGroup | None) -> Communicator | None:
         if members is None:
             return None
         if dist.get_world_size(members) == 1:
             return SingleProcess(self.local_rank, self.ranks_on_node)
-        group = Group(members, timeout_s=self.timeout_s, timeline=self._timeline)
+        is_whole = dist.get_world_size(members) == self.size
+        user_ranks = self.user_ranks if is_whole else None
+        group = Group(members, timeout_s=self.timeout_s, timeline=self._timeline, user_ranks=user_ranks)
         group._shared = self._shared
         return group
 
@@ -150,19 +187,30 @@ class Group(Communicator):
     @property
     def side_group(self) -> Communicator:
         if self._side_group is None:
-            self.check()
-            began = time.monotonic()
-            try:
-                backends = dist.get_backend_config(self._group)
-                names = {backend.split(":")[1] for backend in backends.split(",")}
-                # One for all devices is called by its name: torch warns about others.
-                made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self.timeout_s + _GRACE_S)
-            except RuntimeError as error:
-                raise self.fail("new_group", time.monotonic() - began, str(error)) from error
+            made = self._another(self._ranks)
             self._own, self._side_group = made, self._subgroup(made)
             self._live_groups = torch_private.live_groups()
         assert self._side_group is not None
         return self._side_group
+
+    def _another(self, ranks: list[int]) -> dist.ProcessGroup:
+        """Makes another process group of all members. Each of them has to call it.
+
+        Args:
+            ranks: the members, in the order of the group.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+        self.check()
+        began = time.monotonic()
+        try:
+            backends = dist.get_backend_config(self._group)
+            names = {backend.split(":")[1] for backend in backends.split(",")}
+            # One for all devices is called by its name: torch warns about others.
+            return _another(ranks, names.pop() if len(names) == 1 else backends, self.timeout_s + _GRACE_S)
+        except RuntimeError as error:
+            raise self.fail("new_group", time.monotonic() - began, str(error)) from error
 
     def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
@@ -172,7 +220,7 @@ class Group(Communicator):
             lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True),
             full,
             full.numel() - full.numel() // self.size,
-            finish=lambda: average(received.view(self.size, -1), out),
+            finish=lambda: average(received.view(self.size, -1), out, self.user_ranks),
         )
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
@@ -194,6 +242,19 @@ class Group(Communicator):
         if sent.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(sent)
+
+    def exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> None:
+        out, own = received.to(self._host), sent.to(self._host)
+        outs, ins = ([0] * self.size for _ in range(2))
+        outs[source], ins[target] = len(out), len(own)
+        self._launch(
+            "exchange",
+            lambda: dist.all_to_all_single(out, own, outs, ins, group=self._group, async_op=True),
+            own,
+            len(own),
+        ).wait()
+        if out.data_ptr() != received.data_ptr():
+            received.copy_(out)
 
     def all_gather(self, values: Tensor) -> Tensor:
         if values.dim() != 1 or not values.is_cpu:
@@ -252,8 +313,8 @@ class Group(Communicator):
         """
         return self._shared.health.fail(
             RankError(
-                f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
-                "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit"
+                f"{name} on rank {self.user_rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank "
+                "is slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit"
                 f"{_advice() if self.size > self.ranks_on_node else ''}",
                 collective=name,
                 waited_s=waited_s,

@@ -34,6 +34,7 @@ _NAMES = [
         rf"(?P<kind>extra)-{_RUN}-{_STEP}-rank{_RANK}\.safetensors{_SUFFIX}",
         rf"(?P<kind>tag)-{_RUN}-{_RANK}{_SUFFIX}",
         rf"(?P<kind>swap)-{_RUN}-{_RANK}",
+        rf"(?P<kind>mark)-{_RUN}-{_RANK}-\d{{1,5}}",
         rf"(?P<kind>room)-{_RUN}-{_RANK}-(?:manifest|extra|record)[01]",
         rf"offload-rank{_RANK}\.swap(?P<suffix>{re.escape(OLDER_SUFFIX)})?",
     )
@@ -44,9 +45,9 @@ class FileName(NamedTuple):
     """What the name of a file says. The file may be somebody else's: only its content tells whose it is.
 
     Attributes:
-        kind: "swap", "tag", "manifest", "extra" or "room"; "older": a swap file as older versions named it.
+        kind: "swap", "tag", "manifest", "extra", "room" or "mark"; "older": a swap file as older versions named it.
         rank: the rank that wrote it.
-        run_id: 32 hex digits; "" for an older swap file, whose name does not say it.
+        run_id: 32 hex digits, of a mark the id of a start; "" for an older swap file, whose name does not say it.
         step: the step that was committed; 0 for files that have none in their name.
         suffix: TEMPORARY, OLDER_SUFFIX or "".
     """
@@ -81,6 +82,25 @@ def tag_name(run_id: str, rank: int) -> str:
 def room_name(run_id: str, rank: int, what: str) -> str:
     """The name of a spare file; see [Note: room for commits] in room.py."""
     return f"room-{run_id}-{rank}-{what}"
+
+
+def mark_name(start: str, rank: int, number: int) -> str:
+    """The name of a mark; see [Note: marks] in checkpoint/sharing.py.
+
+    Args:
+        start: the id of a start, 32 hex digits.
+        rank: the rank that makes it.
+        number: that of the rank's directory.
+    """
+    return f"mark-{start}-{rank}-{number}"
+
+
+def mark_number(name: str, start: str) -> tuple[int, int] | None:
+    """The rank and the number of its directory, if `name` is that of a mark of a start."""
+    file = file_name(name)
+    if file is None or (file.kind, file.run_id) != ("mark", start):
+        return None
+    return file.rank, int(name.rpartition("-")[2])
 
 
 def older_swap_name(rank: int) -> str:

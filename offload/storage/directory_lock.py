@@ -90,6 +90,11 @@ class Claims:
         self._say = say
         self._taken: dict[Path, IOFile] = {}
 
+    @property
+    def claimant(self) -> Claimant:
+        """This start."""
+        return self._claimant
+
     def take(self, directory: Path) -> Callable[[], None]:
         """Takes the lock of a directory, which is there.
 

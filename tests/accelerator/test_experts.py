@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,24 @@ def test_experts_on_nvme_do_so_too(tmp_path: Path) -> None:
     tiers = dict.fromkeys(("tier", "param_tier", "grad_tier"), "nvme")
     with held(model, path=tmp_path / "run", commit_every=0, accumulation=2, **tiers) as optimizer:
         same_steps(model, plain, optimizer, counts=(40, 2, 1), backwards=2)
+
+
+def test_steps_that_idle_experts_owe_have_the_bits_of_steps_in_time(tmp_path: Path) -> None:
+    tiers = dict.fromkeys(("tier", "param_tier", "grad_tier"), "nvme")
+    found = []
+    for late in (True, False):
+        model = mixture("grouped")().to(DEVICE)
+        tuning = replace(TUNING, tile=MATRIX, late=late)
+        with held(model, path=tmp_path / str(late), commit_every=0, tuning=tuning, **tiers) as optimizer:
+            for step in range(10):
+                loss_of(model, tokens(step, 2 if step % 4 else 40).to(DEVICE)).backward()
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert bool(optimizer._parts.masters.late.owed) == late
+            found.append({name: param.detach().cpu() for name, param in model.named_parameters()})
+    for name, value in found[1].items():
+        assert torch.equal(found[0][name], value), name
 
 
 def penalised(own: Experts, x: Tensor, expert: Tensor) -> Tensor:

@@ -188,6 +188,17 @@ def test_three_slots_a_chunk_have_a_version_of_their_own() -> None:
         parse(serialise(three).replace(b'"places":3', b'"places":2'))
 
 
+def test_ranks_with_other_shards_have_a_version_of_their_own() -> None:
+    moved = manifest_of(1, world=3, user_ranks=(2, 0, 1))
+    assert b'"version":9' in serialise(moved)
+    assert parse(serialise(moved)) == moved
+    assert moved.user_rank == 0
+    assert manifest_of(1, world=3).user_rank == 1
+    for wrong in ((0, 1, 2), (2, 1), (0, 0, 1), (1, 2, 3)):
+        with pytest.raises(CorruptionError, match="user_ranks: expected each rank once"):
+            parse(serialise(dataclasses.replace(moved, user_ranks=wrong)))
+
+
 OPTIONS = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.1, "decoupled_weight_decay": True}
 
 
@@ -246,8 +257,8 @@ def test_owed_steps_are_of_adam_alone() -> None:
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":9').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 9 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":10').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 10 of its format"):
         parse(newer)
 
 

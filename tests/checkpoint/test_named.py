@@ -253,7 +253,7 @@ def test_a_disk_that_has_no_space_for_the_snapshot_is_found_when_the_commit_is_n
         whole = snapshots.Snapshot.needs
 
         def needs(self: snapshots.Snapshot) -> list[snapshots.Need]:
-            return [snapshots.Need(need.host, need.device, need.nbytes, 100, need.path) for need in whole(self)]
+            return [need._replace(available=100) for need in whole(self)]
 
         monkeypatch.setattr(snapshots.Snapshot, "needs", needs)
         with pytest.raises(BudgetError, match="a snapshot needs"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from offload.checkpoint.live import swaps
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
-from offload.io.files import LOCAL
+from offload.io.engine import IOFile
+from offload.io.files import LOCAL, Files
 from offload.ranks.communicator import Communicator
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
+from tests.support.disks import on_disk
 from tests.support.machines import RUN, needs_proc, on
-from tests.support.ranks import Worlds
+from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.run_files import contents, kinds_in
 
 TWO, THREE = (0, 1), (0, 0, 1)
@@ -235,18 +239,21 @@ def test_what_lies_on_other_machines_is_refused_before_anything_is_changed(world
     before = content(tmp_path)
     (alone,) = worlds(1).run(_refused, base, (0,))
     assert f"ResumeError: nothing of rank 2 of the 3 that committed step {AT} lies in" in alone
+    assert "(it was in /proc/self/cwd/run, as its machine calls it)" in alone
     fewer = worlds(2).run(_refused, base, TWO)
-    assert f"ResumeError: rank 1 needs slots of ranks 0, 1 of the 3 that committed step {AT}" in fewer[1]
-    assert fewer[0] == f"OtherRankError: rank 1: {fewer[1]}"
-    elsewhere = worlds(3).run(_refused, base, (1, 0, 0))
-    assert "rank 0 needs slots of rank 0 of the 3" in elsewhere[0]
-    assert "rank 2 needs slots of rank 2 of the 3" in elsewhere[2]
-    for said in (alone, fewer[1], elsewhere[0]):
-        assert "start as many ranks as committed, each on the machine where it ran" in said
+    assert fewer[0] == fewer[1]
+    machine = socket.gethostname()
+    assert f"ResumeError: 208 KiB of slots of step {AT} lie where the ranks that need them do not see them" in fewer[0]
+    assert f"rank 1 on {machine} needs slots of rank 1 of the 3 that committed" in fewer[0]
+    assert "Give resume_transfer=True to have them sent" in fewer[0]
+    for said in (alone, fewer[0]):
+        assert "as many ranks as committed" in said
         assert "file system that every rank sees" in said
-        assert "offload export" in said
+    assert "offload export" in alone
     assert content(tmp_path) == before
     assert all(same(one, expected[0]) for one in worlds(3).run(_resume, base, THREE, {"stage": 2}))
+    # Machines in another order have all that their ranks need.
+    assert all(same(one, expected[0]) for one in worlds(3).run(_resume, base, (1, 0, 0), {"stage": 2}))
     # All of it under one name, as a shared file system shows it: then any number of ranks goes on.
     together = Path(base, "machine2", "run")
     together.mkdir(parents=True)
@@ -299,6 +306,22 @@ def _lost(base: str) -> list[str]:
                 Training(RUN, stage=2, **options)  # type: ignore[arg-type]
             said.append(f"{type(caught.value).__name__}: {caught.value}")
     return said
+
+
+def _says_without(base: str, machines: tuple[int, ...]) -> str:
+    with on(base, machines), pytest.raises(OffloadError) as caught:
+        Training(RUN, stage=2)
+    return str(caught.value)
+
+
+def test_nobody_is_told_to_remove_a_run_of_which_other_machines_have_parts(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(2).run(_commit, str(tmp_path), TWO, {"stage": 2})
+    for said in worlds(2).run(_says_without, str(tmp_path), TWO):
+        assert "holds a committed run: give resume=True to continue it, choose another path" in said
+        assert "or remove all of it, on the machines that have its other directories, too" in said
+    (alone,) = worlds(1).run(_says_without, str(tmp_path), (1,))
+    assert "belongs to a run whose COMMIT record is not in" in alone
+    assert "offload remove" not in alone
 
 
 def test_without_the_machine_of_the_record_nothing_begins_anew(worlds: Worlds, tmp_path: Path) -> None:
@@ -368,6 +391,85 @@ def test_a_snapshot_on_shared_storage_outlives_the_disks_and_goes_on_with_any_nu
         for step, again in worlds(ranks).run(_elsewhere, str(tmp_path / f"new{ranks}"), directory):
             assert step == AT
             assert same(again, expected)
+
+
+class Killed(Files):
+    """The process is killed by its copying thread. Attributes: left: before which of its operations; -1: it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = -1
+
+    def _spend(self) -> None:
+        if threading.current_thread().name.startswith("offload-snapshot") and self.left >= 0:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        self._spend()
+        super().copy(source, target, offset, length)
+
+    def create(self, path: Path) -> IOFile:
+        self._spend()
+        return super().create(path)
+
+    def sync(self, file: IOFile) -> None:
+        self._spend()
+        super().sync(file)
+
+    def sync_directory(self, path: Path) -> None:
+        self._spend()
+        super().sync_directory(path)
+
+    def make_directory(self, path: Path, mode: int = 0o700) -> bool:
+        self._spend()
+        return super().make_directory(path, mode)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._spend()
+        super().rename(old, new)
+
+
+def _killed_in_a_copy(base: str, shared: str, who: int, operation: int) -> None:
+    """Two commits, a copy of a snapshot of each; one rank is killed while it makes its part of the second."""
+    files = Killed()
+    with on(base, TWO), on_disk(files):
+        training = Training(RUN, stage=2)
+        for step in (AT, AT + MORE):
+            training.go_to(step)
+            training.optimizer.commit(extra_of_rank())
+            training.optimizer.snapshot(keep=1)  # waits for the copy before
+            files.left = operation if step > AT and dist.get_rank() == who else -1
+            training.optimizer.snapshot(path=shared)
+        training.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("who", "operation"),
+    [
+        (1, 5),
+        *(pytest.param(who, at, marks=pytest.mark.slow) for who in (0, 1) for at in range(16) if (who, at) != (1, 5)),
+    ],
+)
+def test_a_copy_of_whose_ranks_one_is_killed_is_whole_or_not_there_and_the_one_before_is(
+    worlds: Worlds, tmp_path: Path, who: int, operation: int
+) -> None:
+    base, shared = str(tmp_path), tmp_path / "shared"
+    expected = {step: worlds(2).run(_at, str(tmp_path / f"alone{step}"), step)[0] for step in (AT, AT + MORE)}
+    with suppress(RanksFailedError):  # where there are fewer operations nobody is killed
+        worlds(2).run(_killed_in_a_copy, base, str(shared), who, operation)
+    steps = set()
+    for number, directory in enumerate(shared.iterdir()):
+        if (directory / "COMMIT").exists():
+            with Reader([directory]) as reader:
+                assert all(slot.error is None for slot in reader.verify())
+            for step, again in worlds(1).run(_elsewhere, str(tmp_path / f"new{number}"), str(directory)):
+                assert same(again, expected[step])
+                steps.add(step)
+    assert AT in steps
+    # The run itself goes on from its last commit.
+    assert same(worlds(2).run(_resume, base, TWO, {"stage": 2}, AT + MORE)[0], expected[AT + MORE])
 
 
 def test_tools_say_what_one_machine_alone_lacks(worlds: Worlds, tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def _too_large_together(base: str) -> tuple[int, int]:
     own: list[Need] = []
 
     def needs(part: Any) -> list[Need]:
-        own.extend([Need("host", 1, 1000 + dist.get_rank(), 3002, Path("here"))])
+        # Each machine counts the devices of a shared directory otherwise.
+        own.extend([Need(dist.get_rank(), 1000 + dist.get_rank(), 3002, Path("here"))])
         return own
 
     with patch("offload.checkpoint.snapshot.Snapshot.needs", needs), pytest.raises(BudgetError) as caught:

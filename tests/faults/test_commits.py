@@ -293,7 +293,7 @@ def tiles(experts: int, *, late: bool) -> Tuning:
 
 
 def test_power_cuts_lose_nothing_that_was_committed_where_experts_owe_steps(make: Make, path: Path) -> None:
-    given = {"param_tier": "nvme", "cpu_memory": "128KiB"}
+    given = {"param_tier": "nvme", "cpu_memory": "144KiB"}
     training = ExpertCuts(partial(make, tuning=tiles(1, late=False), **given), path, TinyExperts)
     cut_power(training, 20, seed=4)
     assert training._may_owe

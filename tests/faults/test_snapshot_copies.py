@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,22 @@ import torch
 from torch import Tensor
 
 from offload import OffloadZero
+from offload.checkpoint.atomic_file import sync_directory, write_file
+from offload.checkpoint.commit import Commit, RankFiles, manifest_name, spelled
+from offload.checkpoint.manifest import Digest, digest, serialise
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.snapshot import Snapshot
+from offload.checkpoint.snapshot_copy import decide
 from offload.errors import OffloadError, PathError
 from offload.io.engine import IOFile
 from offload.io.files import Files
+from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
+from tests.support.committed import manifest_of
 from tests.support.disks import on_disk
 from tests.support.run_files import contents
+from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 EARLY, KEPT = 2, 4
 """The steps of two snapshots."""
@@ -273,3 +282,42 @@ def test_the_manifest_comes_last_so_that_whoever_sees_it_finds_all_else(make: Ma
     optimizer.snapshot(path=tmp_path / "shared")
     optimizer.close()
     assert made.index("swap") < made.index("extra") < made.index("manifest") < made.index("COMMIT.offload.new")
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+def test_what_the_first_rank_sees_of_others_is_durable_before_its_record_is(paths: int) -> None:
+    """Another rank may be between the rename of its manifest and the sync of its directory. The power is cut."""
+    here = Path("/shared")
+    places = [here, *(here / f"path{number}" for number in range(1, paths))]
+    manifests = [manifest_of(rank, world=2, paths=paths) for rank in range(2)]
+    digests = tuple(Digest(len(data), digest(data)) for data in map(serialise, manifests))
+    own = RankFiles(tuple(map(spelled, places)), ("manifest",))
+    commit = Commit(manifests[0].run_id, manifests[0].step, digests, None, (own, own))
+
+    def until_cut(cut_at: int | None) -> tuple[SimulatedFiles, list[Path]]:
+        files = SimulatedFiles()
+        copy = Snapshot(commit, manifests[0], places, ["swap"] * paths, files)
+        for directory in copy.directories:
+            files.make_directory(directory)
+            for rank, manifest in enumerate(manifests):
+                write_file(files, directory / manifest_name(commit, rank), [serialise(manifest)])
+                if rank == 0:
+                    sync_directory(files, directory)
+                    sync_directory(files, directory.parent)
+        files.cut_at = None if cut_at is None else files.operations + cut_at
+        with suppress(PowerCut):
+            decide(copy, threading.Event(), 10)
+        return files, [*copy.directories]
+
+    whole = until_cut(0)[0].operations
+    count, decided = until_cut(None)[0].operations - whole, 0
+    for cut_at in range(count + 2):  # one more: where it is cut counts, too
+        files, directories = until_cut(cut_at)
+        for seed in range(20):
+            found = files.after_cut(seed)
+            if COMMIT_NAME in found.names(directories[0]):
+                decided += 1
+                for directory in directories:
+                    for rank, manifest in enumerate(manifests):
+                        assert found.read(directory / manifest_name(commit, rank), 1 << 30) == serialise(manifest)
+    assert decided > 20

@@ -496,8 +496,8 @@ def test_what_has_its_name_already_is_left_alone(make: Make, path: Path, what: s
     optimizer.close()
 
 
-def test_only_what_lies_on_one_device_of_one_machine_is_added() -> None:
-    apart = [Need(host, device, 60, 100, Path("x")) for host, device in (("a", 1), ("a", 2), ("b", 1))]
+def test_only_what_lies_on_one_disk_is_added() -> None:
+    apart = [Need(disk, 60, 100, Path("x")) for disk in range(3)]
     require_space(apart)
     for need in apart:
         with pytest.raises(BudgetError) as caught:

@@ -20,6 +20,7 @@ from offload.ranks.communicator import Communicator, Work
 class _Around(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.size, inner.local_rank, inner.ranks_on_node)
+        self.user_ranks = inner.user_ranks
         self._inner = inner
         self._shard_group = self if inner.shard_group is inner else self._like(inner.shard_group)
         self._replicate_group = (
@@ -51,6 +52,13 @@ class _Around(Communicator):
     @property
     def everyone(self) -> Communicator:
         return self if self._inner.everyone is self._inner else self._inner.everyone
+
+    def in_order(self, user_ranks: Sequence[int]) -> Communicator | None:
+        made = self._inner.in_order(user_ranks)
+        return None if made is None else self._like(made)
+
+    def exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> None:
+        self._inner.exchange(sent, target, received, source)
 
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
