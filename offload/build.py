@@ -34,6 +34,7 @@ from offload.model.flat_param import FlatParameters, Streaming
 from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import Source, is_meta, kept_tensors, kept_values
+from offload.model.transfer import UNITS
 from offload.model.units import (
     bytes_on,
     compute_dtypes,
@@ -65,6 +66,7 @@ from offload.planner.placement import (
 from offload.profiling import Timeline
 from offload.ranks.agreement import all_gather_object, while_others_wait
 from offload.ranks.communicator import Communicator
+from offload.ranks.gathers import Gathers
 from offload.regions import lent_bytes
 from offload.run import Disk, Memory, OpenEngine, Run, Stores
 from offload.storage.activation_store import ActivationStore, SpillFiles
@@ -324,6 +326,7 @@ class Parts:
         stores: of states, parameters and gradients.
         params: the trained parameters, in the model or in a store.
         parameters: the model's parameters, in flat parameters.
+        gathers: of units, over the ranks that share the parameters.
         masters: what moves values between the parameters and the states.
         gradients: the gradient buffer.
         new_params: brings the results of a step into the model.
@@ -339,6 +342,7 @@ class Parts:
     stores: Stores
     params: ParamStore
     parameters: FlatParameters
+    gathers: Gathers
     masters: MasterWeights
     gradients: GradientBuffer
     new_params: NewParameters
@@ -425,12 +429,26 @@ def build(
     late = LateSteps(run, plan.rules, stores.states, params)
     step = Step(run, choice.states, plan.rules, stores.states, gradients, new_params, late)
     undo.callback(step.close)
+    gathers = Gathers(comm.shard_group, memory.take(UNITS), memory.param_copier)
     masters = MasterWeights(run, choice.states, parameters, stores.states, params, late)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
     scale = StepScale()
     return Parts(
-        run, stores, params, parameters, masters, gradients, new_params, step, scale, slots, engine, activations, base
+        run,
+        stores,
+        params,
+        parameters,
+        gathers,
+        masters,
+        gradients,
+        new_params,
+        step,
+        scale,
+        slots,
+        engine,
+        activations,
+        base,
     )
 
 

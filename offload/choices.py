@@ -197,6 +197,17 @@ class Choice:
         return 1 + (self.commits.every is not None) + self.states.tries_steps
 
     @property
+    def ahead_bytes(self) -> int:
+        """How many bytes of small units are fetched ahead, more than `ParamChoice.prefetch_units`; 0: none.
+
+        It is for ranks that share parameters, to gather several units at once. Where parameters come from a disk, what
+        is read ahead sets the pace.
+        """
+        params, shares = self.params, self.grads.stage == 3
+        from_disk = max(params.tier, params.frozen_tier).is_durable
+        return self.grads.bucket_bytes if shares and params.prefetch_units and not from_disk else 0
+
+    @property
     def grads_of_resident_params_on_nvme(self) -> bool:
         """Whether gradients are on NVMe while their parameters stay on the device.
 

@@ -24,9 +24,10 @@ from offload.model.meta_init import KeptValues, Source, materialise
 from offload.model.original import Original
 from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
+from offload.model.policy import Ahead
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import call_hidden
-from offload.model.transfer import StreamedStores, UnitTransfers
+from offload.model.transfer import StreamedStores, TransferLimits, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, require_same
 from offload.native.memory import return_freed
@@ -37,7 +38,7 @@ from offload.ranks.tensor_parallel import shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
 from offload.storage.slot_map import ChunkKind
-from offload.tiers import DEVICE, NVME
+from offload.tiers import DEVICE
 
 FREED_BYTES = 16 * MIB
 """What may lie free in the heap of the values that were taken, before it is given back."""
@@ -135,8 +136,7 @@ class HeldModel:
         self._guards.guard_aliases({tensor: number for tensor, number in numbers if number is not None})
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
-        uses_disk = placement.states.streamed or NVME in (choice.params.tier, choice.grads.tier)
-        self._applies_in_step = run.memory.copier.direct and not uses_disk
+        self._applies_in_step = run.memory.copier.direct and not placement.uses_disk
         self._launches_in_step = run.layout.ranks > 1 and parts.params.in_model
 
     def step_begins(self) -> None:
@@ -179,8 +179,8 @@ class HeldModel:
 
     def _run_method(self, call: MethodCall, step: int) -> None:
         self._parts.masters.run(call, step)
+        self._parts.new_params.all_gather(call.flats, step)
         for flat in call.flats:
-            self._parts.new_params.all_gather(flat, step)
             params = self._run.layout.flats[flat].params
             self.pending.replaced(flat, [number for number in params if number in call.keys])
 
@@ -292,9 +292,12 @@ class HeldModel:
             parameters,
             StreamedStores([(stores[kind], first) for kind, first in streamed.items()], self._parts.masters.late),
             owner,
-            leases=min(leases, default=len(layout.param_chunks)),
-            ahead=self._choice.params.prefetch_units,
-            limit=None if limit is None else limit - placement.device_bytes + placement.streamed_bytes,
+            self._parts.gathers,
+            TransferLimits(
+                min(leases, default=len(layout.param_chunks)),
+                Ahead(self._choice.params.prefetch_units, self._choice.ahead_bytes),
+                None if limit is None else limit - placement.device_bytes + placement.streamed_bytes,
+            ),
         )
         self._parts.params.chunk_updated = transfers.chunk_updated
         return transfers
@@ -404,11 +407,9 @@ class HeldModel:
         Args:
             tensors: each with the dimension along which it is cut, or None.
         """
-        comm = self._run.comm
-        for tensor, shard_dim in tensors:
-            if shard_dim is None:
-                broadcast_from_first(comm.tensor_parallel, [tensor])
-            broadcast_from_first(comm, [tensor])
+        comm, tensors = self._run.comm, list(tensors)
+        broadcast_from_first(comm.tensor_parallel, [tensor for tensor, shard_dim in tensors if shard_dim is None])
+        broadcast_from_first(comm, [tensor for tensor, _ in tensors])
 
     def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
         """Gives values to parameters on the meta device, and yields each flat parameter when all of it has values.

@@ -447,6 +447,8 @@ class OffloadZero(torch.optim.Optimizer):
     def _place(self, reserved: int) -> Placement:
         """Decides what is where. On each rank as many units stay on the device as where the fewest do.
 
+        Ranks that share parameters fetch them in one order, so they apply the updates of a step at one place, too.
+
         Args:
             reserved: bytes of RAM to leave free.
 
@@ -459,11 +461,18 @@ class OffloadZero(torch.optim.Optimizer):
         with together(self._everyone):
             placement = placed()
         if self._comm.size > 1 and self._choice.params.streams:
-            counts = self._comm.all_gather(torch.tensor([len(placement.staying)]))
+            counts, uses = self._asked(placement)
             if counts.min() < counts.max():
                 with together(self._comm):  # the RAM that is free may be less by now
                     placement = placed(most_staying=int(counts.min()))
+                _, uses = self._asked(placement)
+            placement = replace(placement, uses_disk=bool(uses.any()))
         return placement
+
+    def _asked(self, placement: Placement) -> Tensor:
+        """How many units stay on the device of each rank, and which ranks' steps use a disk, shape (2, ranks)."""
+        own = torch.tensor([len(placement.staying), placement.uses_disk], device="cpu")
+        return self._comm.all_gather(own).T
 
     # Step.
 
@@ -909,10 +918,10 @@ class OffloadZero(torch.optim.Optimizer):
         skips = bool(vars(self).get("found_inf", 0.0))
         if self._everyone.size > 1:
             names = [spec.name for spec in self._layout.specs]
-            self._parts.scale.agree(self._everyone, self._held.answers.active, names)
             # A rank that cannot step agrees with none, so all of them raise.
             numbers = None if fault is not None else [update.factor, *self._agreed_options]
-            if not self._everyone.all_equal(repr((numbers, skips))) and fault is None:
+            have = self._held.answers.active
+            if not self._parts.scale.agree(self._everyone, have, names, repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
                     "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "

@@ -50,7 +50,7 @@ class Tuning:
         split_master: True: only the low half of a bf16 parameter's master is written to NVMe, 10 bytes a parameter
             instead of 12; the upper half is the parameter itself. Then `load_state_dict` is the only way to write to
             parameters from outside. None: False.
-        bucket: bytes of a buffer in which gradients travel between ranks.
+        bucket: bytes of a buffer in which gradients travel between ranks, and in which small units do together.
         units: the modules whose parameters are fetched and released together. They are given as a sequence of names in
             the model, such as "layers.3.mlp", and of module classes, which stand for all their instances. A parameter
             belongs to its innermost unit, and to the root unit if no unit contains it. None: each element of a

@@ -894,8 +894,7 @@ class Commits:
         Args:
             step: the step whose results they are.
         """
-        for flat in self._layout.flats:
-            self._new_params.all_gather(flat.index, step)
+        self._new_params.all_gather((flat.index for flat in self._layout.flats), step)
         for store in self._all_stores.all:
             # Not for what is read ahead for the next step: a chunk that was needed here has been checked already.
             if store is not self._all_stores.states or self._wanted.split_master:

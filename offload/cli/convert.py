@@ -271,7 +271,7 @@ SERVED: dict[str, Rule] = {
     "zero_optimization.cpu_offload": lambda call, value: _states(call, "cpu" if value else "none"),
     "zero_optimization.cpu_offload_params": lambda call, value: _params(call, "cpu" if value else "none"),
     "zero_optimization.reduce_bucket_size": _bucket,
-    "zero_optimization.allgather_bucket_size": _says("nothing to set: parameters travel a flat parameter at a time"),
+    "zero_optimization.allgather_bucket_size": _says("nothing to set: small ones share Tuning(bucket=...)"),
     "zero_optimization.sub_group_size": _says("nothing to set: Tuning(chunk=...) has this role, 64 MiB by default"),
     "zero_optimization.stage3_max_live_parameters": _says("device_memory=..., in bytes; half of what is free if left"),
     "zero_optimization.stage3_max_reuse_distance": _says("nothing to set: the order of a step is known"),

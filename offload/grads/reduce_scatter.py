@@ -3,7 +3,7 @@
 [Note: averaging gradients over ranks]
 A rank keeps the gradients of its own shards only. When the gradients of all parameters in a bucket are there
 (ranks/buckets.py), they are copied into a communication buffer of constant size and sent. What comes back is the
-average over the ranks of the bucket's part of this rank's shard, which goes to where gradients wait (shards.py). Until
+average over the ranks of the bucket's part of this rank's shards, which goes to where gradients wait (shards.py). Until
 a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
 averaged there, and the averages are copied to RAM. All of this is queued at once, beside what computes, and the device
 puts it in order: a bucket waits for the buffer of an earlier one, and its gradients wait for that. The device goes on
@@ -16,7 +16,8 @@ At stages 1 and 2 no others come between a step's gradients. At stage 3 backward
 that is the same on all ranks, while gradients may come in different orders, or be missing on some ranks. So the buckets
 of a unit are sent at one place between those gathers: after the one for this unit and before the next one. In between
 a rank sends those that are complete, if nothing else can be gathered meanwhile. When it has left the unit
-(model/backward_order.py), it sends the rest, with zeros for what is missing.
+(model/backward_order.py), it sends the rest, with zeros for what is missing. For a bucket of several units that is the
+unit that backward leaves last.
 
 Tiles of a weight take turns as units do. At stages 1 and 2 each rank's routing is its own, and a tile that got no
 tokens on a rank gets no gradient there. It sends zeros of it when its backward has left the block around the weight.
@@ -49,7 +50,6 @@ from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE
 from offload.grads.shards import GradShards
 from offload.grads.sums import write_or_add
 from offload.interrupts import uninterrupted
-from offload.layout import Layout
 from offload.profiling import GRADIENTS, TO_HOST, Event
 from offload.ranks.buckets import Bucket, Buckets, Part
 from offload.ranks.communicator import Work
@@ -79,6 +79,24 @@ class _Buffer:
     copied: Tensor
 
 
+class _Copies(Copy):
+    """The copies of the averages of one bucket."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._copies = copies
+
+    def done(self) -> bool:
+        return all(copy.done() for copy in self._copies)
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.wait()
+
+    def wait_on_device(self) -> None:
+        for copy in self._copies:
+            copy.wait_on_device()
+
+
 @dataclass
 class _Reduction:
     """A bucket that is being averaged over the ranks.
@@ -87,18 +105,19 @@ class _Reduction:
         work: the collective.
         buffer: its communication buffers; None once a later bucket has them.
         bucket: what is averaged.
-        average: the average of this rank's part, shape (bucket.numel,); in RAM in the end.
-        is_in_place: whether `average` is the memory in which gradients wait.
+        averages: for each sub-range of the bucket, the average of what this rank has of it, shape (numel,); in RAM in
+            the end.
+        is_in_place: whether `averages` are the memory in which gradients wait.
         round: the number of its round.
         turn: the number of its unit, in the order in which units are sent.
-        copy: the copy of the average from the device, if there is one.
-        moving: that copy's event in the timeline.
+        copy: the copies of the averages from the device, if there are any.
+        moving: their event in the timeline.
     """
 
     work: Work
     buffer: _Buffer | None
     bucket: Bucket
-    average: Tensor
+    averages: list[Tensor]
     is_in_place: bool
     round: int
     turn: int
@@ -134,7 +153,7 @@ class ReducedGradients(GradientBuffer):
         self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
         pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
-        self._buckets = Buckets(self._plan.buckets, _order(run.layout, self._plan.buckets))
+        self._buckets = Buckets(self._plan.buckets)
         self._buckets_of = Counter(part for bucket in self._plan.buckets for part in bucket.parts)
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
         # For sums before they are sent, where autograd makes gradients.
@@ -282,6 +301,7 @@ class ReducedGradients(GradientBuffer):
         """Sends what other ranks wait for, then drops everything."""
         if self._active is None:
             self._end_rounds()
+        self.drain()
         self._begin_anew(self._round)
 
     def close(self) -> None:
@@ -297,7 +317,7 @@ class ReducedGradients(GradientBuffer):
         self._unsent.clear()
 
     def _agree(self, params: Collection[int] = (), *, drops: bool = False) -> list[int]:
-        """Ends the rounds of a step on all ranks.
+        """Ends the rounds of a step on all ranks, and waits for the averages, which are under way beside the question.
 
         A rank that has nothing to drop does not call this with `drops`, but goes on to its next gradients. These meet
         the ones that other ranks drop here, and are dropped too.
@@ -316,6 +336,7 @@ class ReducedGradients(GradientBuffer):
         mine[0] = drops
         mine[[1 + param for param in params]] = 1
         rows = self._comm.all_gather(mine)
+        self.drain()
         if bool((rows[:, 0] != drops).any()):
             self._begin_anew(self._round)
             who = [[rank for rank, row in enumerate(rows) if bool(row[0]) is dropped] for dropped in (True, False)]
@@ -363,8 +384,9 @@ class ReducedGradients(GradientBuffer):
             self._send(bucket)
 
     def _may_leave(self, bucket: Bucket) -> bool:
-        is_turn = not self._takes_turns or bucket.unit == self._alone
-        return bucket.unit in self._left or (is_turn and self._buckets.is_complete(bucket))
+        missing = {*bucket.units} - self._left
+        is_turn = not self._takes_turns or missing <= {self._alone}
+        return not missing or (is_turn and self._buckets.is_complete(bucket))
 
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
@@ -378,7 +400,6 @@ class ReducedGradients(GradientBuffer):
         else:
             while self._round < self._rounds:
                 self._end_round()
-        self.drain()
 
     def _begin_next_round(self) -> None:
         self._end_round()
@@ -398,13 +419,13 @@ class ReducedGradients(GradientBuffer):
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        self._wait_for_others(bucket.unit)
+        self._wait_for_others(bucket.units[-1])
         self._launch(bucket)
         if not self._copier.direct:
             self._start_copy(self._reducing[-1])
 
     def _wait_for_others(self, unit: str) -> None:
-        """Waits for earlier buckets, before one of `unit` is sent.
+        """Waits for earlier buckets, before one is sent whose last gradients are of `unit`.
 
         These are the buckets of UNITS_AHEAD units ago, the gradients of UNITS_WAITING units ago, and one more where no
         buffer is free.
@@ -436,17 +457,16 @@ class ReducedGradients(GradientBuffer):
             assert lender.buffer is not None
             assert lender.copy is not None
             buffer, lender.buffer, is_free = lender.buffer, None, lender.copy
-        numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
+        numel, wire = self._layout.ranks * bucket.numel, self._plan.wire_of(bucket)
         full = buffer.full[: numel * wire.itemsize].view(wire)
         memory = self._memory_for(bucket, self._round) if self._copier.direct else None
-        dtype = self._plan.average_dtypes[bucket.flat]
-        average = buffer.average[: dtype.itemsize * bucket.numel].view(dtype) if memory is None else memory
+        averages = self._in_buffer(buffer.average, bucket) if memory is None else memory
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         with self._copier.beside():
             is_free.wait_on_device()
             self._fill(full, bucket)
-            work = self._comm.reduce_scatter(full, average, scratch=scratch)
-        self._reducing.append(_Reduction(work, buffer, bucket, average, memory is not None, self._round, self._turn))
+            work = self._comm.reduce_scatter(full, averages, scratch=scratch)
+        self._reducing.append(_Reduction(work, buffer, bucket, averages, memory is not None, self._round, self._turn))
 
     def _fill(self, full: Tensor, bucket: Bucket) -> None:
         """Copies the gradients of a bucket to their places in a buffer, with zeros for those that are missing."""
@@ -468,12 +488,20 @@ class ReducedGradients(GradientBuffer):
             if not self._uses[part]:
                 del self._unsent[part]
 
-    def _memory_for(self, bucket: Bucket, number: int) -> Tensor | None:
-        """The memory in which an average of this round may be written at once, or None.
+    def _memory_for(self, bucket: Bucket, number: int) -> list[Tensor] | None:
+        """The memory in which the averages of a bucket's sub-ranges may be written at once in this round, or None.
 
         In the first round that is where gradients wait, if they wait in memory. Later averages have to be added.
         """
-        return self._shards.bucket_memory(bucket) if number == 0 else None
+        found = [self._shards.range_memory(one) for one in bucket.ranges] if number == 0 else []
+        memory = [one for one in found if one is not None]
+        return memory or None
+
+    def _in_buffer(self, buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+        """The places of a bucket's sub-ranges in a buffer for averages."""
+        dtype = self._plan.average_dtype_of(bucket)
+        together = buffer[: dtype.itemsize * bucket.numel].view(dtype)
+        return list(together.split([one.numel for one in bucket.ranges]))
 
     def _is_done(self, reduction: _Reduction) -> bool:
         return reduction.work.done() and (reduction.copy is None or reduction.copy.done())
@@ -490,19 +518,19 @@ class ReducedGradients(GradientBuffer):
         self._add_to_shards(first)
 
     def _start_copy(self, reduction: _Reduction) -> None:
-        """Queues the copy of an average from the device to where it waits, or to a buffer from which it is added."""
-        average = reduction.average
-        size = average.numel() * average.element_size()
-        target = self._memory_for(reduction.bucket, reduction.round)
-        is_in_place = target is not None
-        if target is None:
+        """Queues copies of averages from the device to where they wait, or to a buffer from which they are added."""
+        size = sum(average.numel() * average.element_size() for average in reduction.averages)
+        targets = self._memory_for(reduction.bucket, reduction.round)
+        is_in_place = targets is not None
+        if targets is None:
             assert reduction.buffer is not None  # only a copy in place lends it
-            target = reduction.buffer.copied[:size].view(average.dtype)
+            targets = self._in_buffer(reduction.buffer.copied, reduction.bucket)
         # Averages are made where they are copied: what computes does not wait for other ranks.
         with self._copier.ahead_of_downloads():
             reduction.work.wait_on_device()
-            copy = self._copier.to_host(average, target)
-        reduction.copy, reduction.average, reduction.is_in_place = copy, target, is_in_place
+            copies = [self._copier.to_host(*one) for one in zip(reduction.averages, targets, strict=True)]
+        copy = copies[0] if len(copies) == 1 else _Copies(copies)
+        reduction.copy, reduction.averages, reduction.is_in_place = copy, targets, is_in_place
         reduction.moving = self._timeline.begin(TO_HOST, "copy", size=size, tier="device")
         self._timeline.count("device_to_host_bytes", size)
 
@@ -514,16 +542,11 @@ class ReducedGradients(GradientBuffer):
 
     def _add_to_shards(self, reduction: _Reduction) -> None:
         if not reduction.is_in_place:
-            is_last = reduction.round + 1 == self._expected_rounds
-            self._shards.add_bucket(reduction.bucket, reduction.average, is_first=reduction.round == 0, is_last=is_last)
+            first, last = reduction.round == 0, reduction.round + 1 == self._expected_rounds
+            for one, average in zip(reduction.bucket.ranges, reduction.averages, strict=True):
+                self._shards.add_range(one, average, is_first=first, is_last=last)
         if reduction.buffer is not None:
             self._free.append(reduction.buffer)
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)
-
-
-def _order(layout: Layout, buckets: Sequence[Bucket]) -> list[int]:
-    """The order of the buckets in backward. The root unit's are last: it has parameters at both ends of a model."""
-    backwards = reversed(range(len(buckets)))
-    return sorted(backwards, key=lambda index: layout.flats[buckets[index].flat].unit == "")

@@ -7,7 +7,7 @@ import torch
 from offload.choices import GradChoice
 from offload.grads import shards
 from offload.layout import Layout
-from offload.ranks.buckets import cut_buckets
+from offload.ranks.buckets import Bucket, cut_buckets
 from offload.regions import Region
 from offload.tiers import Tier
 
@@ -31,9 +31,7 @@ class ReductionPlan:
     Attributes:
         sums_locally: whether micro-batches are summed before they are sent, not after.
         rounds: how often each bucket is sent in a step, as far as `accumulation` says.
-        wire: for each flat parameter, the dtype in which gradients travel.
-        average_dtypes: for each flat parameter, the dtype in which averages wait.
-        buckets: in the order of the flat parameters.
+        buckets: in the order in which they are sent.
         buffers: how many buckets have memory at once.
         full_bytes: of the buffer for what a rank sends, and of the one for what it receives.
         average_bytes: of the buffer for averages that cannot be written to where they wait; 0 if all can.
@@ -46,18 +44,27 @@ class ReductionPlan:
         assert stage is not None
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation
-        self.wire = [torch.float32 if self.sums_locally else flat.dtype for flat in layout.flats]
-        self.average_dtypes = shards.dtypes_of(layout, accumulation)
+        self._layout = layout
+        self._average_dtypes = shards.dtypes_of(layout, accumulation)
         self.buckets = cut_buckets(layout, choice.bucket_bytes // 4)
         self.buffers = min(BUFFERS, len(self.buckets))
-        self.full_bytes = max((layout.ranks * b.numel * self.wire[b.flat].itemsize for b in self.buckets), default=0)
-        averages = (bucket.numel * self.average_dtypes[bucket.flat].itemsize for bucket in self.buckets)
+        sent = (layout.ranks * bucket.numel * self.wire_of(bucket).itemsize for bucket in self.buckets)
+        self.full_bytes = max(sent, default=0)
+        averages = (bucket.numel * self.average_dtype_of(bucket).itemsize for bucket in self.buckets)
         is_added = self.rounds > 1 or stored
         self.average_bytes = max(averages, default=0) if is_added or not direct else 0
         self.copied_bytes = self.average_bytes if is_added and not direct else 0
         self.whole_bytes = [4 * flat.numel for flat in layout.flats] if self.sums_locally else []
         self._shards = shards.regions(layout, choice)
         self._memory = choice.tier.memory
+
+    def wire_of(self, bucket: Bucket) -> torch.dtype:
+        """The dtype in which the gradients of a bucket travel."""
+        return torch.float32 if self.sums_locally else self._layout.flats[bucket.ranges[0].within.flat].dtype
+
+    def average_dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """The dtype in which the averages of a bucket wait."""
+        return self._average_dtypes[bucket.ranges[0].within.flat]
 
     def regions(self, communication: Tier) -> list[Region]:
         """What ReducedGradients reserves.

@@ -22,7 +22,7 @@ from offload.grads import sums
 from offload.grads.sums import SquareSums, write_or_add
 from offload.layout import Chunk, Layout, Piece
 from offload.profiling import SUMS
-from offload.ranks.buckets import Bucket
+from offload.ranks.buckets import SubRange
 from offload.regions import Region
 from offload.run import Run
 from offload.storage.chunk_cache import Store, Use
@@ -85,7 +85,7 @@ class GradShards(ABC):
     """The gradients of this rank's shards, and the sums of their squares.
 
     Gradients come in one of two ways. Those that come whole are copied to the memory that `tile_memory`,
-    `memory_of` or `bucket_memory` gives. All others come through `add` or `add_bucket`.
+    `memory_of` or `range_memory` gives. All others come through `add` or `add_range`.
 
     One thread at a time calls it; beside it another one may call `tile_memory` and `memory_of`.
 
@@ -138,10 +138,10 @@ class GradShards(ABC):
         """
 
     @abstractmethod
-    def bucket_memory(self, bucket: Bucket) -> Tensor | None:
-        """The memory to which the first average of a bucket in a step is written, shape (bucket.numel,).
+    def range_memory(self, one: SubRange) -> Tensor | None:
+        """The memory to which the first average of a sub-range of a bucket in a step is written, shape (one.numel,).
 
-        It is None if the average has to come through `add_bucket`, because gradients are in slots.
+        It is None if the average has to come through `add_range`, because gradients are in slots.
         """
 
     def add(self, values: Tensor, place: Place) -> None:
@@ -168,18 +168,18 @@ class GradShards(ABC):
                         summed = into[piece.chunk_offset - start :][: piece.numel]
                         self.sums.sum_part(piece.param, piece.param_offset, summed)
 
-    def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        """Writes the average of a bucket, or adds it.
+    def add_range(self, one: SubRange, average: Tensor, *, is_first: bool, is_last: bool) -> None:
+        """Writes the average of a sub-range of a bucket, or adds it.
 
         Args:
-            bucket: the bucket.
-            average: shape (bucket.numel,), where the kernels can read it.
+            one: the sub-range.
+            average: shape (one.numel,), where the kernels can read it.
             is_first: whether this is the first round of the step.
             is_last: whether it is the last one that is expected.
         """
-        begin = self._layout.shard_range(bucket.flat)[0] + bucket.start
-        for chunk in self._chunks_of_flat[bucket.flat]:
-            start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + bucket.numel)
+        begin = self._layout.shard_range(one.within.flat)[0] + one.start
+        for chunk in self._chunks_of_flat[one.within.flat]:
+            start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + one.numel)
             if start < stop:
                 at, values = start - chunk.start, average[start - begin : stop - begin]
                 self.add(values, Place(chunk, at, is_first, is_last, is_unfinished=at > 0))
@@ -297,10 +297,10 @@ class ShardsInMemory(GradShards):
         (flat, start), (_, last) = (self._layout.locations[param] for param in (params[0], params[-1]))
         return self._flats[flat][start : last + self._layout.specs[params[-1]].numel]
 
-    def bucket_memory(self, bucket: Bucket) -> Tensor:
-        for param in bucket.params:
-            self.sums.changes(param)  # which has no tiles
-        return self._flats[bucket.flat][bucket.start : bucket.start + bucket.numel]
+    def range_memory(self, one: SubRange) -> Tensor:
+        for piece in one.pieces(self._layout, self._layout.rank):
+            self.sums.changes(piece.param)  # which has no tiles
+        return self._flats[one.within.flat][one.start : one.start + one.numel]
 
     def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> AbstractContextManager[Tensor]:
         return nullcontext(self._chunks[chunk.index])
@@ -348,7 +348,7 @@ class ShardsInSlots(GradShards):
     def memory_of(self, params: Sequence[int]) -> None:
         return None
 
-    def bucket_memory(self, bucket: Bucket) -> None:
+    def range_memory(self, one: SubRange) -> None:
         return None
 
     def tile_has_come(self, param: int, tile: int) -> None:

@@ -705,11 +705,13 @@ class StreamedUnits(HeldUnits):
         Args:
             unit: the one that was entered.
         """
+        wanted: list[Unit] = []
         for one, has_room in self._policy.next_to(unit):
             if self._pending.is_pending(one.home) or self.transfers.owes(one):
                 continue  # a guess is not worth making a step for
-            if has_room or self.transfers.missing_bytes((one,)) <= 0:
-                self.transfers.prefetch(one)
+            if has_room or self.transfers.missing_bytes((*wanted, one)) <= 0:
+                wanted.append(one)
+        self.transfers.prefetch(wanted)
 
     def _release_unused(self, *wanted: Unit) -> None:
         """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""

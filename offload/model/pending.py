@@ -81,6 +81,7 @@ class PendingUpdates:
         try:
             for group in self._step.together(list(self._step.pending)):
                 self._step.start_apply(group)
+            self._step.send_rest()
         except BaseException as error:
             self._health.fail(error)
             raise

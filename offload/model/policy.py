@@ -23,8 +23,9 @@ Which units are on their way to the device is proposed here. fetch.py leaves out
 values a fetch would miss, and those without room. Which chunks are read ahead from the disk into RAM is decided by the
 store that they come from (storage/chunk_cache.py), which expects the same order (`expect`). Training repeats the order
 of its units, so a pass expects the order of the last pass of its kind (`UnitOrder`). Entering a unit prefetches the
-next `Tuning.prefetch_units` units of that order. A unit that used the parameters of others (its `guests`) gets those
-prefetched when it is entered.
+next `Tuning.prefetch_units` units of that order. Ranks that share parameters gather small ones several at a time, up to
+`Tuning.bucket` bytes ahead: a collective costs a delay, however little it carries. A unit that used the parameters of
+others (its `guests`) gets those prefetched when it is entered.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -42,6 +44,19 @@ MAX_REMEMBERED = 1 << 14
 """Units of one pass whose order is remembered."""
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """How far ahead of the unit in use others are fetched; see [Note: prefetching].
+
+    Attributes:
+        units: so many.
+        nbytes: more than that as long as they take no more than this together; 0: no more.
+    """
+
+    units: int
+    nbytes: int = 0
+
+
 class UnitOrder:
     """The order in which units are entered; see [Note: prefetching].
 
@@ -49,7 +64,7 @@ class UnitOrder:
         ahead: how many units are prefetched.
     """
 
-    def __init__(self, ahead: int) -> None:
+    def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
         self._is_training = True
         self._entered: deque[Unit] = deque(maxlen=MAX_REMEMBERED)
@@ -107,14 +122,34 @@ class UnitOrder:
         self._expected = deque((*tiles, *left[:first], *used))
 
     def after(self, unit: Unit) -> list[Unit]:
-        """The units to prefetch while a unit is in use, the next one first.
+        """The units to have on the device, or on their way, while a unit is in use, the next one first.
 
         Those that are there and stay are passed over. Where the unit in use is one of them, the place of a unit that
         comes and goes is free for one more. A unit that comes twice counts twice: what is needed between stays away.
         """
         comes = (one for one in self._expected if not (one.is_here and one.stays))
-        places = self._ahead + (self._ahead > 0 and unit.stays)
-        return list(dict.fromkeys(islice(comes, places)))
+        found = list(dict.fromkeys(islice(comes, self._places(unit))))
+        left = self._ahead.nbytes - sum(one.nbytes for one in found)
+        for one in comes:
+            left -= one.nbytes
+            if left < 0 or one is unit or one in found or one.weight is not None:  # of tiles the next step uses others
+                break
+            found.append(one)
+        return found
+
+    def _places(self, unit: Unit) -> int:
+        return self._ahead.units + (self._ahead.units > 0 and unit.stays)
+
+    def to_fetch(self, unit: Unit) -> list[Unit]:
+        """The units to prefetch when a unit is entered: what is missing of `after`, once it is worth a collective.
+
+        Beyond `Ahead.units` that is when less than half of it is there or on its way.
+        """
+        after = self.after(unit)
+        there = sum(one.nbytes for one in after if not one.is_missing)
+        if 2 * there >= sum(one.nbytes for one in after):
+            after = after[: self._places(unit)]
+        return [one for one in after if one.is_missing]
 
 
 class UnitPolicy:
@@ -128,7 +163,7 @@ class UnitPolicy:
         makes_graph: whether a backward with `create_graph=True` ran since the last step, so that all stays.
     """
 
-    def __init__(self, ahead: int) -> None:
+    def __init__(self, ahead: Ahead) -> None:
         self.order = UnitOrder(ahead)
         self.makes_graph = False
         self._gathered: list[Unit] = []  # by `gathered`
@@ -249,6 +284,5 @@ class UnitPolicy:
         for guest in unit.guests:
             if guest.presence is Presence.RELEASED:
                 yield guest, False
-        for one in self.order.after(unit):
-            if one.is_missing:
-                yield one, self.why_more_stays is None
+        for one in self.order.to_fetch(unit):
+            yield one, self.why_more_stays is None

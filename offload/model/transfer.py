@@ -26,14 +26,20 @@ from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
 from offload.layout import Chunk, FlatSlice
 from offload.model.flat_param import FlatParameters
+from offload.model.policy import Ahead
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Presence, Unit
 from offload.optim.late import LateSteps
 from offload.profiling import TO_DEVICE
+from offload.ranks import gathers
 from offload.ranks.communicator import Work
+from offload.ranks.gathers import Gather, Gathers
+from offload.regions import Region
 from offload.run import Owner, Run
 from offload.storage.chunk_cache import Lease, Store, Use
+from offload.tiers import Tier
 
+UNITS = "units that are gathered together"
 HOST_LEADS_UNITS = 8
 """The host waits until the device is done with the unit that was released so many units ago."""
 
@@ -55,6 +61,17 @@ class _Upload:
     copy: Copy
     lease: ExitStack
     is_awaited: bool = False
+
+
+def regions(unit_bytes: Sequence[int], ahead_bytes: int, communication: Tier) -> list[Region]:
+    """What UnitTransfers reserves where ranks share parameters.
+
+    Args:
+        unit_bytes: of each unit but the root.
+        ahead_bytes: see `Ahead`.
+        communication: the tier whose memory the tensors of collectives are in.
+    """
+    return gathers.regions(UNITS, unit_bytes, ahead_bytes, communication) if ahead_bytes else []
 
 
 class StreamedStores:
@@ -113,6 +130,21 @@ class StreamedStores:
         return self._of(one) == self._of(other)
 
 
+@dataclass(frozen=True)
+class TransferLimits:
+    """How much of streamed parameters may be on its way, and on the device.
+
+    Attributes:
+        leases: how many chunks of the store may be on their way to the device at once.
+        ahead: how far ahead of the unit in use others are fetched.
+        nbytes: how many bytes streamed parameters may take on the device; None: any number.
+    """
+
+    leases: int
+    ahead: Ahead
+    nbytes: int | None = None
+
+
 class UnitTransfers:
     """Moves the parameters of streamed units between the store and the device; see the top of this file.
 
@@ -121,9 +153,8 @@ class UnitTransfers:
         parameters: the model's.
         store: the parameters that this rank keeps and streams, by chunk.
         owner: the optimizer.
-        leases: how many chunks of the store may be on their way to the device at once.
-        ahead: how many units are fetched ahead of the one in use.
-        limit: how many bytes streamed parameters may take on the device; None: any number.
+        gathers: of the ranks that share the parameters.
+        limits: how much may be on its way, and on the device.
     """
 
     def __init__(
@@ -132,21 +163,19 @@ class UnitTransfers:
         parameters: FlatParameters,
         store: StreamedStores,
         owner: Owner,
-        *,
-        leases: int,
-        ahead: int,
-        limit: int | None,
+        gathers: Gathers,
+        limits: TransferLimits,
     ) -> None:
         self._layout = parameters.layout
         self._copier = run.memory.param_copier
         self._timeline = run.timeline
-        self._comm = run.comm
+        self._gathers = gathers
         self._parameters = parameters
         self._store = store
         self._owner = owner
-        self._leases = leases
-        self.ahead = ahead
-        self.limit = limit
+        self._leases = limits.leases
+        self.ahead = limits.ahead
+        self.limit = limits.nbytes
         self.units = [unit for unit in parameters.units.values() if unit.slices]
         self._tiles_of: dict[int, list[Unit]] = {}  # by flat parameter
         for unit in self.units:
@@ -190,32 +219,48 @@ class UnitTransfers:
     def fetch(self, unit: Unit) -> None:
         """Makes a unit available: what is queued on the device from now on can use it."""
         if unit.is_missing:
-            self.prefetch(unit)
+            self.prefetch([unit])
         if unit.presence is Presence.FETCHING:
             self._finish(unit)
 
-    def prefetch(self, unit: Unit) -> None:
-        """Starts to fetch a released unit, or what an update did not bring of it. Raises if the run cannot go on."""
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        """Starts to fetch units that are released, or what an update did not bring of them, together.
+
+        Raises if the run cannot go on.
+        """
+        if not units:
+            return
         self._owner.require_usable()
-        for one in unit.slices:
-            if not one.is_tile:
-                self._available_tiles(one.flat)
-        try:
-            wanted = unit.not_updated
-            last_use: DeviceEvent = DONE
-            if unit.presence is Presence.UPDATING:
-                unit.fetch()
-            else:
-                last_use = self._allocate(unit)
-                wanted = unit.chunk_numbers
+        for unit in units:
             for one in unit.slices:
-                for chunk in unit.chunks[one.index]:
-                    if chunk.index in wanted:
-                        self._start_copy(unit, one, chunk, last_use)
-            self._launch_all_gathers(unit, unit.slices, last_use)
+                if not one.is_tile:
+                    self._available_tiles(one.flat)
+        try:
+            last_uses = [self._start_copies(unit) for unit in units]
+            self._launch_all_gathers([(unit, one) for unit in units for one in unit.slices], last_uses)
         except BaseException:
-            self.release(unit)  # only a part of it would arrive
+            for unit in units:
+                self.release(unit)  # only a part of it would arrive
             raise
+
+    def _start_copies(self, unit: Unit) -> DeviceEvent:
+        """Starts to copy what this rank has of a unit.
+
+        Returns:
+            The event after which its memory may be written.
+        """
+        wanted = unit.not_updated
+        last_use: DeviceEvent = DONE
+        if unit.presence is Presence.UPDATING:
+            unit.fetch()
+        else:
+            last_use = self._allocate(unit)
+            wanted = unit.chunk_numbers
+        for one in unit.slices:
+            for chunk in unit.chunks[one.index]:
+                if chunk.index in wanted:
+                    self._start_copy(unit, one, chunk, last_use)
+        return last_use
 
     def release(self, unit: Unit) -> None:
         """Takes the memory away from a unit that is available or on its way, after what is queued on the device."""
@@ -244,7 +289,7 @@ class UnitTransfers:
         """As `_refresh`, and fetches what other ranks have of it."""
         last_use = self._copier.mark()
         self._refresh(unit, one)
-        self._launch_all_gathers(unit, [one], last_use)
+        self._launch_all_gathers([(unit, one)], [last_use])
         self._wait_on_device(unit)
 
     @torch.no_grad()
@@ -320,30 +365,27 @@ class UnitTransfers:
                 self._finish_upload(upload)
 
     @uninterrupted
-    def _launch_all_gathers(self, unit: Unit, slices: Iterable[FlatSlice], last_use: DeviceEvent) -> None:
-        """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory.
+    def _launch_all_gathers(self, slices: Iterable[tuple[Unit, FlatSlice]], last_uses: Iterable[DeviceEvent]) -> None:
+        """Starts to fetch the shards of other ranks, after this rank's own and after the last uses of their memory.
 
         Each all-gather is recorded as soon as it is under way, since the memory that it writes to must stay until it
         has ended.
         """
         if self._layout.shard_group_size > 1:
             with self._copier.after_uploads():
-                last_use.wait_on_device()  # a rank may have nothing of its own to copy there
-                for one in slices:
-                    for work in self._all_gather(one):
+                for last_use in last_uses:
+                    last_use.wait_on_device()  # a rank may have nothing of its own to copy there
+                wanted = [(unit, gather) for unit, one in slices for gather in self._gathers_of(one)]
+                for numbers, work in self._gathers.launch([gather for _, gather in wanted]):
+                    for unit in dict.fromkeys(wanted[number][0] for number in numbers):
                         unit.gathers.append(work)
 
-    def _all_gather(self, one: FlatSlice) -> Iterator[Work]:
-        """Starts all-gathers over the ranks that together have all parameters. This rank's shards are on the device."""
+    def _gathers_of(self, one: FlatSlice) -> Iterator[Gather]:
+        """What ranks that together have all parameters gather of one. This rank's shards are on the device."""
         memory, layout = self._parameters.memory_of(one.index), self._layout
-        if not memory.numel():
-            return
-        shards = memory.view(layout.ranks, -1)
-        groups = memory.view(layout.replicas, -1)
-        own_shards = (shards[rank] for rank in layout.replicated_shards)
-        gathers = zip(own_shards, groups, strict=True)
-        for own, group in gathers:
-            yield self._comm.shard_group.all_gather_into_tensor(own, group)
+        if memory.numel():
+            shards, groups = memory.view(layout.ranks, -1), memory.view(layout.replicas, -1)
+            yield from zip((shards[rank] for rank in layout.replicated_shards), groups, strict=True)
 
     def _finish(self, unit: Unit) -> None:
         self._wait_on_device(unit)

@@ -9,7 +9,7 @@ another dtype; from there they are copied to the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,8 @@ from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
 from offload.layout import Chunk, Layout, Segment
 from offload.profiling import TO_DEVICE, Event
-from offload.ranks.exchange import EXCHANGED, Exchange, FlatGather, ReplicaExchange
+from offload.ranks.exchange import EXCHANGED, TOGETHER, Exchange, FlatGather, ReplicaExchange
+from offload.ranks.gathers import Gathers
 from offload.regions import Region
 from offload.run import Run
 from offload.storage.chunk_cache import Use
@@ -157,6 +158,14 @@ class NewParameters(ABC):
         self._step.wait_on_device()
         self._exchange.start(flat, step)
 
+    def send_rest(self) -> None:
+        """Sends what `start_gather` has kept back to send it with others. All ranks call it at the same place.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+        self._exchange.send_rest()
+
     def finish(self, flat: int) -> None:
         """Makes what is queued on the device from now on see all new values of a flat parameter.
 
@@ -165,15 +174,19 @@ class NewParameters(ABC):
         """
         self._exchange.finish(flat)
 
-    def all_gather(self, flat: int, step: int) -> None:
-        """Gets the other ranks' shards of a flat parameter. This rank's own shard is in the model already.
+    def all_gather(self, flats: Iterable[int], step: int) -> None:
+        """Gets the other ranks' shards of flat parameters. This rank's own shards are in the model already.
 
         Raises:
             RankError: another rank failed, or cannot be reached.
         """
-        self.begin()
-        self.start_gather(flat, step)
-        self.finish(flat)
+        flats = list(flats)
+        for flat in flats:
+            self.begin()
+            self.start_gather(flat, step)
+        self.send_rest()
+        for flat in flats:
+            self.finish(flat)
 
     def abandon(self) -> None:
         """Waits for transfers under way, successful or not. New parameters that are not in the model are dropped."""
@@ -320,6 +333,10 @@ class ToDevice(NewParameters):
         with self._copier.after_uploads():
             super().start_gather(flat, step)  # the event also counts where this rank has sent nothing
 
+    def send_rest(self) -> None:
+        with self._copier.after_uploads():
+            super().send_rest()
+
     def finish(self, flat: int) -> None:
         for chunk, copy, _ in self._copies:
             if chunk.flat == flat:
@@ -387,7 +404,8 @@ def new_parameters(run: Run, params: ParamStore, flats: Sequence[Tensor], gradie
     layout, comm = run.layout, run.comm
     exchange = Exchange()
     if params.in_model and comm.size > 1:
-        exchange = FlatGather(layout, flats, comm)
+        gathers = Gathers(comm, run.memory.take(TOGETHER), run.memory.copier)
+        exchange = FlatGather(layout, flats, gathers, comm.rank)
     elif not params.in_model and layout.replicas > 1:
         holders = comm if layout.shard_group_size == 1 else comm.replicate_group
         (buffer,) = run.memory.take(EXCHANGED)

@@ -24,7 +24,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from offload.errors import ConfigError
-from offload.ranks.communicator import Communicator
+from offload.ranks.communicator import Communicator, digest_of
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -166,7 +166,7 @@ class StepScale:
         else:
             self._relative[param] = relative
 
-    def agree(self, everyone: Communicator, active: Collection[int], names: Sequence[str]) -> None:
+    def agree(self, everyone: Communicator, active: Collection[int], names: Sequence[str], text: str) -> bool:
         """Makes the factors of single parameters the same on all ranks. All of them have to call it.
 
         A rank that has no gradient of a parameter gets the factor that the others have.
@@ -175,6 +175,10 @@ class StepScale:
             everyone: all ranks that train the model.
             active: the parameters that have a gradient on this rank.
             names: of all parameters.
+            text: what else has to be the same.
+
+        Returns:
+            Whether all ranks gave the same text, which travels along.
 
         Raises:
             ConfigError: on all ranks, if a gradient was multiplied by different numbers.
@@ -184,7 +188,8 @@ class StepScale:
         own[list(active)] = 1.0
         for param, factor in self._relative.items():
             own[param] = factor
-        rows = everyone.all_gather(own)
+        told = everyone.all_gather(torch.cat([own, digest_of(text)]))
+        rows, digests = told[:, : len(names)], told[:, len(names) :]
         least = rows.where(~rows.isnan(), math.inf).amin(0)
         most = rows.where(~rows.isnan(), -math.inf).amax(0)
         for param in (least < most).nonzero().flatten().tolist():
@@ -194,6 +199,7 @@ class StepScale:
             )
         for param in ((least == most) & (most != 1.0)).nonzero().flatten().tolist():
             self._relative[param] = most[param].item()
+        return bool((digests == digests[0]).all())
 
     def step_begins(self, factor: float) -> None:
         """Takes note of the factor of all gradients in a step."""

@@ -205,6 +205,10 @@ class Step:
             self._params.start_gather(flat, self._number)
             self._started.add(flat)
 
+    def send_rest(self) -> None:
+        """Sends to other ranks what `start_apply` has kept back to send it with others."""
+        self._params.send_rest()
+
     def apply(self, flat: int) -> None:
         """Writes the new values of a flat parameter, which is pending, into the model."""
         self.start_apply([flat])

@@ -30,6 +30,7 @@ from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import dtypes_of as gradient_dtypes
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
+from offload.model import transfer
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
 from offload.optim import late, new_params, on_device, trials
@@ -104,6 +105,7 @@ class Placement:
         read_bytes: what a step reads from the disk.
         written_bytes: what a step writes to the disk.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
+        uses_disk: whether a step waits for a disk; of ranks that share parameters, that of any rank.
     """
 
     choice: Choice
@@ -124,6 +126,7 @@ class Placement:
     read_bytes: int
     written_bytes: int
     held_bytes: Mapping[str, int]
+    uses_disk: bool
 
     @property
     def states(self) -> Pool:
@@ -390,7 +393,7 @@ def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
     for unit in sizes:
         outer = [other for other in sizes if other != unit and encloses(other, unit)]
         inner[max(outer, key=len, default=ROOT)].append(unit)
-    ahead = sum(sorted(sizes.values(), reverse=True)[: choice.params.prefetch_units])
+    ahead = max(sum(sorted(sizes.values(), reverse=True)[: choice.params.prefetch_units]), choice.ahead_bytes)
     return root + min(_deepest(ROOT, inner, sizes)[1] + ahead, sum(sizes.values()))
 
 
@@ -667,7 +670,11 @@ class Needs:
         """What everything takes but pools and activations."""
         choice, memory = self.choice, self.memory
         bounces = choice.grads.micro_batches > 1 or choice.states.split_master
-        found = self._gradients + exchange.regions(self.layout, self.communication)
+        together = choice.grads.bucket_bytes if choice.params.tier == DEVICE else None
+        found = self._gradients + exchange.regions(self.layout, self.communication, together)
+        if self.held.shard_group_size > 1:
+            sizes = [nbytes for unit, nbytes in unit_bytes(self.held, choice).items() if unit != ROOT]
+            found += transfer.regions(sizes, choice.ahead_bytes, self.communication)
         is_in_model = self.in_place or choice.params.tier > DEVICE
         found += new_params.regions(
             self.layout,
@@ -1077,6 +1084,7 @@ def place(
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         held_bytes=needs.held_bytes,
+        uses_disk=bool(pool.streamed) or NVME in (choice.params.tier, choice.grads.tier),
     )
 
 

@@ -19,6 +19,7 @@ from offload.choices import Choice
 from offload.errors import ConfigError, OtherRankError
 from offload.layout import Layout
 from offload.ranks.communicator import Communicator
+from offload.sizes import MIB
 
 T = TypeVar("T")
 
@@ -26,23 +27,46 @@ TOLD_AFTER_S = 5.0
 """How often ranks that wait for others are told that these go on."""
 BLOCK = 1 << 20
 """Elements gathered at once, so that the buffer for all ranks stays small."""
+TOGETHER_BYTES = 4 * MIB
+"""Of first values that travel together."""
+SMALL_BYTES = 1024
+"""Objects of so many bytes travel with their sizes, in one collective."""
+_SIZE_BYTES = 8
 
 
 @torch.no_grad()
 def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
     """Gives `tensors` the values that they have on the user's rank 0, as DistributedDataParallel does.
 
+    Small ones travel together.
+
     Raises:
         RankError: another rank failed, or cannot be reached.
     """
     if comm.size == 1:
         return
+    together: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
-            view = tensor.detach().contiguous()
-            comm.broadcast(view, comm.user_ranks.index(0))
-            if view.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(view)
+        if tensor.nbytes > TOGETHER_BYTES:
+            _broadcast(comm, [tensor])
+        elif tensor.numel():
+            small = together.setdefault(tensor.device, [])
+            if sum(other.nbytes for other in small) + tensor.nbytes > TOGETHER_BYTES:
+                _broadcast(comm, small)
+                small.clear()
+            small.append(tensor)
+    for small in together.values():
+        _broadcast(comm, small)
+
+
+def _broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Broadcasts tensors of one device from the user's rank 0, as one."""
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    comm.broadcast(whole, comm.user_ranks.index(0))
+    for tensor, part in zip(tensors, whole.split([len(part) for part in parts]), strict=True):
+        if part.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def all_gather_shards(comm: Communicator, layout: Layout, param: int, views: Sequence[Tensor]) -> None:
@@ -86,13 +110,20 @@ def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
     """
     # Paths are what msgspec does not know: they travel as the bytes of their names.
     data = msgspec.msgpack.encode(value, enc_hook=os.fsencode)
-    sizes = comm.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
-    rows = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
-    rows[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    for rank, row in enumerate(rows):
-        comm.broadcast(row, rank)
+    small = len(data).to_bytes(_SIZE_BYTES, "little") + data[:SMALL_BYTES]
+    told = [row.numpy().tobytes() for row in comm.all_gather(_bytes(small, _SIZE_BYTES + SMALL_BYTES))]
+    sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in told]
+    found = [row[_SIZE_BYTES:] for row in told]
+    if max(sizes) > SMALL_BYTES:
+        rest = comm.all_gather(_bytes(data[SMALL_BYTES:], max(sizes) - SMALL_BYTES))
+        found = [row + more.numpy().tobytes() for row, more in zip(found, rest, strict=True)]
     decoder = msgspec.msgpack.Decoder(kind, dec_hook=lambda _, name: Path(os.fsdecode(name)))
-    return [decoder.decode(row.numpy().tobytes()) for row in rows]
+    return [decoder.decode(row[:size]) for row, size in zip(found, sizes, strict=True)]
+
+
+def _bytes(data: bytes, numel: int) -> Tensor:
+    """Bytes as a tensor, shape (numel,), with zeros behind them."""
+    return torch.frombuffer(bytearray(data.ljust(numel, b"\0")), dtype=torch.uint8)
 
 
 def _never() -> bool:

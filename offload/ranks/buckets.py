@@ -10,8 +10,9 @@ piece of each rank's own shard on that rank. Its buffer holds the sub-ranges one
     bucket     |==|                  |==|                  |==|
     buffer  |==|==|==|
 
-A tile of a weight is such sub-ranges, too (`FlatSlice` in layout.py), and no bucket has elements of two. A *part* is
-what gets a gradient of its own: a tile of a parameter, or all of one without tiles.
+Small flat parameters of one dtype share a bucket, so that there are few collectives: its buffer then holds, by rank,
+the sub-ranges of each of them. A tile of a weight is such sub-ranges, too (`FlatSlice` in layout.py), and has buckets
+of its own. A *part* is what gets a gradient of its own: a tile of a parameter, or all of one without tiles.
 """
 
 from __future__ import annotations
@@ -19,38 +20,78 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+
+import torch
 
 from offload.errors import StateError
-from offload.layout import ALIGN_NUMEL, Flat, FlatSlice, Layout, Piece, pieces_between
+from offload.layout import ALIGN_NUMEL, FlatSlice, Layout, Piece, pieces_between
 
 Part = tuple[int, int]
 """A parameter, and the number of its tile."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Elements `start` to `start + numel` of every rank's shard of a flat parameter. See [Note: shards and buckets].
+class SubRange:
+    """Elements `start` to `start + numel` of every rank's shard of a flat parameter.
 
     Attributes:
-        index: the bucket's index.
-        flat: the index of the flat parameter.
+        within: the flat parameter, or the tile of it.
+        tile: the number of the tile; 0 where there are none.
         start: the first element of each shard.
-        numel: elements of each shard; the buffer has ranks * numel.
+        numel: elements of each shard.
+    """
+
+    within: FlatSlice
+    tile: int
+    start: int
+    numel: int
+
+    def pieces(self, layout: Layout, rank: int) -> Iterator[Piece]:
+        """What it has of parameters in one rank's shard.
+
+        `chunk_offset` counts from its start there, `param_offset` from that of the gradient of the part.
+        """
+        flat = layout.flats[self.within.flat]
+        first, last = layout.shard_range(flat.index, rank)
+        low, high = min(first + self.start, last), min(first + self.start + self.numel, last)
+        for piece in pieces_between(flat, layout.specs, low, high):
+            # A tile's parameter is the flat.
+            at = layout.in_slice(self.within, low) if self.within.is_tile else piece.param_offset
+            yield Piece(piece.param, at, piece.chunk_offset, piece.numel)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What travels together. See [Note: shards and buckets].
+
+    Attributes:
+        index: the bucket's index, which is its place in the order of sending.
+        ranges: one of a tile, or several of flat parameters of one dtype, in the order of backward.
         pieces: what it has of parameters; `chunk_offset` counts from the start of the buffer, and `param_offset` from
             that of the gradient of the part.
         holes: the ranges [start, stop) of the buffer that belong to no parameter, and have to be zero.
-        unit: the unit, which may be a tile, whose gradients it has.
-        tile: the number of the tile; 0 where there are none.
     """
 
     index: int
-    flat: int
-    start: int
-    numel: int
+    ranges: tuple[SubRange, ...]
     pieces: tuple[Piece, ...]
     holes: tuple[tuple[int, int], ...]
-    unit: str
-    tile: int = 0
+
+    @property
+    def tile(self) -> int:
+        """The number of the tile; 0 where there are none."""
+        return self.ranges[0].tile
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The units, which may be a tile, whose gradients it has, in the order of backward."""
+        return tuple(dict.fromkeys(one.within.unit for one in self.ranges))
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of each rank; the buffer has as many for each."""
+        return sum(one.numel for one in self.ranges)
 
     @cached_property
     def params(self) -> frozenset[int]:
@@ -63,38 +104,57 @@ class Bucket:
 
 
 def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
-    """Cuts every shard's elements into buckets, one flat parameter after the other.
+    """Cuts every shard's elements into buckets, in the order in which backward makes gradients.
+
+    That is from the end of the layout to its beginning. The root unit's are last: it has parameters at both ends of a
+    model. A bucket has its place where its last sub-range comes.
 
     Args:
         layout: the layout.
         bucket_numel: the most elements of a buffer. A bucket still has ALIGN_NUMEL elements of every rank, or all that
             the flat parameter has.
     """
-    buckets: list[Bucket] = []
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
+    filled: dict[torch.dtype, list[SubRange]] = {}
+    cut: dict[SubRange, list[SubRange]] = {}  # by the last of them
+    for one in _in_backward(layout, each):
+        if not any(any(one.pieces(layout, rank)) for rank in range(layout.ranks)):
+            continue
+        if one.within.is_tile:
+            cut[one] = [one]
+            continue
+        dtype = layout.flats[one.within.flat].dtype
+        ranges = filled.get(dtype, [])
+        if ranges and sum(other.numel for other in ranges) + one.numel <= each:
+            ranges = [*cut.pop(ranges[-1]), one]
+        else:
+            ranges = [one]
+        filled[dtype] = cut[one] = ranges
+    return tuple(_bucket_of(layout, index, tuple(ranges)) for index, ranges in enumerate(cut.values()))
+
+
+def _in_backward(layout: Layout, each: int) -> Iterator[SubRange]:
+    """All sub-ranges, of at most `each` elements, in the order of backward."""
     tiles: dict[int, list[FlatSlice]] = {}
     for one in layout.slices:
         if one.is_tile:
             tiles.setdefault(one.flat, []).append(one)
-    for flat in layout.flats:
-        for tile, one in enumerate(tiles.get(flat.index, [layout.slices[flat.index]])):
+    for flat in sorted(layout.flats, key=lambda flat: (flat.unit == "", -flat.index)):
+        for tile, one in reversed(list(enumerate(tiles.get(flat.index, [layout.slices[flat.index]])))):
             stop = one.start + one.numel // layout.ranks
-            for start in range(one.start, stop, each):
-                numel = min(each, stop - start)
-                pieces = tuple(_pieces_of(layout, flat, one, start, numel))
-                if pieces:
-                    holes = tuple(_holes(pieces, layout.ranks * numel))
-                    buckets.append(Bucket(len(buckets), flat.index, start, numel, pieces, holes, one.unit, tile))
-    return tuple(buckets)
+            for start in reversed(range(one.start, stop, each)):
+                yield SubRange(one, tile, start, min(each, stop - start))
 
 
-def _pieces_of(layout: Layout, flat: Flat, one: FlatSlice, start: int, numel: int) -> Iterator[Piece]:
-    for rank in range(layout.ranks):
-        first, last = layout.shard_range(flat.index, rank)
-        low, high = min(first + start, last), min(first + start + numel, last)
-        for piece in pieces_between(flat, layout.specs, low, high):
-            at = layout.in_slice(one, low) if one.is_tile else piece.param_offset  # a tile's parameter is the flat
-            yield Piece(piece.param, at, rank * numel + piece.chunk_offset, piece.numel)
+def _bucket_of(layout: Layout, index: int, ranges: tuple[SubRange, ...]) -> Bucket:
+    starts = list(accumulate((one.numel for one in ranges), initial=0))
+    pieces = tuple(
+        Piece(piece.param, piece.param_offset, rank * starts[-1] + start + piece.chunk_offset, piece.numel)
+        for rank in range(layout.ranks)
+        for one, start in zip(ranges, starts, strict=False)
+        for piece in one.pieces(layout, rank)
+    )
+    return Bucket(index, ranges, pieces, tuple(_holes(pieces, layout.ranks * starts[-1])))
 
 
 def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
@@ -114,13 +174,11 @@ class Buckets:
     order of sending tells ranks which buckets belong together. So a bucket that may be sent waits for those before it.
 
     Args:
-        buckets: all of them.
-        order: the buckets' indices, each once, alike on all ranks.
+        buckets: all of them, in that order, alike on all ranks.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], order: Sequence[int]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self.order = order
         self._with_part: dict[Part, list[Bucket]] = {}
         for bucket in self.buckets:
             for part in bucket.parts:
@@ -131,7 +189,7 @@ class Buckets:
         """Begins a round, before its first gradient."""
         self._ready: set[Part] = set()
         self._left = [len(bucket.parts) for bucket in self.buckets]
-        self._sent: set[int] = set()
+        self._sent = 0  # so many, in their order
 
     def ready(self, part: Part) -> None:
         """Tells that the gradient of a part is there.
@@ -151,13 +209,13 @@ class Buckets:
 
     def has_sent(self, part: Part) -> bool:
         """Whether a bucket of a part was sent in this round."""
-        return any(bucket.index in self._sent for bucket in self._with_part.get(part, ()))
+        return any(bucket.index < self._sent for bucket in self._with_part.get(part, ()))
 
     def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
         """Takes the buckets to send now, in their order, up to the first one that may not leave."""
-        while len(self._sent) < len(self.order):
-            bucket = self.buckets[self.order[len(self._sent)]]
+        while self._sent < len(self.buckets):
+            bucket = self.buckets[self._sent]
             if not may_leave(bucket):
                 return
-            self._sent.add(bucket.index)
+            self._sent += 1
             yield bucket

@@ -149,12 +149,13 @@ class Communicator(ABC):
         return self
 
     @abstractmethod
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         """Averages over the ranks: `out` gets elements rank * k to (rank + 1) * k of the average of all `full`.
 
         Args:
             full: shape (size * k,), contiguous, fp32, bf16 or fp16: the wire dtype.
-            out: shape (k,), fp32 or the wire dtype.
+            out: 1-D, k elements together, which get the average one after the other, of one dtype: fp32 or the wire
+                dtype.
             scratch: like `full`, lent until `wait` has returned; None: allocated.
 
         Raises:
@@ -266,8 +267,7 @@ class Communicator(ABC):
         Raises:
             RankError: another rank failed, or cannot be reached.
         """
-        digest = hashlib.sha256(text.encode()).digest()
-        digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        digests = self.all_gather(digest_of(text))
         return bool((digests == digests[0]).all())
 
     def exact_sum(self, values: Iterable[float]) -> float:
@@ -285,6 +285,11 @@ class Communicator(ABC):
         return _fsum(self.all_gather(terms).flatten().tolist())
 
 
+def digest_of(text: str) -> Tensor:
+    """What stands for a text where ranks compare theirs: 32 numbers of a byte each."""
+    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+
+
 class _Done(Work):
     def done(self) -> bool:
         return True
@@ -299,10 +304,9 @@ class SingleProcess(Communicator):
     def __init__(self, local_rank: int = 0, ranks_on_node: int = 1) -> None:
         super().__init__(0, 1, local_rank, ranks_on_node)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, 1)
-        with torch.no_grad():
-            out.copy_(full)
+        average(full.view(1, -1), out)
         return _Done()
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
@@ -365,14 +369,19 @@ def is_in_order(user_ranks: Sequence[int]) -> bool:
     return [*user_ranks] == [*range(len(user_ranks))]
 
 
-def average(rows: Tensor, out: Tensor, user_ranks: Sequence[int] | None = None) -> None:
+def average(rows: Tensor, out: Sequence[Tensor], user_ranks: Sequence[int] | None = None) -> None:
     """Averages over the ranks, the local half of a reduction; see [Note: collectives] for its arithmetic.
 
     Args:
         rows: shape (size, k), fp32, bf16 or fp16, by number in the group.
-        out: shape (k,), fp32 or the dtype of `rows`; written.
+        out: 1-D, k elements together, fp32 or the dtype of `rows`; written, one after the other.
         user_ranks: the rank of each row, by which they are summed; None: their numbers.
     """
+    for part, into in zip(rows.split([len(one) for one in out], dim=1), out, strict=True):
+        _average(part, into, user_ranks)
+
+
+def _average(rows: Tensor, out: Tensor, user_ranks: Sequence[int] | None) -> None:
     size, numel = rows.shape
     # As a tensor: by a number, CUDA multiplies with its reciprocal.
     divisor = torch.full((1,), size, dtype=torch.float32, device=out.device)
@@ -413,13 +422,14 @@ def _fsum(values: Iterable[float]) -> float:
         return math.nan
 
 
-def check_reduction(full: Tensor, out: Tensor, scratch: Tensor | None, size: int) -> None:
+def check_reduction(full: Tensor, out: Sequence[Tensor], scratch: Tensor | None, size: int) -> None:
     if full.dtype not in WIRE_DTYPES:
         raise ValueError(f"full is {full.dtype}, not {' or '.join(map(str, WIRE_DTYPES))}")
-    if out.dtype not in (full.dtype, torch.float32):
-        raise ValueError(f"out is {out.dtype}, not torch.float32 or {full.dtype}, which full is")
-    _check_vector("out", out, out.numel(), full)
-    _check_vector("full", full, out.numel() * size, out)
+    for one in out:
+        if one.dtype not in (full.dtype, torch.float32):
+            raise ValueError(f"out is {one.dtype}, not torch.float32 or {full.dtype}, which full is")
+        _check_vector("out", one, one.numel(), full)
+    _check_vector("full", full, sum(one.numel() for one in out) * size, full)
     if scratch is not None:
         _check_vector("scratch", scratch, full.numel(), full)
         if scratch.dtype != full.dtype:

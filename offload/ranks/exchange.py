@@ -10,22 +10,29 @@ from torch import Tensor
 
 from offload.errors import RankError
 from offload.layout import Chunk, Layout
+from offload.ranks import gathers
 from offload.ranks.communicator import Communicator, Work
+from offload.ranks.gathers import Gather, Gathers
 from offload.regions import Region
 from offload.storage.chunk_cache import Use
 from offload.storage.param_store import ParamStore
 from offload.tiers import Tier
 
 EXCHANGED = "new parameters of replicas"
+TOGETHER = "new parameters that travel together"
 
 
-def regions(layout: Layout, communication: Tier) -> list[Region]:
-    """What a ReplicaExchange reserves.
+def regions(layout: Layout, communication: Tier, together_bytes: int | None) -> list[Region]:
+    """What the Exchange reserves.
 
     Args:
         layout: of the parameters.
         communication: the tier whose memory the tensors of collectives are in.
+        together_bytes: the most that travel together where parameters stay on the device; None: they do not stay.
     """
+    if together_bytes is not None:
+        sizes = [layout.padded_numel(flat.index) * flat.dtype.itemsize for flat in layout.flats]
+        return gathers.regions(TOGETHER, sizes, together_bytes, communication) if layout.ranks > 1 else []
     if layout.replicas == 1:
         return []
     return [Region(communication, EXCHANGED, _buffer_bytes(layout), kind="buffers")]
@@ -66,6 +73,13 @@ class Exchange:
             RankError: another rank failed, or cannot be reached.
         """
 
+    def send_rest(self) -> None:
+        """Sends what `start` has kept back to send it with others. All ranks call it at the same place.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+
     def finish(self, flat: int) -> None:
         """Makes what is queued on the device from now on see all new values of a flat parameter.
 
@@ -85,27 +99,43 @@ class Exchange:
 
 
 class FlatGather(Exchange):
-    """All-gathers flat parameters that stay on the device, in place. Who uses one waits for it.
+    """All-gathers flat parameters that stay on the device, small ones together. Who uses one waits for it.
 
     Args:
         layout: of the parameters.
         flats: the model's flat parameters. This rank's shard has its new values when `start` is called.
-        comm: the ranks that share them.
+        gathers: of the ranks that share them.
+        rank: this one.
     """
 
-    def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator) -> None:
+    def __init__(self, layout: Layout, flats: Sequence[Tensor], gathers: Gathers, rank: int) -> None:
         self._layout = layout
         self._flats = flats
-        self._comm = comm
+        self._gathers = gathers
+        self._rank = rank
+        self._kept: list[int] = []  # started, to be sent with others
         self._works: dict[int, Work] = {}
 
     def start(self, flat: int, step: int) -> None:
+        if self._layout.shard_numel(flat):
+            if sum(map(self._nbytes, self._kept)) + self._nbytes(flat) > self._gathers.room:
+                self.send_rest()
+            self._kept.append(flat)
+
+    def _nbytes(self, flat: int) -> int:
+        return self._flats[flat].numel() * self._flats[flat].element_size()
+
+    def send_rest(self) -> None:
+        kept, self._kept = self._kept, []
+        for numbers, work in self._gathers.launch([self._shard_of(flat) for flat in kept]):
+            self._works.update((kept[number], work) for number in numbers)
+
+    def _shard_of(self, flat: int) -> Gather:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
-        if numel:
-            shard = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
-            self._works[flat] = self._comm.all_gather_into_tensor(shard, whole)
+        return whole[self._rank * numel : (self._rank + 1) * numel], whole
 
     def finish(self, flat: int) -> None:
+        assert flat not in self._kept
         if flat in self._works:
             self._works[flat].wait_on_device()
 
@@ -115,6 +145,7 @@ class FlatGather(Exchange):
             del self._works[flat]
 
     def abandon(self) -> None:
+        self._kept.clear()
         for work in self._works.values():
             with suppress(RankError):
                 work.wait()

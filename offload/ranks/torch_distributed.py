@@ -212,14 +212,14 @@ class Group(Communicator):
         except RuntimeError as error:
             raise self.fail("new_group", time.monotonic() - began, str(error)) from error
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
         received = torch.empty_like(full) if scratch is None else scratch
         return self._launch(
             "reduce_scatter",
             lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True),
             full,
-            full.numel() - out.numel(),
+            full.numel() - full.numel() // self.size,
             finish=lambda: average(received.view(self.size, -1), out, self.user_ranks),
         )
 

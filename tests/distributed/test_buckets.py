@@ -19,7 +19,7 @@ def _seconds(overlapped: bool, delay_s: float) -> float:
     began = time.monotonic()
     works = []
     for _ in range(6):
-        works.append(group.reduce_scatter(torch.ones(1000 * group.size), torch.empty(1000)))
+        works.append(group.reduce_scatter(torch.ones(1000 * group.size), [torch.empty(1000)]))
         if not overlapped:
             works[-1].wait()
         time.sleep(1.2 * delay_s)

@@ -59,7 +59,7 @@ def _reduced(kind: str, numel: int, bucket: int, wire: torch.dtype, out_dtype: t
     for start in range(0, numel, bucket):
         full = own.view(group.size, numel)[:, start : start + bucket].contiguous().view(-1)
         scratch = torch.empty_like(full) if start else None
-        works.append(group.reduce_scatter(full, out[start : start + bucket], scratch=scratch))
+        works.append(group.reduce_scatter(full, [out[start : start + bucket]], scratch=scratch))
     for work in reversed(works):
         work.wait()
         work.wait()
@@ -94,7 +94,7 @@ def _inf_and_nan() -> Tensor:
     full[0] = float("inf") if group.rank else float("-inf")
     full[1] = float("inf") if group.rank else 1.0
     out = torch.empty(2)
-    group.reduce_scatter(full, out).wait()
+    group.reduce_scatter(full, [out]).wait()
     group.close()
     return out
 
@@ -193,8 +193,8 @@ def test_sums_that_are_not_finite_are_so_on_every_rank(worlds: Worlds, bad: floa
 def _counted(numel: int) -> dict[str, int]:
     group = comm.connect()
     full = torch.ones(group.size * numel, dtype=torch.bfloat16)
-    group.reduce_scatter(full, torch.empty(numel)).wait()
-    group.reduce_scatter(full, torch.empty(numel)).wait()
+    group.reduce_scatter(full, [torch.empty(numel)]).wait()
+    group.reduce_scatter(full, [torch.empty(numel)]).wait()
     group.all_gather_into_tensor(full[:numel].clone(), full).wait()
     group.broadcast(torch.zeros(10), source=0)
     group.all_gather(torch.zeros(3))
@@ -265,7 +265,7 @@ def _subgroups() -> list[float]:
         assert group.size == 2
         assert (group.local_rank, group.ranks_on_node) == (world.rank, 4)
         out = torch.empty(1)
-        group.reduce_scatter(torch.full((2,), float(world.rank)), out).wait()
+        group.reduce_scatter(torch.full((2,), float(world.rank)), [out]).wait()
         tensor = torch.tensor([float(world.rank)])
         group.broadcast(tensor, source=1)
         found += [out.item(), tensor.item()]
@@ -352,13 +352,13 @@ def _wrong_tensors() -> None:
     n = group.size
     f32, bf16 = torch.zeros(4 * n), torch.zeros(4 * n, dtype=torch.bfloat16)
     wrong: list[tuple[str, Callable[[], Any]]] = [
-        ("full is torch.int64", lambda: group.reduce_scatter(torch.zeros(4 * n, dtype=torch.int64), torch.zeros(4))),
-        ("out is torch.bfloat16", lambda: group.reduce_scatter(f32, torch.zeros(4, dtype=torch.bfloat16))),
-        ("full has to be", lambda: group.reduce_scatter(f32, torch.zeros(5))),
-        ("full has to be", lambda: group.reduce_scatter(f32.view(-1, 2), torch.zeros(4))),
-        ("full has to be", lambda: group.reduce_scatter(torch.zeros(8 * n)[::2], torch.zeros(4))),
-        ("scratch has to be", lambda: group.reduce_scatter(f32, torch.zeros(4), scratch=torch.zeros(4 * n + 1))),
-        ("scratch is torch.bfloat16", lambda: group.reduce_scatter(f32, torch.zeros(4), scratch=bf16)),
+        ("full is torch.int64", lambda: group.reduce_scatter(torch.zeros(4 * n, dtype=torch.int64), [torch.zeros(4)])),
+        ("out is torch.bfloat16", lambda: group.reduce_scatter(f32, [torch.zeros(4, dtype=torch.bfloat16)])),
+        ("full has to be", lambda: group.reduce_scatter(f32, [torch.zeros(5)])),
+        ("full has to be", lambda: group.reduce_scatter(f32.view(-1, 2), [torch.zeros(4)])),
+        ("full has to be", lambda: group.reduce_scatter(torch.zeros(8 * n)[::2], [torch.zeros(4)])),
+        ("scratch has to be", lambda: group.reduce_scatter(f32, [torch.zeros(4)], scratch=torch.zeros(4 * n + 1))),
+        ("scratch is torch.bfloat16", lambda: group.reduce_scatter(f32, [torch.zeros(4)], scratch=bf16)),
         ("out has to be", lambda: group.all_gather_into_tensor(torch.zeros(4), torch.zeros(4 * n + 1))),
         ("shard has to be", lambda: group.all_gather_into_tensor(torch.zeros(2, 2), f32)),
         ("they have to be alike", lambda: group.all_gather_into_tensor(torch.zeros(4), bf16)),

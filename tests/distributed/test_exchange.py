@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.devices.copies import copier_for
 from offload.errors import RankError
 from offload.layout import Chunk, Layout, ParamSpec, build
 from offload.ranks.communicator import Communicator, SingleProcess, Work
-from offload.ranks.exchange import EXCHANGED, FlatGather, ReplicaExchange
+from offload.ranks.exchange import EXCHANGED, FlatGather, ReplicaExchange, regions
+from offload.ranks.gathers import Gathers
 from offload.storage.chunk_cache import Use
 from offload.storage.param_store import StreamedParams
 from offload.storage.swap_format import param_slot_arrays
+from offload.tiers import CPU
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram
 from tests.support.threads import Threads
@@ -40,8 +43,14 @@ def part(bits: list[np.ndarray], layout: Layout, chunk: Chunk) -> np.ndarray:
     return bits[chunk.flat][chunk.start * size : (chunk.start + chunk.numel) * size]
 
 
+def gathers_of(layout: Layout, comm: Communicator, bucket_bytes: int) -> Gathers:
+    memory = [torch.empty(region.nbytes, dtype=torch.uint8) for region in regions(layout, CPU, bucket_bytes)]
+    return Gathers(comm, memory, copier_for(torch.device("cpu")))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_gets_the_shards_of_all_others(ranks: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [0, 12_000, 1 << 20])
+def test_each_rank_gets_the_shards_of_all_others(ranks: int, bucket_bytes: int) -> None:
     new = bits_of(layout_of(ranks, 0), 1)
 
     def gather(comm: Communicator) -> list[Tensor]:
@@ -51,9 +60,10 @@ def test_each_rank_gets_the_shards_of_all_others(ranks: int) -> None:
             each = len(bits) // ranks
             own = slice(comm.rank * each, (comm.rank + 1) * each)
             flat.view(torch.uint8)[own] = torch.from_numpy(bits[own])
-        gathering = FlatGather(layout, flats, comm)
+        gathering = FlatGather(layout, flats, gathers_of(layout, comm, bucket_bytes), comm.rank)
         for flat in range(len(flats)):
             gathering.start(flat, 1)
+        gathering.send_rest()
         for flat in reversed(range(len(flats))):
             gathering.finish(flat)
         return flats
@@ -76,7 +86,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
     def exchange(comm: Communicator, column: int) -> list[str]:
         """What is wrong on this rank."""
         layout = layout_of(ranks, comm.rank * group + column, replicas)
-        run = run_of(layout)
+        run = run_of(layout, param_tier="cpu")
         store = store_in_ram(run, param_slot_arrays(layout))
         for chunk in layout.param_chunks:
             with store.lease(chunk.index, Use.OVERWRITE, step=0) as lease:
@@ -135,14 +145,15 @@ class Noting(SingleProcess):
 def test_what_is_abandoned_has_ended_before_its_memory_is_used_again() -> None:
     layout, comm = layout_of(2, 0, replicas=2), Noting()
     flats = [torch.zeros(layout.padded_numel(flat.index), dtype=flat.dtype) for flat in layout.flats]
-    gathering = FlatGather(layout, flats, comm)
+    gathering = FlatGather(layout, flats, gathers_of(layout, comm, 0), comm.rank)
     for flat in range(len(flats)):
         gathering.start(flat, 1)
+    gathering.send_rest()
     gathering.abandon()
     assert len(comm.works) == len(flats)
     assert all(work.has_ended for work in comm.works)
     comm.works.clear()
-    run = run_of(layout)
+    run = run_of(layout, param_tier="cpu")
     (buffer,) = run.memory.take(EXCHANGED)
     exchanging = ReplicaExchange(
         layout, StreamedParams(layout, store_in_ram(run, param_slot_arrays(layout))), buffer, comm
@@ -157,8 +168,9 @@ def test_what_is_abandoned_has_ended_before_its_memory_is_used_again() -> None:
 def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandoned() -> None:
     layout = layout_of(2, 0, replicas=2)
     flats = [torch.zeros(layout.padded_numel(flat.index), dtype=flat.dtype) for flat in layout.flats]
-    gathering = FlatGather(layout, flats, Lost())
+    gathering = FlatGather(layout, flats, gathers_of(layout, Lost(), 0), 0)
     gathering.start(0, 1)
+    gathering.send_rest()
     with pytest.raises(RankError, match="rank 1 is gone"):
         gathering.finish(0)
     with pytest.raises(RankError, match="rank 1 is gone"):
@@ -166,7 +178,7 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     gathering.abandon()
     gathering.wait()
     gathering.finish(0)
-    run = run_of(layout)
+    run = run_of(layout, param_tier="cpu")
     store = store_in_ram(run, param_slot_arrays(layout))
     (buffer,) = run.memory.take(EXCHANGED)
     exchanging = ReplicaExchange(layout, StreamedParams(layout, store), buffer, Lost())

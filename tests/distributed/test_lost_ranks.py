@@ -53,7 +53,7 @@ def _meet() -> None:
 
 def _call(group: Communicator, name: str) -> None:
     if name == "reduce_scatter":
-        group.reduce_scatter(torch.ones(3000), torch.empty(1000)).wait()
+        group.reduce_scatter(torch.ones(3000), [torch.empty(1000)]).wait()
     elif name == "all_gather":
         group.all_gather_into_tensor(torch.ones(1000), torch.empty(3000)).wait()
     elif name == "broadcast":

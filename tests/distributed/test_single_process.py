@@ -78,7 +78,7 @@ def test_averages_divide_and_do_not_multiply_with_a_reciprocal() -> None:
     """1/3 is no fp32 number: 3 * (1/3) would be off by an ulp for some sums."""
     sums = torch.arange(1, 100_000, dtype=torch.float32)
     out = torch.empty_like(sums)
-    average(torch.stack([sums, torch.zeros_like(sums), torch.zeros_like(sums)]), out)
+    average(torch.stack([sums, torch.zeros_like(sums), torch.zeros_like(sums)]), [out])
     assert torch.equal(out.double(), (sums.double() / 3).float().double())
     assert not torch.equal(out, sums * torch.tensor(1 / 3))
 
@@ -86,14 +86,14 @@ def test_averages_divide_and_do_not_multiply_with_a_reciprocal() -> None:
 def test_averages_of_bf16_are_rounded_once_at_the_end() -> None:
     parts = torch.tensor([[1.0], [2**-8], [2**-8]], dtype=torch.bfloat16)  # 1 + 2^-8 is a tie: bf16 loses each
     out = torch.empty(1, dtype=torch.bfloat16)
-    average(parts, out)
+    average(parts, [out])
     assert out.item() == torch.tensor((1 + 2**-7) / 3).bfloat16().item()
 
 
 def test_alone_casts_and_copies() -> None:
     full = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
     out = torch.empty(2)
-    SingleProcess().reduce_scatter(full, out).wait()
+    SingleProcess().reduce_scatter(full, [out]).wait()
     assert out.tolist() == [1, 3]
     gathered = torch.zeros(2, dtype=torch.bfloat16)
     SingleProcess().all_gather_into_tensor(full, gathered).wait()
@@ -105,8 +105,8 @@ def test_alone_casts_and_copies() -> None:
 def test_the_late_communicator_shows_a_missing_wait() -> None:
     late = Late(SingleProcess())
     first, second = torch.zeros(2), torch.zeros(2)
-    one, full = late.reduce_scatter(torch.ones(2), first), torch.ones(2)
-    two = late.reduce_scatter(full, second)
+    one, full = late.reduce_scatter(torch.ones(2), [first]), torch.ones(2)
+    two = late.reduce_scatter(full, [second])
     assert first.isnan().all()
     full.fill_(5)  # before it was waited for
     two.wait()

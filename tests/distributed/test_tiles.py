@@ -139,7 +139,7 @@ def _unsent(use: str) -> list[str]:
         losses = [next(batches)() for _ in range(3)]
         losses[2 - 2 * dist.get_rank()].backward()  # of one expert, and of several
         buckets = gradients._buckets
-        left = [bucket.unit for bucket in buckets.buckets if bucket.index not in buckets._sent]
+        left = [unit for bucket in buckets.buckets[buckets._sent :] for unit in bucket.units]
         optimizer.step()
     return left
 

@@ -181,19 +181,43 @@ def test_complete_buckets_wait_for_their_turn_unless_their_unit_is_alone() -> No
     Threads(2).run(reduce)
 
 
-def test_a_unit_entered_again_ends_the_round_on_ranks_without_its_gradients_too() -> None:
+@pytest.mark.parametrize(("bucket", "sent"), [("512B", [1, 2]), ("32MiB", [0, 1])])
+def test_a_unit_entered_again_ends_the_round_on_ranks_without_its_gradients_too(bucket: str, sent: list[int]) -> None:
     def reduce(comm: Communicator) -> None:
         specs = [ParamSpec("head", 100, "", torch.bfloat16, 0), ParamSpec("p", 100, "block", torch.bfloat16, 0)]
-        buffer = reduced(run_of(build(specs, 1 << 16, ranks=2, rank=comm.rank), comm, stage=3, accumulation=2))
+        layout = build(specs, 1 << 16, ranks=2, rank=comm.rank)
+        buffer = reduced(run_of(layout, comm, stage=3, accumulation=2, tuning=Tuning(bucket=bucket)))
         buffer.accumulate(1, torch.ones(100).bfloat16())
         buffer.backward_ends(["block"], is_whole=True)
         buffer.accumulate(0, torch.ones(100).bfloat16())
-        assert comm.stats()["reduce_scatter"] == 1
+        found = [comm.stats()["reduce_scatter"]]
         buffer.backward_enters("block", [], is_alone=True)
-        assert comm.stats()["reduce_scatter"] == 2
+        found.append(comm.stats()["reduce_scatter"])
+        assert found == sent
         buffer.finalize([0, 1])
 
     Threads(2).run(reduce)
+
+
+def test_a_bucket_of_several_units_is_sent_when_backward_leaves_the_last_of_them() -> None:
+    def reduce(comm: Communicator) -> list[Tensor]:
+        specs = [ParamSpec(name, 100, name, torch.bfloat16, 0) for name in ("first", "second")]
+        buffer = reduced(run_of(build(specs, 1 << 16, ranks=2, rank=comm.rank), comm, stage=3))
+        buffer.backward_enters("second", [], is_alone=True)
+        buffer.accumulate(1, gradient(2, comm.rank, 0)[:100])
+        buffer.backward_enters("first", ["second"], is_alone=comm.rank == 0)
+        assert comm.stats()["reduce_scatter"] == 0
+        buffer.accumulate(0, gradient(0, comm.rank, 0)[:100])
+        assert comm.stats()["reduce_scatter"] == (comm.rank == 0), "the turn of `first` is not over"
+        buffer.backward_ends(["first"], is_whole=True)
+        assert comm.stats()["reduce_scatter"] == 1
+        buffer.finalize([0, 1])
+        return [buffer.values(param).clone() for param in (0, 1)]
+
+    by_rank = Threads(2).run(reduce)
+    for param in (0, 1):
+        grads = [gradient(2 * param, rank, 0)[:100].float() for rank in range(2)]
+        assert torch.equal(torch.cat([values[param] for values in by_rank]), ((grads[0] + grads[1]) / 2).bfloat16())
 
 
 def test_complete_buckets_are_sent_at_once_where_nothing_is_gathered() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.grads.shards import GradShards, Place, ShardsInMemory, ShardsInSlots, dtypes_of
 from offload.layout import Layout, ParamSpec, build
 from offload.optim import reference
-from offload.ranks.buckets import cut_buckets
+from offload.ranks.buckets import SubRange, cut_buckets
 from offload.sizes import SUM_BLOCK
 from offload.storage.chunk_cache import Use
 from tests.support.runs import layout_of, run_of
@@ -123,16 +123,20 @@ def test_buckets_are_summed_as_they_come_from_the_end(where: str, came: int, exp
         step_over_buckets(shards, layout, 10 * step, came, expected)
 
 
+def _ranges(layout: Layout) -> list[SubRange]:
+    return [one for bucket in cut_buckets(layout, 20_000) for one in bucket.ranges]
+
+
 def step_over_buckets(shards: GradShards, layout: Layout, seed: int, came: int, expected: int) -> None:
     numel = layout.shard_numel(0)
     start = layout.shard_range(0)[0]
     rounds = [torch.randn(numel, generator=torch.Generator().manual_seed(seed + number)) for number in range(came)]
     for number, average in enumerate(rounds):
-        for bucket in reversed(cut_buckets(layout, 20_000)):
-            values = average[bucket.start : bucket.start + bucket.numel]
-            memory = shards.bucket_memory(bucket) if number == 0 else None
+        for one in _ranges(layout):
+            values = average[one.start : one.start + one.numel]
+            memory = shards.range_memory(one) if number == 0 else None
             if memory is None:
-                shards.add_bucket(bucket, values, is_first=number == 0, is_last=number + 1 == expected)
+                shards.add_range(one, values, is_first=number == 0, is_last=number + 1 == expected)
             else:
                 memory.copy_(values)
     stale = [param for param in range(len(NUMELS)) if shards.sums.stale(param)]
@@ -162,8 +166,8 @@ def test_a_chunk_is_unfinished_until_a_bucket_brings_its_first_element() -> None
     layout = layout_of(NUMELS, ranks=2)
     places = Places(run_of(layout, tier="cpu", accumulation=2, stage=2), 2)
     places.noted = []
-    for bucket in reversed(cut_buckets(layout, 20_000)):
-        places.add_bucket(bucket, torch.zeros(bucket.numel), is_first=False, is_last=True)
+    for one in _ranges(layout):
+        places.add_range(one, torch.zeros(one.numel), is_first=False, is_last=True)
     finished = [place for place in places.noted if not place.is_unfinished]
     assert [place.start for place in finished] == [0] * len(layout.chunks)
     assert [place.chunk for place in finished] == list(reversed(layout.chunks))

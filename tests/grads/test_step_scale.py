@@ -150,14 +150,16 @@ class Ranks(SingleProcess):
         self.others = others
 
     def all_gather(self, values: Tensor) -> Tensor:
-        return torch.stack([values, *(torch.tensor(row, dtype=values.dtype) for row in self.others)])
+        """What follows the factors is alike."""
+        told = ((torch.tensor(row, dtype=values.dtype), values[len(row) :]) for row in self.others)
+        return torch.stack([values, *map(torch.cat, told)])
 
 
 def test_a_rank_without_a_gradient_gets_the_factor_of_the_others() -> None:
     scale = StepScale()
     scale.multiply(0, 2.0)
     # This rank has gradients of 0 and 2, the others of 0 and 1.
-    scale.agree(Ranks([2.0, 0.5, NAN], [2.0, 0.5, NAN]), [0, 2], ["a", "b", "c"])
+    assert scale.agree(Ranks([2.0, 0.5, NAN], [2.0, 0.5, NAN]), [0, 2], ["a", "b", "c"], "alike")
     assert [scale.relative(number) for number in range(3)] == [2.0, 0.5, 1.0]
 
 
@@ -167,4 +169,4 @@ def test_different_factors_of_one_gradient_are_refused_by_its_name(mine: float, 
     scale.multiply(1, mine)
     low, high = sorted((mine, other))
     with pytest.raises(ConfigError, match=rf"the gradient of b was multiplied by {low:g} and by {high:g} on the ranks"):
-        scale.agree(Ranks([1.0, other]), [0, 1], ["a", "b"])
+        scale.agree(Ranks([1.0, other]), [0, 1], ["a", "b"], "alike")

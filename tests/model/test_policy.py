@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.layout import ParamSpec, build
-from offload.model.policy import UnitOrder, UnitPolicy
+from offload.model.policy import Ahead, UnitOrder, UnitPolicy
 from offload.model.unit import Unit, Units
 
 NAMES = ["", "a", "b", "b.inner", "c", "d"]
@@ -38,7 +38,7 @@ def arrive(*units: Unit) -> None:
     ahead=st.integers(0, 3),
 )
 def test_what_comes_next_is_what_came_next_in_the_pass_before(passes: list[list[int]], ahead: int) -> None:
-    units, order = units_of("a", "b", "c", "d", "e"), UnitOrder(ahead)
+    units, order = units_of("a", "b", "c", "d", "e"), UnitOrder(Ahead(ahead))
     before: list[int] = []
     for numbers in passes:
         order.begin_pass()
@@ -57,7 +57,7 @@ def test_tiles_that_the_routing_names_are_expected_in_place_of_those_of_the_pass
     specs = [ParamSpec("a.w", 10, "a", torch.bfloat16, 0), ParamSpec("w", 256, "w", torch.bfloat16, 0, tile=64)]
     made = Units(build(specs, 1024), range(2))
     block, *tiles = made["a"], *(made[f"w[{number}]"] for number in range(4))
-    order = UnitOrder(ahead=2)
+    order = UnitOrder(Ahead(2))
     order.begin_pass()
     for unit in (block, tiles[0], tiles[1], block, tiles[1], tiles[0], block):
         order.enter(unit)
@@ -75,7 +75,7 @@ def test_tiles_that_the_routing_names_are_expected_in_place_of_those_of_the_pass
 
 
 def test_passes_with_and_without_gradients_have_orders_of_their_own() -> None:
-    (a, b, c), order = units_of("a", "b", "c"), UnitOrder(2)
+    (a, b, c), order = units_of("a", "b", "c"), UnitOrder(Ahead(2))
     for unit in (a, b, c, b, a):
         order.enter(unit)
     assert order.begin_pass() == (), "the store expects it already"
@@ -115,9 +115,9 @@ def uses(policy: UnitPolicy, unit: Unit) -> dict[str, tuple[object, object]]:
     }
 
 
-@pytest.mark.parametrize("why", uses(UnitPolicy(0), units_of("a")[0]))
+@pytest.mark.parametrize("why", uses(UnitPolicy(Ahead(0)), units_of("a")[0]))
 def test_a_unit_in_use_stays_until_its_use_ends(why: str) -> None:
-    (a, b), policy = units_of("a", "b"), UnitPolicy(1)
+    (a, b), policy = units_of("a", "b"), UnitPolicy(Ahead(1))
     begin, end = uses(policy, a)[why]
     assert policy.unused([a, b], []) == [a, b]
     begin()  # type: ignore[operator]
@@ -129,7 +129,7 @@ def test_a_unit_in_use_stays_until_its_use_ends(why: str) -> None:
 
 
 def test_uses_are_nested_and_a_unit_gathered_twice_is_let_go_of_twice() -> None:
-    (a, b), policy = units_of("a", "b"), UnitPolicy(1)
+    (a, b), policy = units_of("a", "b"), UnitPolicy(Ahead(1))
     policy.use_begins([a, b])
     policy.use_begins([a])
     policy.use_ends([a])
@@ -148,7 +148,7 @@ def test_uses_are_nested_and_a_unit_gathered_twice_is_let_go_of_twice() -> None:
 def test_the_units_around_the_one_whose_backward_began_last_stay_in_each_thread() -> None:
     units = units_of(*NAMES)
     root, a, b, inner, _, d = units
-    policy = UnitPolicy(1)
+    policy = UnitPolicy(Ahead(1))
     policy.backward_begins(inner)
     other = threading.Thread(target=policy.backward_begins, args=(d,))
     other.start()
@@ -161,7 +161,7 @@ def test_the_units_around_the_one_whose_backward_began_last_stay_in_each_thread(
 
 
 def test_while_a_graph_is_made_of_a_backward_nothing_leaves() -> None:
-    (a, b), policy = units_of("a", "b"), UnitPolicy(1)
+    (a, b), policy = units_of("a", "b"), UnitPolicy(Ahead(1))
     assert policy.why_more_stays is None
     policy.keep([a])
     assert "functions of autograd" in str(policy.why_more_stays)
@@ -177,7 +177,7 @@ def test_while_a_graph_is_made_of_a_backward_nothing_leaves() -> None:
 
 
 def test_guests_come_first_and_have_no_room_that_was_planned() -> None:
-    (a, b, c, guest), policy = units_of("a", "b", "c", "guest"), UnitPolicy(2)
+    (a, b, c, guest), policy = units_of("a", "b", "c", "guest"), UnitPolicy(Ahead(2))
     for unit in (a, b, c):
         policy.order.enter(unit)
     policy.order.begin_pass()
@@ -191,7 +191,7 @@ def test_guests_come_first_and_have_no_room_that_was_planned() -> None:
 
 
 def test_what_is_on_its_way_stays_for_the_unit_that_is_entered_and_what_is_here_does_not() -> None:
-    (a, b, c), policy = units_of("a", "b", "c"), UnitPolicy(2)
+    (a, b, c), policy = units_of("a", "b", "c"), UnitPolicy(Ahead(2))
     for unit in (a, b, c):
         policy.order.enter(unit)
     policy.order.begin_pass()
@@ -202,7 +202,7 @@ def test_what_is_on_its_way_stays_for_the_unit_that_is_entered_and_what_is_here_
 
 
 def test_a_unit_that_was_borrowed_is_so_until_it_is_given_back() -> None:
-    (a, b), policy = units_of("a", "b"), UnitPolicy(1)
+    (a, b), policy = units_of("a", "b"), UnitPolicy(Ahead(1))
     policy.borrow(a)
     policy.borrow(b)
     policy.borrow(a)
@@ -218,7 +218,7 @@ def test_a_unit_that_was_borrowed_is_so_until_it_is_given_back() -> None:
 
 def test_what_stays_is_released_only_if_nobody_uses_it_and_everything_has_to_go() -> None:
     a, b, c = units_of("a", "b", "c")
-    policy = UnitPolicy(1)
+    policy = UnitPolicy(Ahead(1))
     a.stays = b.stays = True
     policy.keep([b])
     assert policy.unused([a, b, c], ()) == [c]
@@ -229,7 +229,7 @@ def test_what_stays_is_released_only_if_nobody_uses_it_and_everything_has_to_go(
 
 def test_what_is_there_and_stays_is_passed_over_by_what_comes_next() -> None:
     a, b, c, d = units_of("a", "b", "c", "d")
-    order = UnitOrder(1)
+    order = UnitOrder(Ahead(1))
     b.stays = True
     for unit in (a, b, c, d):
         order.enter(unit)
@@ -244,7 +244,7 @@ def test_what_is_there_and_stays_is_passed_over_by_what_comes_next() -> None:
 
 def test_the_store_expects_what_stays_once() -> None:
     a, b, c = units_of("a", "b", "c")
-    order = UnitOrder(1)
+    order = UnitOrder(Ahead(1))
     a.stays = b.stays = True
 
     def two_passes() -> Sequence[Unit]:

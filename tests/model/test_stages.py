@@ -60,15 +60,17 @@ def test_every_element_is_in_one_bucket_at_its_owners_place(
     layout = build(specs, 1 << 20, ranks=ranks)
     found = []
     for bucket in cut_buckets(layout, bucket_numel):
-        shard_numel = layout.shard_numel(bucket.flat)
         assert 0 < bucket.numel <= max(bucket_numel // ranks, ALIGN_NUMEL)
-        assert bucket.start + bucket.numel <= shard_numel
+        assert len({layout.flats[one.within.flat].dtype for one in bucket.ranges}) == 1
+        inside = [(one, place) for one in bucket.ranges for place in range(one.numel)]
+        assert len(inside) == bucket.numel
         for piece in bucket.pieces:
             flat, offset = layout.locations[piece.param]
-            assert flat == bucket.flat
             for i in (0, piece.numel - 1):
-                owner, place = divmod(piece.chunk_offset + i, bucket.numel)
-                assert offset + piece.param_offset + i == owner * shard_numel + bucket.start + place
+                owner, at = divmod(piece.chunk_offset + i, bucket.numel)
+                one, place = inside[at]
+                assert one.within.flat == flat
+                assert offset + piece.param_offset + i == owner * layout.shard_numel(flat) + one.start + place
             found += [(piece.param, piece.param_offset + i) for i in range(piece.numel)]
     assert sorted(found) == [(param, i) for param, spec in enumerate(specs) for i in range(spec.numel)]
 
@@ -95,9 +97,7 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
     specs: list[ParamSpec], ranks: int, bucket_numel: int, random: object
 ) -> None:
     cut = cut_buckets(build(specs, 1 << 20, ranks=ranks), bucket_numel)
-    order = list(range(len(cut)))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    buckets = Buckets(cut, order)
+    buckets = Buckets(cut)
     for _ in range(2):
         buckets.reset()
         params = [param for param in range(len(specs)) if random.random() < 0.8]  # type: ignore[attr-defined]
@@ -106,14 +106,14 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
         left: list[int] = []
         for param in params:
             arrived.add(param)
-            buckets.ready(param)
+            buckets.ready((param, 0))
             for bucket in buckets.take(buckets.is_complete):
                 assert bucket.params <= arrived
                 left.append(bucket.index)
-            following = order[len(left) :]
-            assert not following or not cut[following[0]].params <= arrived, "a complete bucket was held back"
+            following = cut[len(left) :]
+            assert not following or not following[0].params <= arrived, "a complete bucket was held back"
         left += [bucket.index for bucket in buckets.take(lambda bucket: True)]
-        assert left == order
+        assert left == list(range(len(cut)))
         assert list(buckets.take(lambda bucket: True)) == []
 
 
@@ -123,17 +123,37 @@ def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:
     assert [bucket.params for bucket in cut] == [frozenset({0, 1})]
     assert [(piece.param, piece.chunk_offset, piece.numel) for piece in cut[0].pieces] == [(0, 0, 100), (1, 128, 100)]
     assert cut[0].holes == ((100, 128), (228, 256))
-    buckets = Buckets(cut, [0])
-    buckets.ready(1)
+    buckets = Buckets(cut)
+    buckets.ready((1, 0))
     assert list(buckets.take(buckets.is_complete)) == []
-    buckets.ready(0)
+    buckets.ready((0, 0))
     assert list(buckets.take(buckets.is_complete)) == [cut[0]]
 
 
+def test_small_flat_parameters_of_one_dtype_share_buckets_in_the_order_of_backward() -> None:
+    specs = [
+        ParamSpec(f"{unit}.{name}", numel, unit, dtype, 0)
+        for unit in ("", "first", "second", "large")
+        for name, numel, dtype in (("norm", 64, torch.float32), ("w", 1000 if unit == "large" else 100, torch.bfloat16))
+    ]
+    layout = build(specs, 1 << 20, ranks=2)
+    found = [
+        [(one.within.unit, layout.flats[one.within.flat].dtype, one.start, one.numel) for one in bucket.ranges]
+        for bucket in cut_buckets(layout, 512)
+    ]
+    half, full = torch.bfloat16, torch.float32
+    assert found == [
+        [("large", half, 256, 256)],
+        [("large", half, 0, 256)],
+        [("second", half, 0, 64), ("first", half, 0, 64), ("", half, 0, 64)],
+        [("large", full, 0, 64), ("second", full, 0, 64), ("first", full, 0, 64), ("", full, 0, 64)],
+    ]
+
+
 def test_a_gradient_that_arrives_twice_in_a_step_is_a_mistake_here() -> None:
-    buckets = Buckets(cut_buckets(model(10), 64), [0])
-    buckets.ready(0)
-    with pytest.raises(StateError, match="parameter 0 arrived twice"):
-        buckets.ready(0)
+    buckets = Buckets(cut_buckets(model(10), 64))
+    buckets.ready((0, 0))
+    with pytest.raises(StateError, match="tile 0 of parameter 0 arrived twice"):
+        buckets.ready((0, 0))
     buckets.reset()
-    buckets.ready(0)
+    buckets.ready((0, 0))

@@ -497,9 +497,9 @@ def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(strea
         optimizer.synchronize()
         transfers, weight = optimizer._held.units.transfers, model.blocks[1].up.weight
         first, second = (optimizer._held.units.named(f"blocks.1.up.weight[{number}]") for number in range(2))
-        transfers.prefetch(first)
+        transfers.prefetch([first])
         with optimizer.gathered(weight, writable=True), torch.no_grad():
-            transfers.prefetch(second)
+            transfers.prefetch([second])
             weight.zero_()
         assert first.is_here
         for leaf in optimizer._parts.parameters.tiles.values():

@@ -21,7 +21,8 @@ from torch import Tensor
 from offload.devices.copies import DONE, DeviceEvent
 from offload.errors import TierIOError
 from offload.layout import Chunk, Layout, ParamSpec, build
-from offload.model.transfer import UnitTransfers
+from offload.model.policy import Ahead
+from offload.model.transfer import TransferLimits, UnitTransfers
 from offload.model.unit import Presence, Unit, Units
 from offload.profiling import Timeline
 from offload.storage.chunk_cache import Use
@@ -147,7 +148,8 @@ class Traffic(RuleBasedStateMachine):
         owner: Any = SimpleNamespace(require_usable=lambda: None, step=lambda: 1)
         store: Any = self.store
         memory: Any = self.memory
-        self.transfers = UnitTransfers(run, memory, store, owner, leases=leases, ahead=1, limit=None)
+        gathers: Any = None  # one rank
+        self.transfers = UnitTransfers(run, memory, store, owner, gathers, TransferLimits(leases, Ahead(1)))
         self.expected = dict.fromkeys(self.transfers.units, RELEASED)
         self.to_update: dict[Unit, list[Chunk]] = {}  # of updates that have begun
 
@@ -175,7 +177,7 @@ class Traffic(RuleBasedStateMachine):
     def prefetch(self, number: int) -> None:
         unit = self.unit(number)
         if unit.is_missing and unit not in self.to_update:
-            self.transfers.prefetch(unit)
+            self.transfers.prefetch([unit])
             self.expected[unit] = FETCHING
             self.tiles_arrive(unit)
 
@@ -240,7 +242,7 @@ class Traffic(RuleBasedStateMachine):
             return
         self.store.fails_after = after
         with suppress(TierIOError):
-            self.transfers.prefetch(unit)
+            self.transfers.prefetch([unit])
             after = -1
         self.store.fails_after = None
         self.expected[unit] = FETCHING if after == -1 else RELEASED
@@ -260,7 +262,7 @@ class Traffic(RuleBasedStateMachine):
         before = self.expected[unit]
         calls: list[tuple[Callable[[], object], set[Presence]]] = [
             (lambda: self.transfers.fetch(unit), {before, FETCHING, AVAILABLE, RELEASED}),
-            (lambda: self.transfers.prefetch(unit), {before, FETCHING, RELEASED}),
+            (lambda: self.transfers.prefetch([unit]), {before, FETCHING, RELEASED}),
             (lambda: self.transfers.release(unit), {before, RELEASED}),
             (lambda: self.transfers.drain(), {before}),
         ]

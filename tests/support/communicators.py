@@ -121,7 +121,7 @@ class Delayed(_Around):
             threading.Timer(link.free - now, Timeline.end, [event]).start()
         return link.free
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         arrives = self._arrival("reduce_scatter")
         return _DelayedWork(self._inner.reduce_scatter(full, out, scratch=scratch), arrives)
 
@@ -141,7 +141,7 @@ class Delayed(_Around):
 class Waiting(Delayed):
     """Without overlap: each collective is waited for at once."""
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         work = super().reduce_scatter(full, out, scratch=scratch)
         work.wait()
         return work
@@ -208,11 +208,11 @@ class Late(_Around):
         self._waiting.append(work)
         return work
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         def start() -> Work:
             return self._inner.reduce_scatter(full, out, scratch=scratch)
 
-        return self._later(start, out) if scratch is None else self._later(start, out, scratch)
+        return self._later(start, *out) if scratch is None else self._later(start, *out, scratch)
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         def start() -> Work:
@@ -263,7 +263,7 @@ class Ordered(_Around):
     def _note(self, what: str, numel: int) -> None:
         self._launched.append(f"{what} of {numel} in group {self._name or 'all'}")
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         self._note("reduce_scatter", full.numel())
         return self._inner.reduce_scatter(full, out, scratch=scratch)
 
@@ -316,7 +316,7 @@ class Awaited(_Around):
     def _like(self, inner: Communicator) -> Communicator:
         return type(self)(inner, self.under_way)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         return _NotedWork(self._inner.reduce_scatter(full, out, scratch=scratch), self.under_way)
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
@@ -353,3 +353,70 @@ class PendingWork(Work, Copy):
 
     def wait_on_device(self) -> None:
         return None
+
+
+class _DoneWork(Work):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_DONE = _DoneWork()
+
+
+class _Clock:
+    """Of one rank. Attributes: now: rounds; launched: what was launched, by name, each with the round it began in."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.launched: list[tuple[int, str, int]] = []
+
+
+class _CountedWork(Work):
+    def __init__(self, inner: Work, clock: _Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._arrives = clock.now + 1
+
+    def done(self) -> bool:
+        return self._clock.now >= self._arrives and self._inner.done()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._clock.now = max(self._clock.now, self._arrives)
+
+
+class Counted(_Around):
+    """Counts collectives, and how many of them follow one another: rounds.
+
+    A round is what a collective takes on a link that only delays: one that is launched while others are under way ends
+    with those of its round. So rounds depend on the order of launches and waits, not on time. Attributes: clock.
+    """
+
+    def __init__(self, inner: Communicator, clock: _Clock | None = None) -> None:
+        self.clock = _Clock() if clock is None else clock
+        super().__init__(inner)
+
+    def _like(self, inner: Communicator) -> Communicator:
+        return type(self)(inner, self.clock)
+
+    def _work(self, name: str, inner: Work, numel: int) -> Work:
+        self.clock.launched.append((self.clock.now, name, numel))
+        return _CountedWork(inner, self.clock)
+
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
+        return self._work("reduce_scatter", self._inner.reduce_scatter(full, out, scratch=scratch), full.numel())
+
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
+        return self._work("all_gather", self._inner.all_gather_into_tensor(shard, out), out.numel())
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._inner.broadcast(tensor, source)
+        self._work("broadcast", _DONE, tensor.numel()).wait()
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        found = self._inner.all_gather(values)
+        self._work("gather", _DONE, values.numel()).wait()
+        return found

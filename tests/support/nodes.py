@@ -11,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from tests.support import switch
 from tests.support.processes import ROOT
 
 PORT = 29400
@@ -138,3 +140,105 @@ def two_nodes(logs: Path) -> Iterator[tuple[Node, Node]]:
             undo.callback(nodes[-1].kill)
             nodes[-1].limit("50mbit")
         yield nodes[0], nodes[1]
+
+
+class Host:
+    """A machine behind a switch. Attributes: number; address; device: its network interface."""
+
+    def __init__(self, number: int, name: str, device: str, address: str, control: Path) -> None:
+        self.number = number
+        self.address = address
+        self.device = device
+        self._name = name
+        self._control = control
+
+    def start(
+        self, *command: str, output: Path, cwd: Path | None = None, **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process there. Args: output: gets what it says, after what is there; environment: beside ours."""
+        surroundings = os.environ | {"GLOO_SOCKET_IFNAME": self.device, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with output.open("ab") as file:
+            return subprocess.Popen(  # not `ip netns exec`, whose mounts nobody else would see
+                ["nsenter", f"--net=/run/netns/{self._name}", *command],
+                stdout=file,
+                stderr=file,
+                env=surroundings | environment,
+                cwd=cwd,
+            )
+
+    def cut_off(self) -> None:
+        """Nothing it sends arrives, and nothing reaches it; nobody is told."""
+        switch.command(self._control, f"cut {self.device}")
+
+    def connect(self) -> None:
+        """Undoes `cut_off`."""
+        switch.command(self._control, f"join {self.device}")
+
+    def kill(self) -> None:
+        """As when the machine loses power: SIGKILL to all that runs there, behind a cut cable."""
+        self.cut_off()
+        while pids := [int(pid) for pid in _run("ip", "netns", "pids", self._name).split()]:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts that reach one another through a switch, and nobody else. Attributes: hosts; control: of the switch."""
+
+    hosts: list[Host]
+    control: Path
+
+    def delay(self, seconds: float) -> None:
+        """What arrives takes so long from now on."""
+        switch.command(self.control, f"delay {seconds}")
+
+
+@contextmanager
+def network(size: int, folder: Path) -> Iterator[Network]:
+    """Machines behind a switch. All that runs there is killed at the end.
+
+    Args: folder: for the switch's socket, whose name must not be longer than about 100 bytes.
+    """
+    unique = f"{os.getpid()}-{next(_NUMBERS)}"
+    devices = [f"of{unique[-9:]}h{number}" for number in range(size)]
+    control = folder / "switch"
+    with ExitStack() as undo:
+        tool = subprocess.Popen(
+            [sys.executable, switch.__file__, str(control), *devices], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        undo.callback(tool.wait)
+        assert tool.stdin is not None
+        assert tool.stdout is not None
+        undo.enter_context(tool.stdout)
+        undo.callback(tool.stdin.close)
+        if tool.stdout.readline() != b"ready\n":
+            raise subprocess.CalledProcessError(tool.wait(), ["switch"], stderr="/dev/net/tun could not be used")
+        hosts = []
+        for number, device in enumerate(devices):
+            name, address = f"offload-{unique}-h{number}", f"10.78.0.{number + 1}"
+            _run("ip", "netns", "add", name)
+            undo.callback(_run, "ip", "netns", "delete", name)
+            _run("ip", "link", "set", device, "netns", name, "mtu", "9000")
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
+            for link in ("lo", device):
+                _run("ip", "-n", name, "link", "set", link, "up")
+            hosts.append(Host(number, name, device, address, control))
+            undo.callback(hosts[-1].kill)
+        yield Network(hosts, control)
+
+
+@functools.cache
+def no_network() -> str | None:
+    """Why there can be no such network here; None: there can."""
+    if os.geteuid():
+        return "network namespaces need root"
+    if shutil.which("ip") is None or shutil.which("nsenter") is None:
+        return "there is no ip (iproute2) or nsenter (util-linux)"
+    try:
+        with tempfile.TemporaryDirectory() as scratch, network(2, Path(scratch)):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(map(str, error.cmd))}: {(error.stderr or '').strip()}"

@@ -41,7 +41,7 @@ class Twins(SingleProcess):
         super().__init__()
         self.size = 2
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         own = full.view(2, -1)[0]
         average(torch.stack([own, own]), out)
         return Done()

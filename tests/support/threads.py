@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,7 +42,7 @@ class _Rank(Communicator):
         self._threads.barrier.wait()
         return rows
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+    def reduce_scatter(self, full: Tensor, out: Sequence[Tensor], *, scratch: Tensor | None = None) -> Work:
         self._calls["reduce_scatter"] += 1
         average(torch.stack([row.view(self.size, -1)[self.rank] for row in self._rows(full)]), out)
         return Done()
