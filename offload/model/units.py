@@ -386,6 +386,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
     devices = getattr(model, "hf_device_map", None)
     if devices and len(set(devices.values())) > 1:
         raise ConfigError(f"the model is spread by a device map over {set(devices.values())}: load it on one device")
+    if hasattr(model, "ct_decompress_hook"):
+        raise ConfigError(
+            "compressed-tensors is going to unpack the model's weights at its first forward, into other parameters: "
+            "unpack them before, with ModelCompressor.decompress_model or "
+            "CompressedTensorsConfig(run_compressed=False)"
+        )
 
 
 def _refuse_overlaps(tensors: Iterable[tuple[Tensor, str, bool]]) -> None:
