@@ -331,6 +331,7 @@ def test_what_is_packed_streams_in_its_own_dtypes(name: str, tmp_path: Path) -> 
 def test_a_model_that_unpacks_itself_is_refused() -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.model_compressors.model_compressor import ModelCompressor
+    from compressed_tensors.offload.dispatch import remove_dispatch
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -347,9 +348,12 @@ def test_a_model_that_unpacks_itself_is_refused() -> None:
     compressor = ModelCompressor(quantization_config=config)
     compressor.compress_model(model)
     model.append(nn.Linear(64, 4))
-    with pytest.raises(ConfigError, match="unpack them before, with ModelCompressor.decompress_model"):
+    with pytest.raises(ConfigError, match=r"unpack them before, with ModelCompressor\.decompress_model"):
         OffloadZero(model, torch.optim.AdamW(model[1].parameters()))
     compressor.decompress_model(model)
+    with pytest.raises(ConfigError, match=r"parameters in a .*Cache of another library that offloads"):
+        OffloadZero(model, torch.optim.AdamW(model[1].parameters()))
+    remove_dispatch(model)
     with OffloadZero(model, torch.optim.AdamW(model[1].parameters()), param_tier="cpu") as optimizer:
         take_step(optimizer, model(torch.ones(2, 64)).square().sum())
 
