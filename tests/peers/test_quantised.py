@@ -354,7 +354,8 @@ def test_a_model_that_unpacks_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"parameters in a .*Cache of another library that offloads"):
         OffloadZero(model, torch.optim.AdamW(model[1].parameters()))
     remove_dispatch(model)
-    with OffloadZero(model, torch.optim.AdamW(model[1].parameters()), param_tier="cpu") as optimizer:
+    given: dict[str, Any] = {"param_tier": "cpu", "compute_dtype": torch.float32}
+    with OffloadZero(model, torch.optim.AdamW(model[1].parameters()), **given) as optimizer:
         take_step(optimizer, model(torch.ones(2, 64)).square().sum())
 
 
