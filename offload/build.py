@@ -45,6 +45,7 @@ from offload.model.units import (
 )
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
+from offload.optim.late import LateSteps
 from offload.optim.new_params import NewParameters, new_parameters
 from offload.optim.rule import Rule
 from offload.optim.scale import StepScale
@@ -421,9 +422,10 @@ def build(
     if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     new_params = new_parameters(run, params, parameters.flats, gradients)
-    step = Step(run, choice.states, plan.rules, stores.states, gradients, new_params)
+    late = LateSteps(run, plan.rules, stores.states, params)
+    step = Step(run, choice.states, plan.rules, stores.states, gradients, new_params, late)
     undo.callback(step.close)
-    masters = MasterWeights(run, choice.states, parameters, stores.states, params)
+    masters = MasterWeights(run, choice.states, parameters, stores.states, params, late)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
     scale = StepScale()

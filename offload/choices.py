@@ -48,6 +48,7 @@ class StateChoice:
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
         shares: whether some states may be on the device while others are not: a step has the same bits on both sides.
+        is_late: whether tiles of experts whose gradient is zeros may owe steps; see optim/late.py.
     """
 
     tier: Tier
@@ -58,6 +59,7 @@ class StateChoice:
     form: str = "fp32"
     tries_steps: bool = False
     shares: bool = False
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,5 +207,5 @@ class Choice:
         """The same choice with the states on another tier, which must not be the device."""
         grads = max(CPU, self.grads.tier)
         tries = self.states.tries_steps and tier.is_durable
-        states = replace(self.states, tier=tier, tries_steps=tries)
+        states = replace(self.states, tier=tier, tries_steps=tries, is_late=self.states.is_late and tier.is_durable)
         return replace(self, states=states, grads=replace(self.grads, tier=grads))

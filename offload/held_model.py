@@ -290,7 +290,7 @@ class HeldModel:
         transfers = UnitTransfers(
             self._run,
             parameters,
-            StreamedStores([(stores[kind], first) for kind, first in streamed.items()]),
+            StreamedStores([(stores[kind], first) for kind, first in streamed.items()], self._parts.masters.late),
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
             ahead=self._choice.params.prefetch_units,

@@ -132,6 +132,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             temporary_bytes=situation.temporary_bytes,
             tries_steps=tuning.speculate,
             shares=_shares(options, situation, params),
+            is_late=tuning.late and options.state_tier.is_durable and situation.is_alone,
         ),
         params,
         GradChoice(
@@ -175,7 +176,7 @@ def _params(options: Options, situation: Situation, wish: Wish, least: Tier = DE
     has_frozen = situation.frozen_bytes > 0
     # Trained ones are on no slower tier than their states, or on the device if they are few.
     trained = DEVICE if situation.keeps_trained else min(wish.params, options.state_tier)
-    tile_bytes = wish.tile_bytes if situation.is_alone else 0
+    tile_bytes = wish.tile_bytes if situation.slices == 1 else 0
     frozen = max(wish.params, least) if has_frozen else DEVICE
     return ParamChoice(
         max(trained, least),
@@ -220,10 +221,10 @@ def _require_possible(options: Options, situation: Situation) -> None:
                 f'param_tier="{wanted}" with tier="{states}", and no parameter is frozen: states take '
                 'six times what parameters take, and would stay in RAM; choose tier="nvme", or param_tier="cpu"'
             )
-    if slices > 1 and options.tile_bytes:
+    if situation.slices > 1 and options.tile_bytes:
         raise ConfigError(
-            f"Tuning.tile={option_bytes(options.tile_bytes)} with {slices} ranks: over several ranks every "
-            "layer is gathered as a whole; leave it out"
+            f"Tuning.tile={option_bytes(options.tile_bytes)} with {situation.slices} tensor-parallel ranks: each of "
+            "them has a part of every layer, which comes as a whole; leave it out"
         )
     if slices > 1 and options.tuned.speculate:
         raise ConfigError(f"Tuning.speculate=True with {slices} ranks: steps are tried on one rank only; leave it out")

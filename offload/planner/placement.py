@@ -33,7 +33,7 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
-from offload.optim import new_params, on_device, trials
+from offload.optim import late, new_params, on_device, trials
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
 from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
@@ -677,6 +677,7 @@ class Needs:
             if dithered:  # also where they are compiled: the driver may refuse that
                 nbytes = dithered_bytes(dithered, dithered_room_of(self.layout))
                 found.append(Region(DEVICE, TEMPORARIES, nbytes, is_lent=False))
+        found += late.regions(self.layout, memory)
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
