@@ -383,9 +383,20 @@ def _refuse_wrapped(model: nn.Module) -> None:
         wrapper = _WRAPPERS.intersection(cls.__name__ for cls in type(module).__mro__)
         if wrapper:
             raise ConfigError(f"{name or 'the model'} is wrapped by {min(wrapper)}: give the model itself")
+        if not isinstance(module._parameters, dict):  # compressed-tensors' dispatch
+            raise ConfigError(
+                f"{name or 'the model'} has its parameters in a {type(module._parameters).__name__} of another library "
+                "that offloads: have that give them back, as compressed_tensors.offload.remove_dispatch(model) does"
+            )
     devices = getattr(model, "hf_device_map", None)
     if devices and len(set(devices.values())) > 1:
         raise ConfigError(f"the model is spread by a device map over {set(devices.values())}: load it on one device")
+    if hasattr(model, "ct_decompress_hook"):
+        raise ConfigError(
+            "compressed-tensors is going to unpack the model's weights at its first forward, into other parameters: "
+            "unpack them before, with ModelCompressor.decompress_model or "
+            "CompressedTensorsConfig(run_compressed=False)"
+        )
 
 
 def _refuse_overlaps(tensors: Iterable[tuple[Tensor, str, bool]]) -> None:

@@ -566,7 +566,12 @@ class KeptBase:
 
 
 class _Reading(IOFuture):
-    """A chunk that is being read. Attributes: left: transfers that have not ended; error: the first of theirs."""
+    """A chunk that is being read.
+
+    Attributes:
+        left: how many transfers have not ended.
+        error: the first of theirs.
+    """
 
     def __init__(self, chunk: int, data: memoryview) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from offload.checkpoint.manifest import MAX_BYTES, ProgressFacts, serialise
+from offload.checkpoint.manifest import MAX_BYTES, NEWEST, ProgressFacts, serialise
 from offload.errors import CorruptionError, OffloadError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
@@ -209,7 +209,7 @@ def manifests() -> Iterator[Attack]:
     yield "the version of shapes, and none", edited(("version",), 5), CorruptionError
     yield "the version of kept bases, and none", edited(("version",), 6), CorruptionError
     yield "the version of three slots a chunk, and two", edited(("version",), 7), CorruptionError
-    yield "a newer version", edited(("version",), 8), ResumeError
+    yield "a newer version", edited(("version",), NEWEST + 1), ResumeError
     yield "a much newer version", edited(("version",), 1 << 62), ResumeError
     for version in (0, -1, True, 2.0, "2", None):
         yield f"version {version!r}", edited(("version",), version), CorruptionError

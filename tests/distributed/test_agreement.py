@@ -6,7 +6,7 @@ import torch
 
 from offload.errors import ConfigError, OtherRankError, TierIOError
 from offload.ranks import agreement
-from offload.ranks.agreement import all_gather_shards, together
+from offload.ranks.agreement import all_gather_shards, together, while_others_wait
 from offload.ranks.communicator import Communicator, SingleProcess
 from tests.support.runs import layout_of
 from tests.support.threads import Threads
@@ -71,6 +71,34 @@ def test_what_is_final_on_one_is_final_on_all() -> None:
     assert first is fault
     assert isinstance(second, OtherRankError)
     assert second.is_final
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_wait_long_say_why_and_hear_how_it_ends(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agreement, "TOLD_AFTER_S", -1.0)
+
+    def work(comm: Communicator) -> BaseException | None:
+        try:
+            with while_others_wait(comm, "others count") as goes_on:
+                for _ in range(0 if comm.rank == 1 else 4 + comm.rank):
+                    goes_on()
+                if fails and comm.rank == 2:
+                    raise ConfigError("no number follows")
+        except Exception as error:
+            return error
+        return None
+
+    first, second, third = Threads(3).run(work)
+    said = capsys.readouterr().err.splitlines()
+    assert "offload: rank 1 waits: others count" in said
+    assert len(set(said)) == len(said)
+    if fails:
+        assert type(third) is ConfigError
+        assert [str(one) for one in (first, second)] == ["rank 2: ConfigError: no number follows"] * 2
+    else:
+        assert (first, second, third) == (None, None, None)
 
 
 def test_a_process_alone_raises_its_own() -> None:

@@ -167,11 +167,11 @@ def gptqmodel() -> Callable[[nn.Linear], nn.Module]:
     return make
 
 
-def compressed_tensors() -> Callable[[nn.Linear], nn.Module]:
+def compressed_tensors(is_unpacked: bool = False) -> Callable[[nn.Linear], nn.Module]:
     """The library's layer, with weights that the library has packed. It computes with unpacked ones only, so these are
-    unpacked for each forward, by the library."""
+    unpacked for each forward, by the library, or once and for all."""
     pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors.base import BaseCompressor, compress_module
+    from compressed_tensors.compressors.base import BaseCompressor, compress_module, decompress_module
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -203,6 +203,9 @@ def compressed_tensors() -> Callable[[nn.Linear], nn.Module]:
         made.weight_zero_point.data.copy_(torch.round(-least / made.weight_scale.data) - 8)
         compress_module(made)
         assert made.weight_packed.dtype is torch.int32
+        if is_unpacked:
+            decompress_module(made)
+            return made
         return Unpacked(made)
 
     return make
@@ -227,11 +230,12 @@ FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "AWQ's layout": lambda: AWQLayout,
     "gptqmodel": gptqmodel,
     "compressed-tensors": compressed_tensors,
+    "compressed-tensors unpacked": lambda: compressed_tensors(is_unpacked=True),
 }
 PACKED = ("GPTQ's layout", "AWQ's layout", "gptqmodel", "compressed-tensors")
 """Those whose codes, scales and zeros are tensors of the layer."""
 WRAPPERS = [name for name in FORMATS if "torchao" in name or "quanto" in name]
-SPLIT = [name for name in FORMATS if name not in ("hqq", "gguf", *PACKED)]
+SPLIT = [name for name in FORMATS if name not in ("hqq", "gguf", "compressed-tensors unpacked", *PACKED)]
 """Formats that are more than their own elements."""
 PLACES = [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"), ("cpu", "device")]
 
@@ -322,6 +326,57 @@ def test_what_is_packed_streams_in_its_own_dtypes(name: str, tmp_path: Path) -> 
         for key, value in model.state_dict().items():
             if not value.is_floating_point() or value.dtype is torch.float16:
                 assert torch.equal(value, expected[key])
+
+
+def test_a_model_that_unpacks_itself_is_refused() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.model_compressors.model_compressor import ModelCompressor
+    from compressed_tensors.offload.dispatch import remove_dispatch
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    about = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP)
+    groups: Any = {"g": QuantizationScheme(targets=["Linear"], weights=about)}
+    config = QuantizationConfig(config_groups=groups, format="pack-quantized")
+    apply_quantization_config(model, config)
+    model[0].weight_scale.data.fill_(0.05)  # type: ignore[operator, union-attr]
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.append(nn.Linear(64, 4))
+    with pytest.raises(ConfigError, match=r"unpack them before, with ModelCompressor\.decompress_model"):
+        OffloadZero(model, torch.optim.AdamW(model[1].parameters()))
+    compressor.decompress_model(model)
+    with pytest.raises(ConfigError, match=r"parameters in a .*Cache of another library that offloads"):
+        OffloadZero(model, torch.optim.AdamW(model[1].parameters()))
+    remove_dispatch(model)
+    given: dict[str, Any] = {"param_tier": "cpu", "compute_dtype": torch.float32}
+    with OffloadZero(model, torch.optim.AdamW(model[1].parameters()), **given) as optimizer:
+        take_step(optimizer, model(torch.ones(2, 64)).square().sum())
+
+
+def test_peft_trains_adapters_over_layers_of_gptqmodel(tmp_path: Path) -> None:
+    peft, make = pytest.importorskip("peft"), FORMATS["gptqmodel"]()
+
+    def adapted() -> tuple[nn.Module, Any]:
+        torch.manual_seed(1)
+        model = Wide().requires_grad_(False)
+        for block in model.blocks:
+            block.up, block.down = make(block.up), make(block.down)  # type: ignore[arg-type, assignment]
+        return model, peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights="gaussian")
+
+    (model, config), (plain, same) = adapted(), adapted()
+    assert parameters_of_buffers(model) == 40
+    torch.manual_seed(2)
+    model = peft.get_peft_model(model, config)
+    plain = peft.get_peft_model(plain, same)
+    assert type(model.base_model.model.blocks[0].up).__name__ == "GPTQLoraLinear"
+    with held(model.train(), **options("cpu", "nvme", tmp_path)) as optimizer:
+        same_steps(optimizer, model, plain.train(), range(3))
 
 
 def buffers_of(model: nn.Module) -> list[Tensor]:
