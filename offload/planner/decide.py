@@ -218,8 +218,6 @@ def _require_possible(options: Options, situation: Situation) -> None:
             f"Tuning.tile={option_bytes(options.tile_bytes)} with {slices} ranks: over several ranks every "
             "layer is gathered as a whole; leave it out"
         )
-    if slices > 1 and options.tuned.speculate:
-        raise ConfigError(f"Tuning.speculate=True with {slices} ranks: steps are tried on one rank only; leave it out")
     if situation.ranks > 1 and options.grads.is_durable and options.stage == 1 and options.micro_batches > 1:
         raise ConfigError(
             f'grad_tier="nvme" with stage=1 and accumulation={options.accumulation!r}: at stage 1 each rank sums whole '

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadZero
-from offload.devices.copies import Copier, DeviceEvent, HostCopier
+from offload.devices.copies import Copier, Copy, DeviceEvent, HostCopier
 from offload.grads.local import LocalGradients
 from offload.grads.shards import gradient_slot_arrays, open_shards
 from offload.grads.staging import STAGING, Staging, regions
@@ -291,3 +293,55 @@ def test_an_interrupt_while_gradients_wait_loses_none(
             held = optimizer.grad(found)
             assert (held is None) == (expected.grad is None)
             assert held is None or torch.equal(held, expected.grad)
+
+
+class Held(LateCopier):
+    """Its copies to the host end in their order, each when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: list[threading.Event] = []
+
+    def hurry(self, waited: Any) -> None:
+        return
+
+    def _start(self, *args: Any, **kwargs: Any) -> Copy:
+        made, gate = super()._start(*args, **kwargs), threading.Event()
+        self.gates.append(gate)
+        wait = made.wait
+
+        def wait_until_let_go() -> None:
+            assert gate.wait(60)
+            wait()
+
+        made.wait = wait_until_let_go  # type: ignore[method-assign]
+        return made
+
+
+@pytest.mark.parametrize("drops", ["all", "one"])
+@pytest.mark.parametrize("large", [1, 1 << 20])
+def test_a_gradient_that_was_dropped_on_its_way_is_not_taken_for_the_next(drops: str, large: int) -> None:
+    """Nor does it come over the next one."""
+    layout, copier = layout_of((64, 128)), Held()
+    with limits(large=large), buffer_of(layout, copier) as buffer:
+        come(buffer, layout, [1, 0])
+        sent = len(copier.gates)
+        letting_go = threading.Timer(0.1, lambda: [gate.set() for gate in copier.gates])
+        letting_go.start()
+        if drops == "all":
+            buffer.clear_all()
+        else:
+            buffer.clear(1)
+            buffer.clear(0)
+        assert [buffer.generation(param) for param in (0, 1)] == [None, None]
+        come(buffer, layout, [1, 0], seed=1)
+        letting_go.join()
+        assert len(copier.gates) == 2 * sent
+        time.sleep(0.05)  # what is left of the first ones would have come by now
+        assert [buffer.generation(param) for param in (0, 1)] == [None, None]
+        for gate in copier.gates:
+            gate.set()
+        buffer.finalize([0, 1])
+        assert None not in [buffer.generation(param) for param in (0, 1)]
+        for param in (0, 1):
+            assert torch.equal(buffer.values(param), made(layout, param, seed=1))

@@ -1,0 +1,26 @@
+"""Steps that are tried in backward, whenever that is possible: no policy, and no slow machine, leaves any of them out."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.interrupts import wait_for_all
+from offload.optim import trials
+from offload.optim.trials import Trials
+
+
+def at_once(patch: pytest.MonkeyPatch) -> None:
+    """Each trial is made before the next gradient comes."""
+    tells = Trials._gradient_is_whole
+
+    def tells_and_waits(self: Trials, param: int) -> None:
+        tells(self, param)
+        wait_for_all(self._queue)
+
+    patch.setattr(Trials, "_gradient_is_whole", tells_and_waits)
+
+
+def always(patch: pytest.MonkeyPatch) -> None:
+    """Steps are tried whatever was kept of the last ones, and whatever the gradients so far would be clipped to."""
+    patch.setattr(Trials, "is_on", True)
+    patch.setattr(trials._Round, "may_be_made", True)
