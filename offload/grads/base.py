@@ -28,6 +28,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from offload import torch_private
 from offload.choices import GradChoice
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import GradShards, ShardsInMemory
@@ -37,6 +38,11 @@ from offload.run import Run
 
 def nobody(param: int) -> None:
     """What `GradientBuffer.watch` takes where nobody wants to know any more."""
+
+
+def is_in_backward() -> bool:
+    """Whether a backward calls, in this thread."""
+    return bool(torch_private.graph_task_id() >= 0)
 
 
 class GradientBuffer(ABC):

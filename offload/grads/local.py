@@ -22,7 +22,7 @@ from offload import torch_private
 from offload.choices import GradChoice
 from offload.devices.copies import Copy, DeviceEvent, HostCopier
 from offload.grads import shards, staging
-from offload.grads.base import GradientBuffer
+from offload.grads.base import GradientBuffer, is_in_backward
 from offload.grads.shards import GradShards, Place
 from offload.grads.staging import STAGING, Common, Share, Staging, side_by_side
 from offload.interrupts import wait_for_all
@@ -63,10 +63,6 @@ def regions(layout: Layout, choice: GradChoice, *, in_place: bool, device_flats:
         nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in come), default=0)
         reserved.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
     return reserved
-
-
-def _is_in_backward() -> bool:
-    return bool(torch_private.graph_task_id() >= 0)
 
 
 class LocalGradients(GradientBuffer):
@@ -140,18 +136,18 @@ class LocalGradients(GradientBuffer):
         else:
             self._add(param, tile, grad, is_first=number == 1, is_last=is_last)
         if is_last:
-            self._queue(param, self._tile_has_come, param, tile, is_in_backward=_is_in_backward())
+            self._queue(param, self._tile_has_come, param, tile, is_early=is_in_backward())
 
-    def _tile_has_come(self, param: int, tile: int, *, is_in_backward: bool) -> None:
+    def _tile_has_come(self, param: int, tile: int, *, is_early: bool) -> None:
         """Sums the squares of a tile that has come for the last time that is expected.
 
         Args:
             param: the parameter's index.
             tile: the tile's index.
-            is_in_backward: whether it left in a backward. If not, a step is near, and nobody need be told.
+            is_early: whether it left in a backward. If not, a step is near, and nobody need be told.
         """
         self._shards.tile_has_come(param, tile)
-        if is_in_backward:
+        if is_early:
             self._on_whole(param)
 
     def _wait_with_others(self, param: int, grad: Tensor, number: int) -> None:
@@ -172,14 +168,14 @@ class LocalGradients(GradientBuffer):
             return
         gradients = self._staging.take()
         made = self._copier.mark(common.stream)
-        is_last, is_in_backward = common.number == self.micro_batches.expected, _is_in_backward()
+        is_last, is_early = common.number == self.micro_batches.expected, is_in_backward()
         if self._shards.come_whole:
             for shares in side_by_side(self._whole(gradients)):
                 params = [one.param for one in shares]
                 memory = self._shards.memory_of(params)
                 assert memory is not None
                 sent, last = self._send(shares, memory, made), params if is_last else ()
-                self._queue(params[0], self._have_come, last, sent, is_in_backward=is_in_backward)
+                self._queue(params[0], self._have_come, last, sent, is_early=is_early)
             return
         groups = list(side_by_side(self._by_chunk(gradients)))
         for shares, then in zip_longest(groups, groups[1:]):
@@ -191,7 +187,7 @@ class LocalGradients(GradientBuffer):
             copied = bounce[: (shares[-1].stop - start) * values.element_size()].view(values.dtype)
             self._queue(shares[0].param, self._add_copied, self._send(shares, copied, made), bounce, copied, place)
         if is_last:
-            self._queue(next(iter(gradients)), self._have_come, list(gradients), is_in_backward=is_in_backward)
+            self._queue(next(iter(gradients)), self._have_come, list(gradients), is_early=is_early)
 
     def _whole(self, gradients: Mapping[int, Tensor]) -> Iterator[Share]:
         """Gradients, by parameter, in their flat parameters."""
@@ -206,20 +202,18 @@ class LocalGradients(GradientBuffer):
                 values = grad[piece.param_offset : piece.param_offset + piece.numel]
                 yield Share(chunk.index, chunk.start + piece.chunk_offset, values, param)
 
-    def _have_come(
-        self, params: Iterable[int], wait: Callable[[], None] | None = None, *, is_in_backward: bool
-    ) -> None:
+    def _have_come(self, params: Iterable[int], wait: Callable[[], None] | None = None, *, is_early: bool) -> None:
         """Waits for a copy, if there is one, and sums the squares of what came last.
 
         Args:
             params: parameters without tiles, which are there with their last gradient.
             wait: waits for the copy.
-            is_in_backward: as for `_tile_has_come`.
+            is_early: as for `_tile_has_come`.
         """
         if wait is not None:
             wait()
         for param in params:
-            self._tile_has_come(param, 0, is_in_backward=is_in_backward)
+            self._tile_has_come(param, 0, is_early=is_early)
 
     def _add(self, param: int, tile: int, grad: Tensor, *, is_first: bool, is_last: bool) -> None:
         """Adds a tile's gradient to its chunks, piece by piece: a bounce has room for one."""

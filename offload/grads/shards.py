@@ -298,7 +298,7 @@ class ShardsInMemory(GradShards):
         return self._flats[flat][start : last + self._layout.specs[params[-1]].numel]
 
     def bucket_memory(self, bucket: Bucket) -> Tensor:
-        for param in bucket.params:
+        for param in bucket.params_of(self._layout.rank):
             self.sums.changes(param)  # which has no tiles
         return self._flats[bucket.flat][bucket.start : bucket.start + bucket.numel]
 

@@ -45,6 +45,10 @@ class Bucket:
     def params(self) -> frozenset[int]:
         return frozenset(piece.param for piece in self.pieces)
 
+    def params_of(self, rank: int) -> set[int]:
+        """The parameters of which it has elements of this rank's shard."""
+        return {piece.param for piece in self.pieces if piece.chunk_offset // self.numel == rank}
+
 
 def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
     """Cuts every shard's elements into buckets, one flat parameter after the other.

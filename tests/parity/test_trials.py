@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,12 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
+from offload.interrupts import wait_for_all
 from offload.planner import least_cpu_memory
 from tests.support import tried
+from tests.support.cases import often
+from tests.support.device import DEVICE
+from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import LossScale, train
 
 STEPS = 4
@@ -38,19 +42,32 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     tried.always(monkeypatch)
 
 
+Rule = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
 class Loop:
     """A training loop, and what it has seen.
 
-    Args: where: "nvme", with trials, "nvme without", or "cpu"; model: None: a few layers.
+    Args: where: "nvme", with trials, "nvme without", or "cpu"; rule: an optimizer, from its groups; None: AdamW;
+    is_late: whether what comes after a backward may come before its last gradients and trials do.
     """
 
-    def __init__(self, where: str, path: Path, *, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        where: str,
+        path: Path,
+        *,
+        rule: Rule | None = None,
+        is_late: bool = False,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))) if model is None else model
+        self._is_late = is_late
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))).to(DEVICE)
         biases = [p for p in self.model.parameters() if p.dim() == 1]
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         groups = [{"params": matrices}, {"params": biases, "lr": 1e-3, "weight_decay": 0.0}]
-        plain = torch.optim.AdamW(groups, lr=1e-2)
+        plain = torch.optim.AdamW(groups, lr=1e-2) if rule is None else rule(groups)
         where, _, without = where.partition(" ")
         tuning = Tuning(chunk="4KiB", speculate=where == "nvme" and not without)
         if where == "nvme":
@@ -69,12 +86,16 @@ class Loop:
 
     def batch(self) -> Tensor:
         self._batch += 1
-        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self._batch)).bfloat16()
+        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self._batch)).bfloat16().to(DEVICE)
 
     def backward(self, by: float = 1.0) -> None:
         loss = self.model(self.batch()).float().pow(2).mean() * by
         loss.backward()
         self.seen.append(loss.detach().clone())
+        parts = self.optimizer._parts
+        if parts.step.trials is not None and not self._is_late:
+            parts.gradients.drain()
+            wait_for_all(parts.step.trials._queue)
 
     def step(self) -> None:
         before = self.optimizer.stats()
@@ -112,6 +133,15 @@ def require_same(one: object, other: object) -> None:
             require_same(value, other[key])  # type: ignore[index]
     else:
         assert one == other
+
+
+def halved(loop: Loop) -> None:
+    """The learning rate of one group, as schedulers do it: in place, where it is a tensor."""
+    lr = loop.optimizer.param_groups[0]["lr"]
+    if isinstance(lr, Tensor):
+        lr.mul_(0.5)
+    else:
+        loop.optimizer.param_groups[0]["lr"] = lr / 2
 
 
 ALL, SOME, NONE = "all", "some", "none"
@@ -228,6 +258,7 @@ EVENTS = {
     "betas of one group": option(1, "betas", (0.8, 0.95)),
     "weight decay of one group": option(0, "weight_decay", 0.3),
     "eps of one group": option(0, "eps", 1e-6),
+    "lr halved": Event(halved, SOME),
 }
 
 
@@ -258,6 +289,80 @@ def test_whatever_comes_between_backward_and_step_changes_no_bit(event: str, tmp
     share = kept.kept[AT] / every
     assert {ALL: share == 1, SOME: 0 < share < 1, NONE: share == 0}[EVENTS[event].keeps]
     assert kept.kept[AT - 1] == every
+
+
+@pytest.mark.parametrize(
+    "event", often(EVENTS, "nothing", "clipped by torch", "clamped", "assigned", "begun anew", "committed", "read")
+)
+def test_no_bit_changes_where_gradients_come_late_from_a_device(
+    event: str, tmp_path: Path, copied_by: CopiedBy
+) -> None:
+    expected = trained("cpu", tmp_path, {AT: event}, commit_every=0)
+    copied_by(lambda: LateCopier(3))
+    kept = trained("nvme", tmp_path, {AT: event}, commit_every=0, param_tier="device", is_late=True)
+    require_same(kept.seen, expected.seen)
+    assert kept.kept[AT - 1] > 0  # not always of all: the last gradients come after backward
+    assert (kept.kept[AT] > 0) is (EVENTS[event].keeps != NONE)
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_parameters_that_stream_to_a_device_get_what_was_kept(
+    param_tier: str, tmp_path: Path, copied_by: CopiedBy
+) -> None:
+    expected = trained("cpu", tmp_path, {1: "clipped", 3: "clamped"}, commit_every=0)
+    copied_by(lambda: LateCopier(4))
+    kept = trained("nvme", tmp_path, {1: "clipped", 3: "clamped"}, commit_every=2, param_tier=param_tier, is_late=True)
+    require_same(kept.seen, expected.seen)
+    assert [bool(one) for one in kept.kept] == [False, False, False, True]
+
+
+class Lion(torch.optim.Optimizer):
+    """arXiv 2302.06675, algorithm 2. Its first step makes what it keeps."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - lr * group["weight_decay"]).sub_(m.lerp(p.grad, 1 - beta1).sign_(), alpha=lr)
+                    m.lerp_(p.grad, 1 - beta2)
+
+
+RULES: dict[str, Rule] = {
+    "sgd with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "radam": partial(torch.optim.RAdam, lr=1e-2),
+    "adagrad with a tensor as lr": lambda groups: torch.optim.Adagrad(groups, lr=torch.tensor(0.05)),
+    "lion of a user": Lion,
+    "adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "amsgrad run by torch": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+}
+
+
+EVENTS_OF_RULES = {1: "committed", 2: "lr halved", 3: "clamped", 4: "clipped"}
+
+
+@pytest.mark.parametrize("rule", often(RULES, "lion of a user", "adagrad with a tensor as lr"))
+def test_steps_of_any_rule_of_single_elements_are_tried(rule: str, tmp_path: Path) -> None:
+    kept, plain = (
+        trained(where, tmp_path, EVENTS_OF_RULES, steps=5, commit_every=0, rule=RULES[rule])
+        for where in ("nvme", "cpu")
+    )
+    require_same(kept.seen, plain.seen)
+    first, every, of_biases, but_for_one, clipped = kept.kept
+    assert first == clipped == 0 < of_biases < but_for_one < every
+
+
+@pytest.mark.parametrize("states", ["8bit", "bf16"])
+def test_small_states_are_tried_with_the_random_bits_of_the_step(states: str, tmp_path: Path) -> None:
+    events = {2: "lr halved", 3: "clipped"}
+    kept, plain = (trained(where, tmp_path, events, commit_every=0, states=states) for where in ("nvme", "cpu"))
+    require_same(kept.seen, plain.seen)
+    assert kept.kept[1] > kept.kept[2] > kept.kept[3] == 0
 
 
 @pytest.mark.usefixtures("always")
@@ -435,14 +540,14 @@ def test_a_run_is_resumed_with_trials_or_without_between_a_backward_and_its_step
         ({"tier": "cpu"}, 'speculate=True with tier="cpu"'),
         ({"tier": "nvme", "grad_tier": "nvme"}, 'speculate=True with grad_tier="nvme"'),
         ({"tier": "nvme", "split": True}, "speculate=True with Tuning.split_master=True"),
-        ({"tier": "nvme", "optimizer": torch.optim.SGD}, "speculate=True with SGD"),
+        ({"tier": "nvme", "optimizer": torch.optim.Muon}, "speculate=True with Muon"),
         ({"tier": "nvme", "speculate": "auto"}, "speculate='auto'"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_made(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 8, bias=False)
     plain = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
     tuning = Tuning(speculate=options.pop("speculate", True), split_master=options.pop("split", None))
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Steps that are tried in backward, whenever that is possible: no policy, and no slow machine, leaves any of them out."""
+"""Steps that are tried in backward whenever that is possible: neither a policy nor a slow machine leaves any out."""
 
 from __future__ import annotations
 
