@@ -302,7 +302,7 @@ def test_no_bit_changes_where_gradients_come_late_from_a_device(
     kept = trained("nvme", tmp_path, {AT: event}, commit_every=0, param_tier="device", is_late=True)
     require_same(kept.seen, expected.seen)
     assert kept.kept[AT - 1] > 0  # not always of all: the last gradients come after backward
-    assert (kept.kept[AT] > 0) is (EVENTS[event].keeps != NONE)
+    assert EVENTS[event].keeps != NONE or kept.kept[AT] == 0
 
 
 @pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
