@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h ker
 # Where it is set, each process that tests start compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -56,6 +56,11 @@ test-oracle: $(VENV)/installed
 
 test-faults: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow or not slow" tests/faults $(ARGS)
+
+# What promises the same bits, where each run on NVMe tries its steps in backward if it can: some minutes.
+TRIED_TESTS := tests/parity tests/oracle tests/optim tests/checkpoint tests/faults tests/distributed/test_training.py
+test-trials: $(VENV)/installed
+	OFFLOAD_TEST_TRIALS=1 $(BIN)/python -m pytest -n 2 $(TRIED_TESTS) $(ARGS)
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu $(ARGS)

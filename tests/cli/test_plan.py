@@ -86,8 +86,6 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
 def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[str, Any], tmp_path: Path) -> None:
-    if options.get("speculate") and DEVICE.type != "cpu":
-        pytest.skip("steps are tried beside a backward on the CPU")
     words = []
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]

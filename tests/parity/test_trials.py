@@ -104,6 +104,14 @@ class Loop:
         self.kept.append(after["kept_bytes"] - before["kept_bytes"])
         self.optimizer.zero_grad()
 
+    def disk_bytes(self) -> float:
+        """What has been read and written, when the last step has been made."""
+        self.optimizer.synchronize()
+        for store in self.optimizer._parts.stores.all:
+            store.drain()
+        stats = self.optimizer.stats()
+        return float(stats["nvme_read_bytes"] + stats["nvme_written_bytes"])
+
     def end(self) -> Loop:
         for param in self.model.parameters():
             self.seen.append(self.optimizer.state_of(param))
@@ -441,6 +449,25 @@ def test_where_every_step_clips_nothing_is_ever_tried_and_then_it_is(tmp_path: P
     assert not any(per_step[:20])
     assert all(per_step[24:])
     assert all(loop.kept[24:])
+
+
+@pytest.mark.parametrize("by", [1e4, 1e-4], ids=["no step clips", "every step clips"])
+def test_as_many_bytes_move_as_without_trials(by: float, tmp_path: Path) -> None:
+    moved = []
+    for where in ("nvme", "nvme without"):
+        loop = Loop(where, tmp_path / where, commit_every=None)
+        bytes_before = 0.0
+        for step in range(8):
+            if step == 2:
+                bytes_before = loop.disk_bytes()
+            loop.backward()
+            loop.optimizer.clip_grad_norm_(by)
+            loop.step()
+        moved.append((loop.disk_bytes() - bytes_before) / 6)
+        assert loop.optimizer.stats()["streamed_chunks"] == 25
+        assert (loop.optimizer.stats()["tried_bytes"] > 0) is (where == "nvme" and by > 1)
+        loop.end()
+    assert moved[0] == moved[1]
 
 
 def test_where_most_steps_come_to_clip_nothing_is_tried_any_more(tmp_path: Path) -> None:
