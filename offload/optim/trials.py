@@ -15,7 +15,8 @@ as long as it shows in an input:
 | scalars             | the runs of elements, and the bytes that the kernel gets       | at the first gradient   |
 
 A gradient is read only while its sums of squares are current: whoever changes it says so before, and they are current
-again when it is whole. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale,
+again when it is whole. So the parameters of a chunk that is tried have been applied: a gradient that was made from an
+older value raises. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale,
 and that nothing is clipped.
 
 | between backward and step()                     | seen by                            | then                          |
@@ -213,7 +214,7 @@ class Trials:
         if self.pending and self._reserves_once:
             return  # what rules take beside their arrays is there for one step at a time
         for chunk in self._layout.chunks_of[param]:
-            if chunk not in self._new or self._layout.chunks[chunk].flat in self.pending:
+            if chunk not in self._new:
                 continue
             generations = self._generations(chunk)
             if generations is not None and self._round.submitted.get(chunk) != generations:

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadZero
-from offload.devices.copies import Copier, Copy, DeviceEvent, HostCopier
+from offload.devices.copies import Copier, DeviceEvent, HostCopier
 from offload.grads.local import LocalGradients
 from offload.grads.shards import gradient_slot_arrays, open_shards
 from offload.grads.staging import STAGING, Staging, regions
 from offload.layout import Layout, ParamSpec, build
 from offload.sizes import PAGE_BYTES, SUM_BLOCK
-from tests.support.late_copier import CopiedBy, LateCopier
+from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
 
 
@@ -295,38 +295,15 @@ def test_an_interrupt_while_gradients_wait_loses_none(
             assert held is None or torch.equal(held, expected.grad)
 
 
-class Held(LateCopier):
-    """Its copies to the host end in their order, each when it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates: list[threading.Event] = []
-
-    def hurry(self, waited: Any) -> None:
-        return
-
-    def _start(self, *args: Any, **kwargs: Any) -> Copy:
-        made, gate = super()._start(*args, **kwargs), threading.Event()
-        self.gates.append(gate)
-        wait = made.wait
-
-        def wait_until_let_go() -> None:
-            assert gate.wait(60)
-            wait()
-
-        made.wait = wait_until_let_go  # type: ignore[method-assign]
-        return made
-
-
 @pytest.mark.parametrize("drops", ["all", "one"])
 @pytest.mark.parametrize("large", [1, 1 << 20])
 def test_a_gradient_that_was_dropped_on_its_way_is_not_taken_for_the_next(drops: str, large: int) -> None:
     """Nor does it come over the next one."""
-    layout, copier = layout_of((64, 128)), Held()
+    layout, copier = layout_of((64, 128)), HeldCopier()
     with limits(large=large), buffer_of(layout, copier) as buffer:
         come(buffer, layout, [1, 0])
         sent = len(copier.gates)
-        letting_go = threading.Timer(0.1, lambda: [gate.set() for gate in copier.gates])
+        letting_go = threading.Timer(0.1, copier.let_go)
         letting_go.start()
         if drops == "all":
             buffer.clear_all()
@@ -339,8 +316,7 @@ def test_a_gradient_that_was_dropped_on_its_way_is_not_taken_for_the_next(drops:
         assert len(copier.gates) == 2 * sent
         time.sleep(0.05)  # what is left of the first ones would have come by now
         assert [buffer.generation(param) for param in (0, 1)] == [None, None]
-        for gate in copier.gates:
-            gate.set()
+        copier.let_go()
         buffer.finalize([0, 1])
         assert None not in [buffer.generation(param) for param in (0, 1)]
         for param in (0, 1):

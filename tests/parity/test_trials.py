@@ -23,7 +23,7 @@ from offload.planner import least_cpu_memory
 from tests.support import tried
 from tests.support.cases import often
 from tests.support.device import DEVICE
-from tests.support.late_copier import CopiedBy, LateCopier
+from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
 from tests.support.training import LossScale, train
 
 STEPS = 4
@@ -322,6 +322,28 @@ def test_parameters_that_stream_to_a_device_get_what_was_kept(
     kept = trained("nvme", tmp_path, {1: "clipped", 3: "clamped"}, commit_every=2, param_tier=param_tier, is_late=True)
     require_same(kept.seen, expected.seen)
     assert [bool(one) for one in kept.kept] == [False, False, False, True]
+
+
+def test_a_gradient_that_comes_beside_a_commit_is_not_tried(tmp_path: Path, copied_by: CopiedBy) -> None:
+    """A commit writes what is there, with nothing leased: no trial may begin before it has ended."""
+    copier = HeldCopier(holds=False)
+    loops = [Loop("cpu", tmp_path / "cpu", commit_every=0)]
+    copied_by(lambda: copier)
+    loops.append(Loop("nvme", tmp_path / "nvme", commit_every=0, param_tier="device", is_late=True))
+    for loop in loops:
+        for step in range(STEPS):
+            copier.holds = step == AT
+            loop.backward()
+            tried = loop.optimizer.stats()["tried_bytes"]
+            if step == AT:
+                loop.optimizer.commit()
+                copier.let_go()
+                loop.optimizer._parts.gradients.drain()
+                assert loop.optimizer.stats()["tried_bytes"] == tried
+            loop.step()
+        loop.end()
+    require_same(loops[1].seen, loops[0].seen)
+    assert [bool(kept) for kept in loops[1].kept] == [False, True, False, True]
 
 
 class Lion(torch.optim.Optimizer):
