@@ -122,7 +122,8 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
     """How long a step takes if nothing but compute and the disk took time.
 
     Parameters and gradients move beside all of the compute. States move between the last gradient and their unit's next
-    forward, so only the first forward of a step hides them.
+    forward, so only the first forward of a step hides them. Where steps are tried, and all trials are kept, the last
+    backward does so, too: what is not tried leaves a forward its share.
 
     Args:
         planned: the plan.
@@ -139,8 +140,9 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
     if flops is None:
         return StepTime(0.0, disk, disk, 0)
     compute, forward = micro_batches * work.flops / flops, work.forward_flops / flops
-    enough = max(disk / compute, states / forward) * work.tokens
-    return StepTime(compute, disk, max(compute, disk, compute - forward + states), ceil(enough))
+    beside = work.flops / flops if planned.choice.states.tries_steps else forward
+    enough = max(disk / compute, states / beside) * work.tokens
+    return StepTime(compute, disk, max(compute, disk, compute - beside + states), ceil(enough))
 
 
 def moved_bytes(placement: Placement) -> int:

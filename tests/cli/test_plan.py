@@ -543,6 +543,22 @@ def test_seconds_are_those_of_the_slower_of_compute_and_disk(activations: str | 
     assert "it waits for the disk; from" in run(*given, "--seq", "1").stdout
 
 
+def test_a_step_that_is_tried_in_backward_hides_more_of_the_disk() -> None:
+    """An ideal schedule by hand: in backward the disk moves three of four chunks at most, in forward the rest."""
+    given = ["--preset", "1m", "--cpu-memory", "least", "--no-commits", "--flops", "1e12", "--chunk", "64KiB"]
+    for tokens in (4, 5000):
+        size = ["--disk-gb-per-s", "2", "--batch", "1", "--seq", str(tokens)]
+        plain, tried = run_json(*given, *size), run_json(*given, *size, "--speculate")
+        states = (tried["read_bytes"] + tried["written_bytes"]) / 2e9
+        forward = 2 * tried["parameters"] * tokens / 1e12
+        backward = 2 * forward
+        moved = min(0.75 * states, backward)
+        wanted = max(backward, moved) + max(forward, states - moved)
+        assert tried["step_seconds"] == pytest.approx(wanted, rel=0.01)
+        assert tried["step_seconds"] <= plain["step_seconds"] * 1.001
+    assert tried["hiding_tokens"] == pytest.approx(plain["hiding_tokens"] / 3, rel=0.05)
+
+
 def test_rates_say_where_they_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.io.select.recall", lambda path: Settings("auto", mixed_bytes_per_s=7e9))
     here = run_json("--cpu-memory", "least")
