@@ -29,6 +29,7 @@ from offload.grads.local import LocalGradients, regions
 from offload.io.select import open_engine
 from offload.layout import ParamSpec, build
 from offload.optim.chunk_work import StepKey
+from offload.optim.late import LateSteps
 from offload.optim.new_params import new_parameters
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
@@ -107,8 +108,9 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
         store = stack.enter_context(closing(Store(slot_arrays, resident, passing, slots, work.timeline, work.health)))
         gradients = stack.enter_context(closing(LocalGradients(work, choice.grads)))
         flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
-        new_params = new_parameters(work, ResidentParams(layout, flats), flats, gradients)
-        yield stack.enter_context(closing(Step(work, choice.states, [AdamRule()], store, gradients, new_params)))
+        rules, params = [AdamRule()], ResidentParams(layout, flats)
+        new_params, late = new_parameters(work, params, flats, gradients), LateSteps(work, rules, store, params)
+        yield stack.enter_context(closing(Step(work, choice.states, rules, store, gradients, new_params, late)))
 
 
 def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from offload.checkpoint.recovery import Start
@@ -35,7 +33,7 @@ from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters, Streaming
 from offload.model.inner import Inner, inner_tensors, require_movable_wrappers
 from offload.model.master_weights import MasterWeights
-from offload.model.meta_init import Kept, Source, is_meta
+from offload.model.meta_init import Source, is_meta, kept_tensors, kept_values
 from offload.model.units import (
     bytes_on,
     compute_dtypes,
@@ -47,6 +45,7 @@ from offload.model.units import (
 )
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
+from offload.optim.late import LateSteps
 from offload.optim.new_params import NewParameters, new_parameters
 from offload.optim.rule import Rule
 from offload.optim.scale import StepScale
@@ -64,16 +63,17 @@ from offload.planner.placement import (
     dithered_room_of,
 )
 from offload.profiling import Timeline
+from offload.ranks.agreement import all_gather_object, while_others_wait
 from offload.ranks.communicator import Communicator
 from offload.regions import lent_bytes
-from offload.run import Memory, OpenEngine, Run, Stores
+from offload.run import Disk, Memory, OpenEngine, Run, Stores
 from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Reserved
 from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.directories import replaceable_in
-from offload.storage.kept_base import BaseName, KeptBase
+from offload.storage.kept_base import BaseChunk, BaseName, BasePart, Contents, KeptBase, is_there, make
 from offload.storage.param_store import ParamStore, ResidentParams, StreamedParams
 from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.room import MANIFEST, RECORD
@@ -100,7 +100,8 @@ class Plan:
         threads: see `Tuning`.
         io_engine: see `Tuning`.
         unquantised: what a quantised base has in 16 or 32 bits; see `units.unquantised`.
-        base: the base that is kept; None: there is none.
+        base: the base that is kept, without its key until `keep_base` has found it; None: there is none.
+        base_names: the names of the frozen parameters in it, in the order of `held.specs`.
     """
 
     choice: Choice
@@ -115,6 +116,7 @@ class Plan:
     io_engine: str
     unquantised: tuple[int, Sequence[str]]
     base: BaseName | None
+    base_names: Sequence[str]
 
     @property
     def layout(self) -> Layout:
@@ -194,8 +196,13 @@ def plan_run(
             )
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     threads = kernel_threads(options.tuned.threads, ranks_on_node=nodes, direct=copier.direct)
+    kept = source.kept() if comm.tensor_parallel.size == 1 else None
+    in_base = {} if kept is None else kept_tensors(model, kept)
+    contents = Contents.of((name, one.tensor.dtype, one.tensor.numel()) for name, one in in_base.items())
     situation = replace(
         situation,
+        base_bytes=contents.nbytes if in_base else 0,
+        base_memory_bytes=contents.memory_bytes,
         temporary_bytes=shape.temporary_bytes(rules, options, threads),
         has_same_bits=all(rule.has_same_bits for rule in rules),
     )
@@ -211,37 +218,96 @@ def plan_run(
     aliases_of(model, moved)
     tuning, inners = options.tuned, shape.inners[:every]
     left = unquantised(model, compute_dtypes(model, options.fp32_modules, options.compute_dtype))
-    choice, base = placed.choice, None
-    if comm.everyone.size == 1 and choice.params.frozen_tier.is_durable:
-        base = _base_of(source.kept(), held, inners, options.paths)
-        choice = replace(choice, params=replace(choice.params, keeps_base=base is not None))
-    return Plan(choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base)
+    choice, base, base_names = placed.choice, None, list[str]()
+    if choice.params.base_bytes:
+        assert kept is not None
+        numbers = {one.used: name for name, one in in_base.items()}
+        if all(one.used in numbers for one in inners[first:]):
+            base_names = [numbers[one.used] for one in inners[first:]]
+            base = BaseName(kept.directory or options.paths[0], "", contents)
+        else:
+            choice = replace(choice, params=replace(choice.params, base_bytes=0, base_memory_bytes=0))
+    return Plan(
+        choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base, base_names
+    )
 
 
-def _base_of(kept: Kept | None, held: Layout, inners: Sequence[Inner], paths: Sequence[Path]) -> BaseName | None:
-    """The base that holds the frozen parameters; None: none is kept, or some have values from elsewhere.
+def _base_chunks(held: Layout, names: Sequence[str]) -> tuple[BaseChunk, ...]:
+    """What the chunks of frozen parameters hold of a base.
 
     Args:
-        kept: how it is kept; None: it is not.
         held: the layout of all held parameters.
-        inners: their inner tensors.
-        paths: the directories of the run.
+        names: the names that the frozen ones have in the base.
     """
     first = len(held.trained.specs)
-    if kept is None or first == len(held.specs) or any(one.param not in kept.names for one in inners[first:]):
-        return None
-    names = [one.name_in(kept.names[one.param]) for one in inners[first:]]
-    told: list[object] = [
-        (name, tuple(one.tensor.shape), str(held.specs[number].dtype), held.locations[number])
-        for number, (name, one) in enumerate(zip(names, inners[first:], strict=True), first)
-    ]
-    told += [(chunk.flat, chunk.start, chunk.numel) for chunk in held.param_chunks[len(held.trained.param_chunks) :]]
-    return BaseName(kept.directory or paths[0], kept.key(), xxhash.xxh3_64_hexdigest(repr(told).encode()), names)
+    return tuple(
+        BaseChunk(
+            held.flats[chunk.flat].dtype,
+            [BasePart(names[one.param - first], one.param_offset, one.chunk_offset, one.numel) for one in chunk.pieces],
+        )
+        for chunk in held.param_chunks[len(held.trained.param_chunks) :]
+    )
 
 
 def _free_on_device(copier: Copier, ranks_on_node: int) -> int:
     free = copier.free_bytes()
     return free_memory() // ranks_on_node if free is None else free
+
+
+# The kept base.
+
+
+def keep_base(plan: Plan, model: nn.Module, source: Source, comm: Communicator, disk: Disk, files: Files) -> Plan:
+    """Makes the base that a run is to read, unless it is there.
+
+    Of ranks that share a directory one makes it, and the others wait, however long that takes.
+
+    Args:
+        plan: what was decided.
+        model: the model, on the meta device.
+        source: where its values come from.
+        comm: the ranks. All of them call this.
+        disk: makes the engine that writes it.
+        files: the run's file system.
+
+    Returns:
+        The plan with the key of the base.
+
+    Raises:
+        ConfigError: if the ranks have bases of other values.
+        PathError: if its directory cannot be used.
+        BudgetError: if the disk has no room for it.
+        TierIOError: if a disk or its file system failed.
+        OtherRankError: if another rank failed, and this one did not.
+    """
+    base, kept = plan.base, source.kept()
+    about = None if base is None or kept is None else f"{base.contents.digest}; {kept.settings}"
+    if len({*all_gather_object(comm, about)}) > 1:
+        raise ConfigError(
+            "the ranks differ in whether they keep the quantised base, or in what is in it: give all of them the same "
+            "model, source, settings and base"
+        )
+    if base is None:
+        return plan
+    assert kept is not None
+    is_first = comm.local_rank == 0
+    with while_others_wait(comm, "another rank reads the source of the quantised base") as meanwhile:
+        key = kept.key(meanwhile) if is_first else ""
+    keys = {one for one in all_gather_object(comm, key) if one}
+    if len(keys) > 1:
+        raise ConfigError(
+            "machines have other files or libraries to quantise the base from: give all of them the same source, and "
+            "the same versions of torch and of the quantiser"
+        )
+    base = replace(base, key=keys.pop())
+    for makes in (is_first, True):  # ranks on one machine may have directories of their own
+        with while_others_wait(comm, f"another rank makes the quantised base {base.path}") as meanwhile:
+            if makes and not is_there(base, files):
+                with ExitStack() as undo:
+                    engine = disk.open_engine(plan.io_engine, [base.directory])
+                    undo.callback(engine.close)
+                    make(base, kept_values(model, source, kept), files, engine, meanwhile)
+    return replace(plan, base=base)
 
 
 # Building.
@@ -335,7 +401,8 @@ def build(
     base = None
     if plan.base is not None:
         assert engine is not None
-        base = KeptBase(engine, plan.base, placement.arrays[ChunkKind.FROZEN], start.files, timeline)
+        chunks = _base_chunks(held, plan.base_names)
+        base = KeptBase(engine, plan.base, plan.base_names, chunks, start.files, timeline)
         undo.callback(base.close)
     stores = _stores(undo, run, placement, slots, base)
     shards = open_shards(run, choice.grads.micro_batches, stores.get(ChunkKind.GRADS))
@@ -353,9 +420,10 @@ def build(
     if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     new_params = new_parameters(run, params, parameters.flats, gradients)
-    step = Step(run, choice.states, plan.rules, stores.states, gradients, new_params)
+    late = LateSteps(run, plan.rules, stores.states, params)
+    step = Step(run, choice.states, plan.rules, stores.states, gradients, new_params, late)
     undo.callback(step.close)
-    masters = MasterWeights(run, choice.states, parameters, stores.states, params)
+    masters = MasterWeights(run, choice.states, parameters, stores.states, params, late)
     activations = _activation_store(undo, plan, run, engine)
     assert not memory.reserved.left, memory.reserved.left
     scale = StepScale()
@@ -431,7 +499,7 @@ def _stores(undo: ExitStack, run: Run, placement: Placement, slots: Stripes | No
             if base is not None and kind is ChunkKind.FROZEN:
                 part = base.slots
             stores[kind] = _pool_store(undo, run, placement, part, kind, pool)
-    if base is not None and base.is_whole:
+    if base is not None:
         stores[ChunkKind.FROZEN].reset(dict.fromkeys(range(len(placement.arrays[ChunkKind.FROZEN])), Version(0, 0)))
     return stores
 

@@ -48,6 +48,7 @@ class StateChoice:
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
         shares: whether some states may be on the device while others are not: a step has the same bits on both sides.
+        is_late: whether tiles of experts whose gradient is zeros may owe steps; see optim/late.py.
     """
 
     tier: Tier
@@ -58,6 +59,7 @@ class StateChoice:
     form: str = "fp32"
     tries_steps: bool = False
     shares: bool = False
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class ParamChoice:
         prefetch_units: how many units are fetched ahead of the one in use.
         tile_bytes: weights larger than this run in tiles; 0: none do.
         is_chosen: whether the planner chose the tiers, since the user named none.
-        keeps_base: whether frozen ones on NVMe are in a file of their own, which other runs may use.
+        base_bytes: what a file of their own takes, in which frozen ones on NVMe are, and which other runs may use; 0:
+            there is none.
+        base_memory_bytes: what a rank keeps in RAM to read that file.
     """
 
     tier: Tier
@@ -82,7 +86,8 @@ class ParamChoice:
     prefetch_units: int = 1
     tile_bytes: int = 0
     is_chosen: bool = False
-    keeps_base: bool = False
+    base_bytes: int = 0
+    base_memory_bytes: int = 0
 
     @property
     def streams(self) -> bool:
@@ -202,5 +207,5 @@ class Choice:
         """The same choice with the states on another tier, which must not be the device."""
         grads = max(CPU, self.grads.tier)
         tries = self.states.tries_steps and tier.is_durable
-        states = replace(self.states, tier=tier, tries_steps=tries)
+        states = replace(self.states, tier=tier, tries_steps=tries, is_late=self.states.is_late and tier.is_durable)
         return replace(self, states=states, grads=replace(self.grads, tier=grads))

@@ -20,7 +20,7 @@ from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
 from offload.model.inner import Inner, bring_along, inner_tensors
-from offload.model.meta_init import Kept, KeptValues, Source, materialise
+from offload.model.meta_init import KeptValues, Source, materialise
 from offload.model.original import Original
 from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
@@ -36,7 +36,6 @@ from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
-from offload.storage.kept_base import KeptBase
 from offload.storage.slot_map import ChunkKind
 from offload.tiers import DEVICE, NVME
 
@@ -291,7 +290,7 @@ class HeldModel:
         transfers = UnitTransfers(
             self._run,
             parameters,
-            StreamedStores([(stores[kind], first) for kind, first in streamed.items()]),
+            StreamedStores([(stores[kind], first) for kind, first in streamed.items()], self._parts.masters.late),
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
             ahead=self._choice.params.prefetch_units,
@@ -311,10 +310,9 @@ class HeldModel:
         moves = parts.parameters.params[0].device != parts.parameters.device
         base, kept, source = parts.base, values.source.kept(), values.source
         first = parts.parameters.trained
-        if base is not None and base.is_whole:
+        if base is not None:
             assert kept is not None
-            frozen = {one.param for one in parts.parameters.held if one.spec.is_frozen}
-            source = KeptValues(source, {param: kept.names[param] for param in frozen}, base.tables)
+            source = KeptValues(source, kept.names, base, frozenset(base.frozen))
         owned: set[Tensor] = set()
         for flat in self._complete_flats(source, owned):
             info = layout.flats[flat]
@@ -324,7 +322,7 @@ class HeldModel:
                 self._original.changes(parts.parameters.params[number])
             dense = parts.parameters.make_dense(flat)
             names = [layout.specs[number].name for number in info.params]
-            is_kept = info.is_frozen and base is not None and base.is_whole
+            is_kept = info.is_frozen and base is not None
             comes = is_kept or (not info.is_frozen and all(name in values.committed for name in names))
             has_values = not comes
             if has_values:
@@ -343,15 +341,13 @@ class HeldModel:
                     alias.follow(parts.parameters.data_of(number_of))
             if info.is_frozen and (base is not None or self._choice.commits.every is not None):
                 for number in info.params:
-                    found = base.digests[base.names[number - first]] if base is not None and is_kept else None
+                    dtype = layout.specs[number].dtype
+                    found = None if base is None else base.digest_of(base.frozen[number - first], dtype)
                     parts.parameters.held[number].digest = found or digest_of(parts.parameters.locals[number])
             if streams and has_values:
                 transfers.store_and_free(flat)
             elif streams:
                 parts.parameters.free_flat(flat)
-        if base is not None and not base.is_whole:
-            assert kept is not None
-            self._finish(base, kept)
         for one in parts.parameters.held[first:]:
             one.is_shared = base is not None
         if not values.committed:
@@ -360,18 +356,6 @@ class HeldModel:
                 store.drain()
         if moves:
             move_buffers(self._model, parts.parameters.device)
-
-    def _finish(self, base: KeptBase, kept: Kept) -> None:
-        """Writes what is left of a base that this run makes, so that others may use it."""
-        parameters = self._parts.parameters
-        self._parts.stores[ChunkKind.FROZEN].flush()
-        frozen = parameters.held[parameters.trained :]
-        inners = inner_tensors(dict.fromkeys(one.param for one in frozen))
-        tables = [one for one in inners if parameters.number_of(one.used) is None]
-        base.finish(
-            {name: one.digest or "" for name, one in zip(base.names, frozen, strict=True)},
-            {one.name_in(kept.names[one.param]): one.tensor.to("cpu", copy=True) for one in tables},
-        )
 
     def take_others(self) -> None:
         """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype.

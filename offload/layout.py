@@ -204,10 +204,12 @@ class ParamSpec:
         unit: the unit that it belongs to.
         dtype: the dtype of its copy for compute.
         group: the number of its param group; None: it is in none, and so is frozen: it has no states, and no step.
-        tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit.
+        tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit. Over
+            ranks each shard has an equal part of every tile.
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
         states: what its optimizer keeps of each element beside its master. It means nothing if it is frozen.
         whole: how its optimizer sees it, if that steps it as a whole; None: in pieces.
+        is_late: whether a tile of it whose gradient is zeros may owe the step (optim/late.py). It has tiles then.
     """
 
     name: str
@@ -219,6 +221,7 @@ class ParamSpec:
     shard_dim: int | None = None
     states: tuple[StateKind, ...] = ADAM_STATES
     whole: Whole | None = None
+    is_late: bool = False
 
     @property
     def is_frozen(self) -> bool:
@@ -295,9 +298,18 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Elements `start` to `start + numel` of flat parameter `flat`, which are fetched together.
+    """Elements of flat parameter `flat` that are fetched together: all of it, or one of its tiles.
 
-    It is the whole flat parameter, or one of its tiles. A tile is a unit of its own.
+    A tile is a unit of its own. It is elements `start` to `start + numel // ranks` of each rank's shard, one after the
+    other in its memory. So a tile is gathered, and its gradient reduced, as a flat parameter is.
+
+    Attributes:
+        index: its number in `Layout.slices`.
+        unit: its unit.
+        flat: the number of the flat parameter.
+        start: where it begins in each shard.
+        numel: how many elements it has in all shards.
+        is_tile: whether it is a tile.
     """
 
     index: int
@@ -441,13 +453,22 @@ class Layout:
         return self.specs[info.params[0]].tile if len(info.params) == 1 else 0
 
     def tiles_of(self, param: int) -> list[tuple[int, int]]:
-        """Where each tile of a parameter begins and ends, in elements. Its gradients come tile by tile.
+        """Which part of each rank's shard of a parameter each tile is: its first element, and the one after its last.
 
-        A parameter without tiles counts as one tile.
+        With one rank these are elements of the parameter. A parameter without tiles counts as one tile.
         """
         spec = self.specs[param]
-        step = spec.tile or max(spec.numel, 1)
-        return [(start, min(start + step, spec.numel)) for start in range(0, max(spec.numel, 1), step)]
+        if not spec.tile:
+            return [(0, spec.numel)]
+        shard, step = spec.numel // self.ranks, spec.tile // self.ranks
+        return [(start, min(start + step, shard)) for start in range(0, shard, step)]
+
+    def in_slice(self, one: FlatSlice, element: int) -> int:
+        """Where an element of a flat parameter, which is in a slice of it, lies in the memory of that slice."""
+        if not one.is_tile:
+            return element
+        rank, within = divmod(element, self.shard_numel(one.flat))
+        return rank * (one.numel // self.ranks) + within - one.start
 
     @cached_property
     def slices(self) -> tuple[FlatSlice, ...]:
@@ -457,8 +478,14 @@ class Layout:
             if self.tile_of(flat.index):
                 for number, (start, stop) in enumerate(self.tiles_of(flat.params[0])):
                     unit = f"{flat.unit}[{number}]"
-                    made.append(FlatSlice(len(made), unit, flat.index, start, stop - start, is_tile=True))
+                    numel = self.ranks * (stop - start)
+                    made.append(FlatSlice(len(made), unit, flat.index, start, numel, is_tile=True))
         return tuple(made)
+
+    @cached_property
+    def late_chunks(self) -> frozenset[int]:
+        """The chunks of `chunks` that may owe steps. Each has elements of one tile of one parameter."""
+        return frozenset(one.index for one in self.chunks if self.specs[one.pieces[0].param].is_late)
 
     @cached_property
     def locations(self) -> dict[int, tuple[int, int]]:
@@ -675,23 +702,26 @@ def _chunks_of(layout: Layout, shards: Iterable[tuple[Flat, int]], first: int) -
     return tuple(chunks)
 
 
-def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) -> list[ParamSpec]:
+def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int, *, ranks: int = 1) -> list[ParamSpec]:
     """The specs, with tiles for each parameter that can be tiled and is larger than `tile_bytes`.
 
-    A tile is as many whole rows as fit into `tile_bytes`, at least one, so that the next tile is aligned. A parameter
-    with tiles becomes a unit of its own.
+    A tile is as many whole rows as fit into `tile_bytes`, at least one of each rank's shard, so that the next tile is
+    aligned. A parameter with tiles becomes a unit of its own. Over ranks one has tiles only if each shard has equally
+    many whole rows.
 
     Args:
         specs: the parameters.
         rows: for each parameter that can be tiled, by its number, the elements of one row.
         tile_bytes: the most bytes of a tile; 0: no tiles.
+        ranks: the number of ranks that the flats are sharded over.
     """
     made = list(specs)
     for number, row in rows.items() if tile_bytes else ():
         spec = specs[number]
-        least = row * (ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, row))
+        least = ranks * row * (ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, row))
         tile = max(tile_bytes // spec.dtype.itemsize // least, 1) * least
-        if spec.numel * spec.dtype.itemsize > tile_bytes and tile < spec.numel:
+        has_whole_rows = ranks == 1 or not spec.numel % math.lcm(ranks * row, ranks * ALIGN_NUMEL)
+        if spec.numel * spec.dtype.itemsize > tile_bytes and tile < spec.numel and has_whole_rows:
             made[number] = replace(spec, unit=spec.name, tile=tile)
     return made
 
@@ -730,12 +760,12 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
         yield from _whole_cuts(layout, flat, start, last)
         return
     ends_at_blocks = _ends_at_blocks(layout)
-    tile = layout.tile_of(flat.index)
+    tile, first = layout.tile_of(flat.index) // layout.ranks, start
     while start < last:
         stop = min(start + layout.chunk_numel, last)
         begin = flat.offsets[bisect(flat.offsets, stop) - 1]  # of the blocks; a tile has its own, and chunks of its own
         if tile:
-            begin = start // tile * tile
+            begin = start - (start - first) % tile
             stop = min(stop, begin + tile)
         if ends_at_blocks and stop < min(last, begin + tile if tile else last):
             stop -= (stop - begin) % SUM_BLOCK

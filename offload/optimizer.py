@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import interrupts, torch_private
-from offload.build import build, plan_run
+from offload.build import build, keep_base, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.commit import spelled
@@ -354,8 +354,6 @@ class OffloadZero(torch.optim.Optimizer):
             wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
             if any(rule.name != ADAM for rule in rules):
                 wanted = replace(wanted, rules=tuple(rule.name for rule in rules))
-            if (base := self._plan.base) is not None:
-                wanted = replace(wanted, base=(spelled(base.directory), base.path.name))
         interrupts.hold()
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
@@ -363,6 +361,9 @@ class OffloadZero(torch.optim.Optimizer):
         start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
         self._placement = self._place(0 if found is None else found.buffer_bytes)
+        self._plan = keep_base(self._plan, model, source, self._comm, disk, start.files)
+        if (base := self._plan.base) is not None:
+            wanted = replace(wanted, base=(spelled(base.directory), base.path.name))
         with together(self._everyone):
             self._parts = parts = build(
                 undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine, self._health
@@ -374,6 +375,11 @@ class OffloadZero(torch.optim.Optimizer):
             self._commits.read_ahead()
             if parts.slots is not None and found is None:
                 parts.slots.shut_out_older()
+        if parts.base is not None and not self._everyone.all_equal(parts.base.digest):
+            raise ConfigError(
+                f"{self._plan.base.path} has other values on some ranks, since their machines do not quantise alike: "  # type: ignore[union-attr]
+                "remove it there, and copy that of one machine to all others"
+            )
         return given, source, found
 
     @uninterrupted

@@ -65,6 +65,9 @@ class Tuning:
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
             after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
             few tiles as `device_memory` allows.
+        late: whether experts that did nothing in a step are not moved: with states on NVMe, a tile of a parameter with
+            three dimensions whose gradient is zeros owes that step, and owed steps of Adam and AdamW are made, one
+            after the other, when somebody reads the tile or tokens come. False: each step moves all tiles.
     """
 
     chunk: int | str = "64MiB"
@@ -78,6 +81,7 @@ class Tuning:
     tile: int | str | None = None
     recompute: bool = True
     speculate: bool = False
+    late: bool = True
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         if "prefetch" in options:
@@ -181,6 +185,7 @@ class Options:
         yield _none_of("partition_activations", self.partition_activations, True, False)
         yield _none_of("Tuning.recompute", tuning.recompute, True, False)
         yield _none_of("Tuning.speculate", tuning.speculate, True, False)
+        yield _none_of("Tuning.late", tuning.late, True, False)
         yield _none_of("compute_dtype", self.compute_dtype, *COMPUTE_DTYPES)
         yield _none_of("nonfinite", self.nonfinite, "raise", "skip")
         yield _none_of("stage", self.stage, None, 1, 2, 3)

@@ -246,7 +246,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
-        "recompute", "speculate",
+        "recompute", "speculate", "late",
     ]  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def test_what_users_see_lists_the_same_options() -> None:
 IN_NO_COMMAND = {
     "keep_fp32", "nonfinite", "resume", "resume_states", "device", "init", "init_missing", "process_group",
     "cast_forward_inputs", "keep", "lock_timeout", "activation_memory", "prefetch_chunks", "prefetch_units",
-    "io_engine", "bucket", "units", "tile", "recompute",
+    "io_engine", "bucket", "units", "tile", "recompute", "late",
 }  # fmt: skip
 """Options that `offload plan` does not have: they change no figure of it, or name objects."""
 CALLED_OTHERWISE = {"compute_dtype": "dtype", "path": "no_commits", "threads": None, "tuning": None}

@@ -50,7 +50,15 @@ from offload.checkpoint.commit import (
 )
 from offload.checkpoint.extra import Carried, carried_in, stored
 from offload.checkpoint.live import collect
-from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, ProgressFacts, differences, in_other_forms
+from offload.checkpoint.manifest import (
+    ChunkFacts,
+    Digest,
+    LateFacts,
+    Manifest,
+    ProgressFacts,
+    differences,
+    in_other_forms,
+)
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import copy_ranges
@@ -265,6 +273,7 @@ class Commits:
             store.set_committed(of)
         self._health.can_go_back = True
         self.last, self._versions, self._record, self._source = attempt
+        self._masters.late.committed()
         self._is_named = self.is_outdated = False
         self._undecided = None
 
@@ -320,7 +329,7 @@ class Commits:
         stored(groups)
         versions = self._flush()
         if self.has(step):
-            if carried_in(extra).extra is None and versions == self._versions:
+            if carried_in(extra).extra is None and self._are_committed(versions):
                 return None
             raise ConfigError(
                 f"step {step} is committed already: commit once a step, with all there is to commit, and after "
@@ -340,6 +349,17 @@ class Commits:
         self._claims.require_ours()
         slots.make_permanent()
         return manifest, versions, *written[0]
+
+    def _are_committed(self, versions: Sequence[Mapping[int, Version]]) -> bool:
+        """Whether the last commit has the values of these versions of all chunks.
+
+        A chunk that has made steps that it owed then is another version of the same.
+        """
+        settled = self._masters.late.settled
+        return all(
+            now.keys() == before.keys() and all(at == before[chunk] or chunk in settled for chunk, at in now.items())
+            for now, before in zip(versions, self._versions, strict=True)
+        )
 
     def _record_of(self, manifest: Manifest, digest: Digest, *, has_tensors: bool) -> Commit:
         """The record of a commit, which names the manifests and files of all ranks.
@@ -575,6 +595,7 @@ class Commits:
                 numels[one.target] += one.numel
         with together(self._comm):
             converts = {name for name, _ in in_other_forms(reader.manifests[0], self._wanted)}
+            self._masters.late.go_to(step, {}, {})  # the reader makes the steps that its chunks owe
             self._masters.take_resharded(taken, numels, step, converts)
         self._all_gather_parameters(step)
 
@@ -880,6 +901,7 @@ class Commits:
     def _go_to(self, manifest: Manifest) -> None:
         """Makes the content of all stores what `manifest` names."""
         self.is_outdated = False
+        self._masters.late.go_to(manifest.step, manifest.owed, manifest.logs)
         self._versions = [
             {number: Version(slot.step, slot.place, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
@@ -971,6 +993,7 @@ class Commits:
             ),
             chunks=facts(ChunkKind.STATES, versions[0]),
             copies=facts(ChunkKind.PARAMS, versions[1]) if self._choice.holds_params else (),
+            late=LateFacts.of(self._masters.late),
         )
 
 

@@ -5,7 +5,7 @@ One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2; 3 if a param group is of another optimizer than Adam; 4 if a state is in
                        another form than fp32; 5 if one has another shape than its parameter; 6 if frozen parameters
-                       are in a kept base; 7 if a chunk has three slots
+                       are in a kept base; 7 if a chunk has three slots; 8 if a chunk owes steps
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -59,6 +59,14 @@ Where frozen parameters are in a kept base (storage/kept_base.py) there is one m
                        does not go by it: it finds the base, or makes it again, where it is told to. It is for who
                        verifies a run
 
+Where chunks owe steps (optim/late.py) there is one more, which is not spelled otherwise:
+
+    late               at the end: {options: what steps took of their param groups, each once: objects with "lr",
+                       "betas", "eps", "weight_decay" and "decoupled_weight_decay"; logs: rows of the number of a
+                       parameter and, for each of its last steps, the last one last, the number of its options; owed:
+                       rows of the number of a chunk and how many of the last steps of its parameter it owes}. What is
+                       in the slots of such a chunk is as of the steps before these, at the step that its row names
+
 Two fields have older names than the code: `places` is `SlotMap.versions` there, and `age` a parameter's `step`.
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
@@ -85,8 +93,10 @@ from msgspec import Meta
 
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import ADAM_FORMS, ADAM_STATES, FORMS, MASTER, Flat, Layout, StateKind
+from offload.optim.late import MOST_OWED, LateStep, LateSteps
 from offload.optim.rule import Progress
 from offload.optim.rule import Scalar as NamedScalar
+from offload.optim.rules.adam import AdamRule
 from offload.sizes import MASTER_ITEM_BYTES, format_bytes
 from offload.storage.room import ROW_BYTES
 from offload.storage.slot_map import ChunkKind, SlotMap, SlotTable
@@ -115,6 +125,9 @@ VERSION_OF_BASES = 6
 """That of manifests of runs with a kept base."""
 VERSION_OF_TRIALS = 7
 """That of manifests with three slots a chunk: in one of them steps are tried."""
+VERSION_OF_LATE_STEPS = 8
+"""That of manifests of chunks that owe steps."""
+NEWEST = VERSION_OF_LATE_STEPS
 
 MAX_BYTES = 128 << 20
 MAX_COMMAS = 1 << 23
@@ -237,6 +250,34 @@ class FlatFacts:
         return (MASTER, *(state.name for state in self.state_kinds))
 
 
+@dataclass(frozen=True)
+class LateFacts:
+    """The steps that chunks owe; fields as in [Note: manifest format]."""
+
+    options: Annotated[
+        tuple[Annotated[dict[Text, Option], Meta(max_length=MAX_OPTIONS)], ...], Meta(max_length=MAX_PARAMETERS)
+    ]
+    logs: Annotated[
+        tuple[tuple[Number, Annotated[tuple[Number, ...], Meta(max_length=MOST_OWED)]], ...],
+        Meta(max_length=MAX_PARAMETERS),
+    ]
+    owed: Annotated[tuple[tuple[Number, Annotated[int, Meta(ge=1, le=MOST_OWED)]], ...], Meta(max_length=MAX_CHUNKS)]
+
+    @classmethod
+    def of(cls, late: LateSteps) -> LateFacts | None:
+        """What a manifest says of the steps that chunks owe; None: they owe none."""
+        if not late.owed:
+            return None
+        options: dict[str, Any] = {}  # by how they are spelled: 0.0 and -0.0 are two
+        logs = []
+        for param in sorted(late.log):
+            for one in late.log[param]:
+                options.setdefault(repr(one.options), one.options)
+            numbers = {key: number for number, key in enumerate(options)}
+            logs.append((param, tuple(numbers[repr(one.options)] for one in late.log[param])))
+        return cls((*options.values(),), tuple(logs), tuple(sorted(late.owed.items())))
+
+
 class ChunkFacts(NamedTuple):
     """Where the committed version of a chunk lies.
 
@@ -290,6 +331,11 @@ class Manifest:
     slices: Annotated[int, Meta(ge=1, le=MAX_WORLD)] = 1
     rules: Annotated[tuple[Text, ...], Meta(max_length=MAX_GROUPS)] = ()
     base: tuple[Directory, Annotated[str, Meta(pattern=r"^base-[0-9a-f]{32}-[0-9a-f]{16}\Z")]] | None = None
+    late: LateFacts | None = None
+
+    def optimizer_of(self, number: int) -> str:
+        """The name of a parameter's rule."""
+        return self.rules[self.parameters[number].group] if self.rules else ADAM
 
     @property
     def optimizers(self) -> list[str]:
@@ -306,6 +352,29 @@ class Manifest:
         if flat.states is None:
             return flat.kinds
         return (MASTER, *(() if facts.progress is None else facts.progress.arrays))
+
+    @cached_property
+    def owed(self) -> dict[int, int]:
+        """How many steps each chunk owes that owes some."""
+        return {} if self.late is None else dict(self.late.owed)
+
+    @cached_property
+    def logs(self) -> dict[int, list[LateStep]]:
+        """By parameter, its last steps, if some of its chunks owe them."""
+        found: dict[int, list[LateStep]] = {}
+        if self.late is not None:
+            for number, steps in self.late.logs:
+                facts, options = self.parameters[number], self.late.options
+                numbered = enumerate(steps, facts.age - len(steps))
+                found[number] = [LateStep(facts.group, options[at], Progress(step)) for step, at in numbered]
+        return found
+
+    def steps_owed_by(self, chunk: int) -> list[LateStep]:
+        """The steps that a chunk owes, the first one first."""
+        if chunk not in self.owed:
+            return []
+        (number,) = self.flats[self.chunks[chunk].flat].params
+        return self.logs[number][-self.owed[chunk] :]
 
     @property
     def slice(self) -> int:
@@ -486,6 +555,8 @@ def serialise(manifest: Manifest) -> bytes:
         del plain["rules"]
     if manifest.base is None:
         del plain["base"]
+    if manifest.late is None:
+        del plain["late"]
     for facts in (*plain["parameters"], *plain["flats"]):
         for name in ("shard_dim", "progress", "shapes", "states", "forms"):
             if facts.get(name) is None:
@@ -499,6 +570,8 @@ def serialise(manifest: Manifest) -> bytes:
         version = VERSION_OF_BASES
     if manifest.places == MAX_PLACES:
         version = VERSION_OF_TRIALS
+    if manifest.late is not None:
+        version = VERSION_OF_LATE_STEPS
     return canonical({"schema": SCHEMA, "version": version, **plain})
 
 
@@ -513,7 +586,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         CorruptionError: it is damaged, or not one that this library writes. The error names file and field.
         ResumeError: another version of this library wrote it.
     """
-    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION_OF_TRIALS), file, least_version=VERSION)
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, NEWEST), file, least_version=VERSION)
     if problem := next(_problems(manifest), None):
         raise CorruptionError(problem, file=file)
     return manifest
@@ -587,6 +660,38 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     wanted = [chunk[:3] for chunk in manifest.chunks] if manifest.split_master else []
     if [copy[:3] for copy in manifest.copies] != wanted:
         yield "copies: expected a row for each chunk with a split master, and none without"
+    if manifest.late is not None and (problem := _late_problem(manifest, manifest.late)):
+        yield f"late: {problem}"
+
+
+def _late_problem(manifest: Manifest, late: LateFacts) -> str | None:
+    """Why the steps that chunks owe do not fit them; None: they do."""
+    for number, options in enumerate(late.options):
+        try:
+            AdamRule().require_sound(0, options)
+        except ConfigError:
+            return f"options[{number}] are none of Adam"
+        if options != AdamRule().options_of(options):
+            return f"options[{number}] are not spelled as this library spells them"
+    logs, owed = dict(late.logs), dict(late.owed)
+    if not owed or [*late.owed] != sorted(owed.items()) or [number for number, _ in late.logs] != sorted(logs):
+        return "expected some chunks, and each chunk and parameter once, in their order"
+    used = [*dict.fromkeys(one for steps in logs.values() for one in steps)]
+    if used != [*range(len(late.options))]:
+        return "options: expected each that a step took, in the order in which logs name them"
+    needed: dict[int, int] = {}
+    for chunk, steps in owed.items():
+        if chunk >= len(manifest.chunks):
+            return f"there is no chunk {chunk}"
+        flat = manifest.flats[manifest.chunks[chunk].flat]
+        is_of_adam = flat.state_kinds in ADAM_FORMS.values() and flat.states is None
+        if len(flat.params) != 1 or not is_of_adam or manifest.optimizer_of(flat.params[0]) != ADAM:
+            return f"chunk {chunk} has several parameters, or is not of Adam"
+        needed[flat.params[0]] = max(steps, needed.get(flat.params[0], 0))
+    if needed != {number: len(steps) for number, steps in logs.items()}:
+        return "logs: expected as many steps of each parameter as one of its chunks owes"
+    short = [number for number, steps in needed.items() if steps > manifest.parameters[number].age]
+    return f"parameter {short[0]} did not take so many steps" if short else None
 
 
 def _progress_problem(param: ParameterFacts, manifest: Manifest) -> str | None:

@@ -1,8 +1,10 @@
 """Reads the last commit of a run without changing anything: to inspect, verify, export or reshard it.
 
+Steps that a chunk owes (optim/late.py) are made in the copy that is read, so nobody above knows of them.
+
 A value is returned only after the checksum of the whole slot has been compared with the manifest's; the COMMIT record
-has the digest of the manifest. Memory: the slots of one chunk, and the masters that a split one is made into; a few
-pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
+has the digest of the manifest. Memory: the slots of one chunk, and the masters that a split one is made into; up to
+2 MiB where chunks owe steps; a few pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from offload.interrupts import wait_for_all
 from offload.io.engine import IOEngine, IOFuture, aligned_memory
 from offload.io.files import LOCAL, Files
 from offload.io.threads import ThreadEngine, Workers
-from offload.layout import MASTER, Form, StateKind, is_dithered, of_states
+from offload.layout import ADAM_FORMS, MASTER, Form, StateKind, blocks_of, is_dithered, of_states
 from offload.native import JOIN, Kernels, codes, load
+from offload.optim.late import ZEROS_NUMEL, replay
+from offload.optim.rules.adam import AdamRule
 from offload.sizes import GIB, MASTER_ITEM_BYTES, MIB, format_bytes
 from offload.storage.directories import older_swap_name, swap_name
 from offload.storage.slot_map import ChunkKind
@@ -581,6 +585,7 @@ class Reader:
         numbers = self._numbers(rank, chunk)
         # A split fp32 form has tie bits in exp_avg_sq, which only a join clears.
         is_alone = kind not in (MASTER, *(() if is_dithered(self._state_kinds(rank, chunk)) else ("exp_avg_sq",)))
+        is_alone = is_alone and chunk not in self.manifests[rank].owed
         return numbers[:1] if is_alone or not self._is_split(rank, chunk) else numbers
 
     def _state(self, rank: int, chunk: int, kind: str) -> Tensor:
@@ -625,6 +630,8 @@ class Reader:
             future.result()
         numbers, kinds = self._numbers(rank, chunk), self._state_kinds(rank, chunk)
         numel = self.manifests[rank].chunks[chunk].numel
+        if chunk in self.manifests[rank].owed:
+            self._make_steps(rank, chunk, buffers)
         made = iter(buffers[2].view(torch.float32)[: self._made_of(rank, chunk) // MASTER_ITEM_BYTES].split(numel))
         master, *rest = self._slots[rank][numbers[0]].arrays.views(buffers[0])
         found = {}
@@ -644,6 +651,38 @@ class Reader:
             self._kernels = self._kernels or load()
             self._kernels.call(JOIN, uppers, master, found["exp_avg_sq"], whole, found["exp_avg_sq"])
         return {MASTER: whole, **found}
+
+    def _make_steps(self, rank: int, chunk: int, buffers: Sequence[Tensor]) -> None:
+        """Makes the steps that a chunk owes, in the slots that were read.
+
+        Args:
+            rank: whose slots.
+            chunk: its number.
+            buffers: the memory of the states' slot and, if the masters are split, of the parameters'.
+        """
+        manifest, kinds = self.manifests[rank], self._state_kinds(rank, chunk)
+        facts, numbers = manifest.chunks[chunk], self._numbers(rank, chunk)
+        (param,), (begin, *_) = manifest.flats[facts.flat].params, manifest.flats[facts.flat].offsets
+        rule = AdamRule(next(form for form, states in ADAM_FORMS.items() if states == kinds))
+        dtype: torch.dtype = getattr(torch, manifest.parameters[param].dtype)
+        is_split = self._is_split(rank, chunk)
+        zeros = torch.zeros(min(ZEROS_NUMEL, facts.numel), dtype=torch.float32, device="cpu")
+        out = torch.empty(len(zeros), dtype=dtype, device="cpu")
+        if is_split:
+            (uppers,) = self._slots[rank][numbers[1]].arrays.views(buffers[1])
+            out = uppers.view(dtype)
+        self._kernels = self._kernels or load()
+        replay(
+            self._kernels,
+            rule,
+            [rule.scalars(one.options, one.before, 1.0) for one in manifest.steps_owed_by(chunk)],
+            self._slots[rank][numbers[0]].arrays.views(buffers[0]),
+            blocks_of(kinds),
+            facts.start - begin,
+            zeros,
+            out,
+            is_split=is_split,
+        )
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
         """Reads all that a resume reads, and compares it with its checksum. It goes on after an error.

@@ -727,6 +727,8 @@ def _plan(
         # States that begin anew would be written over committed ones.
         can_stay = not (target.is_elsewhere or target.last[1].is_older or choice.begins_states)
         manifest = _own_of(manifests, wanted) if can_stay else None
+        if manifest is not None and not manifest.owed.keys() <= layout.late_chunks:
+            manifest = None  # this run's chunks owe nothing: what is read owes nothing either
         paths = None if manifest is None else _directories_in_order(choice, layout, wanted, manifest, files)
         if paths is None:
             # The record stays where it is, if it can: then replacing it is one rename.

@@ -431,10 +431,10 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
         ConfigError: no engine works.
         BudgetError: RAM has no room for the buffer.
     """
-    with contextlib.closing(Arena(MEMORY_BYTES, HostCopier())) as arena, _file_in(path) as file:
+    with contextlib.closing(Arena(MEMORY_BYTES, HostCopier())) as arena, file_in(path) as file:
         memory = arena.memory
         memory[:] = os.urandom(len(memory))  # a drive that compresses would be faster with equal bytes
-        nbytes = _lay_out(file, size, memory)
+        nbytes = lay_out(file, size, memory)
         field = field_of(file, memory, quick=quick) + (peers(file, memory) if peers else [])
         steps = SWEEP_ROUNDS * len(field) + rounds * len({one.name for one in field})
         with progress(console, f"{path}:", steps) as told:
@@ -454,7 +454,7 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
 
 
 @contextlib.contextmanager
-def _file_in(path: Path) -> Iterator[Path]:
+def file_in(path: Path) -> Iterator[Path]:
     """A context that gives a name for a new file, in a new folder in `path` that is removed at the end.
 
     Raises:
@@ -469,7 +469,7 @@ def _file_in(path: Path) -> Iterator[Path]:
         raise PathError(error.errno, f"measuring ended early: {error.strerror}", str(path)) from error
 
 
-def _lay_out(file: Path, size: int, memory: memoryview) -> int:
+def lay_out(file: Path, size: int, memory: memoryview) -> int:
     """Writes the file once before it is measured.
 
     The first write into reserved space is slower than any later one, and a read of such space does not reach the drive.
@@ -504,9 +504,10 @@ def remember_settings(result: Result) -> str:
     Returns:
         What was done, for people.
     """
-    best, bandwidth = result.chosen.contestant, result.chosen.speed("mixed") * 1e9
+    best = result.chosen.contestant
+    read, write, mixed = (result.chosen.speed(operation) * 1e9 for operation in OPERATIONS)
     try:
-        file = remember(result.path, Settings(best.name, best.request_bytes, best.depth, bandwidth))
+        file = remember(result.path, Settings(best.name, best.request_bytes, best.depth, mixed, read, write))
     except OSError as error:
         return f'cannot write down the settings for io_engine="auto": {error}'
     return f'io_engine="auto" will use {best.name} {best.settings} on the file system of {result.path} ({file})'

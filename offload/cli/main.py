@@ -1,7 +1,7 @@
 """The command line: `offload` and its commands.
 
-They are `train`, `plan`, `doctor`, `convert`, `list`, `inspect`, `verify`, `export`, `remove` and `bench io`. They
-import torch when they run, not when they are registered, so that `--help` is quick.
+They are `train`, `plan`, `probe`, `doctor`, `convert`, `list`, `inspect`, `verify`, `export`, `remove` and `bench io`.
+They import torch when they run, not when they are registered, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.convert import convert
 from offload.cli.doctor import doctor
 from offload.cli.plan import plan
+from offload.cli.probe import probe
 from offload.cli.stored import export, inspect, list_runs, remove, verify
 from offload.cli.train import train
 
@@ -43,7 +44,7 @@ def main(
     """Train models that do not fit: optimizer states in CPU memory or on NVMe."""
 
 
-for command in (train, plan, doctor, convert):
+for command in (train, plan, probe, doctor, convert):
     app.command()(command)
 app.command("list")(list_runs)
 for reader in (inspect, verify, export, remove):

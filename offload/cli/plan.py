@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from offload.cli.plan_models import Sized
     from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
+    from offload.planner.rates import Rates
     from offload.planner.verdict import Computing
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -117,7 +118,8 @@ def plan(
     flops: Annotated[
         float | None,
         typer.Option(
-            help="FLOP/s that the device achieves, such as 150e12.", show_default="of a GPU 100e12, else unknown"
+            help="FLOP/s that the device achieves, such as 150e12.",
+            show_default="of products that `offload probe` measured here; of a GPU 100e12, else unknown",
         ),
     ] = None,
     disk_gb_per_s: Annotated[
@@ -125,7 +127,7 @@ def plan(
         typer.Option(
             "--disk-gb-per-s",
             help="What the disks move, reads and writes together.",
-            show_default="what `offload bench io` measured here, or 3",
+            show_default="what `offload probe` or `bench io` measured here, or 3",
         ),
     ] = None,
     sweep: Annotated[
@@ -355,7 +357,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     found |= _zero_r(planned, options, model) | speed_of(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
-    found |= _in_chunks(options, model, waiting)
+    found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
 
@@ -369,6 +371,22 @@ def _in_chunks(options: PlanOptions, model: Sized, waiting: Waiting | None) -> d
     words, trains = waiting.output_numel // tokens, options.lora_rank is None
     nbytes = bytes_in_chunks(tokens, words, model.width, options.compute_dtype, trains_head=trains)
     return {"output_bytes_in_chunks": nbytes}
+
+
+def _routed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """What the experts of a mixture move; nothing of another model.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice.
+    """
+    from offload.planner.routing import routed_bytes
+
+    if model.routing is None or not model.experts:
+        return {}
+    tokens = options.batch * options.seq
+    moved = routed_bytes(planned, model.experts, model.routing, tokens)
+    needed = model.routing.experts * model.routing.likelihood(tokens)
+    return {"experts": model.routing._asdict() | {"expected": needed} | moved._asdict()}
 
 
 def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
@@ -453,18 +471,23 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
 
     is_other_machine = options.gpu or options.ram is not None
     remembered = None if is_other_machine else recall(Path.cwd())
+    rates = None if is_other_machine else _rates_here()
     disk, disk_from = ASSUMED_DISK_GB_PER_S, "assumed"
     if options.disk_gb_per_s is not None:
         disk, disk_from = options.disk_gb_per_s, "given"
     elif remembered is not None and remembered.mixed_bytes_per_s:
         disk, disk_from = remembered.mixed_bytes_per_s / 1e9, "measured"
     flops, flops_from = options.flops, "given"
-    if flops is None:
+    if flops is None and rates is not None and options.dtype in rates.products:
+        flops, flops_from = rates.products[options.dtype].median, "measured"
+    elif flops is None:
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
+    steps = None if rates is None else rates.steps.get(_step_name(options))
+    elements = None if steps is None else steps.median
     tokens, trained = options.batch * options.seq, planned.layout.trained.numel
     recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
-    time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk)
+    time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk, elements_per_s=elements)
     of_step = tokens * planned.choice.grads.micro_batches
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
     found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
@@ -472,11 +495,26 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
         return found
     return found | {
         "compute_seconds": time.compute,
+        "kernel_seconds": None if elements is None else time.update,
         "step_seconds": time.step,
         "tokens_per_s": of_step / time.step,
-        "waits_for": "disk" if time.waits_for_disk else "compute",
+        "waits_for": time.waits_for,
         "hiding_tokens": time.hiding_tokens,
     }
+
+
+def _rates_here() -> Rates | None:
+    """What `offload probe` measured of this machine."""
+    from offload.devices.copies import accelerator, device_name
+    from offload.planner.rates import recall
+
+    return recall(device_name(accelerator()))
+
+
+def _step_name(options: PlanOptions) -> str:
+    from offload.planner.rates import step_name
+
+    return step_name(options.optimizer, options.states, split_master=options.split_master)
 
 
 def _verdict(

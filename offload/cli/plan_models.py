@@ -19,6 +19,7 @@ from offload.model.units import ROOT, blocks_of, encloses
 from offload.optim.adopt import rules_of
 from offload.optim.rule import Rule
 from offload.optim.rules.adam import AdamRule
+from offload.planner.routing import Routing
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "amsgrad": ("adamw", {"amsgrad": True}),
@@ -38,6 +39,8 @@ class Sized:
         blocks: how many blocks it has.
         width: how many elements a token has between blocks.
         embeddings: the modules before the blocks.
+        routing: of a mixture of experts; None: it is none.
+        experts: the names of parameters that have all experts of a layer.
         numel: the number of elements of all parameters.
     """
 
@@ -45,6 +48,14 @@ class Sized:
     blocks: int
     width: int
     embeddings: Sequence[nn.Module]
+    routing: Routing | None = None
+
+    @property
+    def experts(self) -> list[str]:
+        if self.routing is None:
+            return []
+        params = self.module.named_parameters()
+        return [name for name, one in params if one.dim() == 3 and len(one) == self.routing.experts]
 
     @property
     def numel(self) -> int:
@@ -110,7 +121,16 @@ def _configured(config: Path) -> Sized:
     kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
-    return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
+    text = found.get_text_config()
+    embeddings = [model.get_input_embeddings()]
+    return Sized(model, len(blocks_of(model)), text.hidden_size, embeddings, _routing_of(text))
+
+
+def _routing_of(config: Any) -> Routing | None:
+    """How a transformers model routes tokens to experts; None: it has none."""
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts, per_token = next(filter(None, counts), None), getattr(config, "num_experts_per_tok", None)
+    return Routing(experts, per_token) if experts and per_token else None
 
 
 def rules_named(name: str, form: str = "fp32") -> tuple[Rule, Rule]:

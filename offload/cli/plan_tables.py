@@ -29,7 +29,7 @@ KINDS = {
     "rest": "headers, padding, buffers of copies",
 }
 COMMITTED_SLOTS = "a second version of each chunk, for commits"
-WORDS = {"given": "given", "assumed": "assumed", "measured": "as offload bench io measured it"}
+WORDS = {"given": "given", "assumed": "assumed", "measured": "measured here"}
 
 
 def show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
@@ -99,11 +99,13 @@ def _way_out(summary: dict[str, Any], options: PlanOptions) -> str:
 
 
 def _step_line(summary: dict[str, Any]) -> str:
-    waits = {"disk": "the disk", "compute": "compute"}[summary["waits_for"]]
+    waits = {"disk": "the disk", "compute": "compute", "update": "the optimizer's kernels"}[summary["waits_for"]]
     rates = (
         f"{summary['flops']:.3g} FLOP/s, {WORDS[summary['flops_from']]}, and {summary['disk_gb_per_s']:.3g} GB/s, "
         f"{WORDS[summary['disk_from']]}"
     )
+    if summary["kernel_seconds"]:
+        rates += f", and {_seconds(summary['kernel_seconds'])} of the optimizer's kernels, measured here"
     hidden = summary["hiding_tokens"]
     hides = f"; from {hidden:,} tokens a micro-batch on, the disk costs nothing" if hidden else ""
     return (
@@ -227,6 +229,8 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
             f"A step moves {format_bytes(summary['link_up_bytes'])} over the link to the device, and "
             f"{format_bytes(summary['link_down_bytes'])} to RAM."
         )
+    if "experts" in summary:
+        yield _experts_line(summary["experts"])
     if not summary["written_bytes"]:
         if 0 < there < chunks:
             return
@@ -243,6 +247,23 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"A step reads {format_bytes(summary['read_bytes'])} and writes {format_bytes(summary['written_bytes'])}, "
         f"{summary['bytes_per_param']:.2f} bytes a parameter."
     )
+
+
+def _experts_line(experts: dict[str, Any]) -> str:
+    """What the experts of a mixture move in a step."""
+    needed = (
+        f"Each token needs {experts['per_token']} of a layer's {experts['experts']} experts, those of a micro-batch "
+        f"about {experts['expected']:.3g} if routing is uniform"
+    )
+    if not experts["nbytes"]:
+        return f"{needed}; all experts are on the device."
+    how = f"in tiles of {experts['together']}" if experts["together"] else "with whole layers"
+    moved = [
+        f"{format_bytes(experts[f'{what}_expected'])} of {format_bytes(experts[what])} {where}"
+        for what, where in (("link", "over the link"), ("disk", "from the disk"))
+        if experts[what]
+    ]
+    return f"{needed}. Experts come {how}: {' and '.join(moved) or 'nothing is moved for that'} in a step."
 
 
 def _activation_line(summary: dict[str, Any], options: PlanOptions, model: Sized) -> str:

@@ -42,6 +42,11 @@ def accelerator() -> torch.device | None:
     return None if device is None or device.type == "mps" else device
 
 
+def device_name(device: torch.device | None) -> str:
+    """The name of a device's kind; of None, "cpu"."""
+    return "cpu" if device is None else str(torch.get_device_module(device).get_device_name(device))
+
+
 def finish_queue(device: torch.device) -> None:
     """Waits for all that is queued on the current stream of a device, so that another stream may use its tensors."""
     if device.type != "cpu":

@@ -257,6 +257,10 @@ class GradientBuffer(ABC):
         """
         return self.is_in_memory and self._layout.ranks == 1 and not self._is_written_over[param]
 
+    def zero_tiles(self, param: int) -> frozenset[int]:
+        """The tiles of a parameter whose gradient is zeros, with one rank. Called after `finalize`."""
+        return self._shards.sums.zero_tiles(param)
+
     def expect(self, chunks: Iterable[int]) -> None:
         """Announces the order in which the step reads the chunks."""
         self._shards.expect(chunks)

@@ -18,6 +18,10 @@ of a unit are sent at one place between those gathers: after the one for this un
 a rank sends those that are complete, if nothing else can be gathered meanwhile. When it has left the unit
 (model/backward_order.py), it sends the rest, with zeros for what is missing.
 
+Tiles of a weight take turns as units do. At stages 1 and 2 each rank's routing is its own, and a tile that got no
+tokens on a rank gets no gradient there. It sends zeros of it when its backward has left the block around the weight.
+So the buckets behind it, and their gradients, wait no longer than that.
+
 A *round* sends each bucket once, on all ranks in the same order, with zeros where a rank has no gradient. A step is one
 round. With accumulation at stages 2 and 3 it is one round a micro-batch, and the averages are summed in fp32: a round
 ends when a parameter gets its second gradient in it. At stage 1 whole micro-batches are summed first, in fp32, on each
@@ -36,6 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload import torch_private
 from offload.choices import GradChoice
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import AccumulationError, OffloadError
@@ -46,7 +51,7 @@ from offload.grads.sums import write_or_add
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.profiling import GRADIENTS, TO_HOST, Event
-from offload.ranks.buckets import Bucket, Buckets
+from offload.ranks.buckets import Bucket, Buckets, Part
 from offload.ranks.communicator import Work
 from offload.run import Run
 
@@ -130,17 +135,18 @@ class ReducedGradients(GradientBuffer):
         pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
         self._buckets = Buckets(self._plan.buckets, _order(run.layout, self._plan.buckets))
-        self._buckets_of = Counter(param for bucket in self._plan.buckets for param in bucket.params)
+        self._buckets_of = Counter(part for bucket in self._plan.buckets for part in bucket.parts)
         # In how many buckets this rank's elements of each parameter are, and how many of them have not come for the
         # last time that is expected.
         own = (bucket.params_of(run.layout.rank) for bucket in self._plan.buckets)
         self._parts_of = Counter(param for params in own for param in params)
         self._missing = self._parts_of.copy()
+        self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
         # For sums before they are sent, where autograd makes gradients.
         self._local_kernels = run.kernels if self._copier.direct else None
         # Of the round under way: gradients that are not sent yet, and in how many buckets each is still to be sent.
-        self._unsent: dict[int, Tensor] = {}
-        self._uses: dict[int, int] = {}
+        self._unsent: dict[Part, Tensor] = {}
+        self._uses: dict[Part, int] = {}
         self._reducing: deque[_Reduction] = deque()
         self._waiting: deque[_Waiting] = deque()
         self._turn = 0  # counts changes of the unit whose buckets are sent
@@ -151,37 +157,70 @@ class ReducedGradients(GradientBuffer):
         self._left: set[str] = set()
         self._alone: str | None = None
         self._came = False  # in the backward under way
+        self._backward: dict[Part, int] = {}  # in which the last gradient of each tile came
         # What `finalize` returned, once it has been called.
         self._active: list[int] | None = None
 
     def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
-        assert start == 0  # there are no tiles over several ranks
+        tiles, ranks = self._tiles[param], self._layout.ranks
+        if len(tiles) > 1 and grad.numel() == self._layout.specs[param].numel:  # of the whole weight
+            for tile, (first, stop) in enumerate(tiles):
+                self._accumulate((param, tile), grad.view(ranks, -1)[:, first:stop].reshape(-1))
+        else:
+            self._accumulate((param, start // tiles[0][1] if len(tiles) > 1 else 0), grad)
+
+    def _accumulate(self, part: Part, grad: Tensor) -> None:
+        """Adds the gradient of one micro-batch.
+
+        Args:
+            part: whose it is.
+            grad: as for `accumulate`.
+        """
+        param, tile = part
         if self._active is not None:
             raise AccumulationError(
                 f"a gradient of {self._layout.specs[param].name} came after those of this step were averaged over the "
                 "ranks, by clip_grad_norm_() or grad(): call these after the last backward of a step"
             )
+        if len(self._tiles[param]) > 1:
+            self._require_one_use(part)
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param):
-            if not self._plan.sums_locally and (param in self._uses or self._buckets.has_sent(param)):
+            if not self._plan.sums_locally and (part in self._uses or self._buckets.has_sent(part)):
                 if self._round + 1 == self._rounds:
-                    raise self._too_late(param)
+                    raise self._too_late(part)
                 self._begin_next_round()
-            number = self.micro_batches.count(param)
+            number = self.micro_batches.count(param, tile)
             self._came = True
             if self._plan.sums_locally:
-                total = self._sum_of(param)
+                total = self._sum_of(part)
                 write_or_add(self._local_kernels, grad, total, is_first=number == 1)
                 if number == self.micro_batches.most:
-                    self._ready(param, total)
+                    self._ready(part, total)
             else:
-                self._ready(param, grad)
+                self._ready(part, grad)
             while self._reducing and self._is_done(self._reducing[0]):
                 self._finish_reduction()
 
-    def _too_late(self, param: int) -> AccumulationError:
+    def _require_one_use(self, part: Part) -> None:
+        """Requires that the backward that runs has made no other gradient of a tile.
+
+        Raises:
+            AccumulationError: if the weight was used both in tiles and as a whole: the first gradient has left.
+        """
+        task = torch_private.graph_task_id()
+        if self._backward.get(part) == task:
+            raise AccumulationError(
+                f"{self._layout.specs[part[0]].name} was used both in tiles and as a whole in one loss: over several "
+                "ranks its gradients leave as they come, so give each use a backward of its own, with accumulation "
+                "for both, or Tuning(tile=0)"
+            )
+        self._backward[part] = task
+
+    def _too_late(self, part: Part) -> AccumulationError:
+        param, tile = part
         name, most = self._layout.specs[param].name, self.micro_batches.most
         assert most is not None
-        if self.micro_batches.of(param):
+        if self.micro_batches.of(param, tile):
             return self.micro_batches.too_often(param)
         unit = self._layout.flats[self._layout.locations[param][0]].unit
         return AccumulationError(
@@ -202,6 +241,8 @@ class ReducedGradients(GradientBuffer):
             self._alone, self._came = None, False
 
     def _leave(self, units: Sequence[str]) -> None:
+        if self._plan.sums_locally:
+            return  # all micro-batches of a gradient are sent together, from memory of their own
         if self._came and self._active is None:  # torch.autograd.grad() accumulates nothing
             with self._timeline.span("gradient_s"):
                 self._left.update(units)
@@ -213,7 +254,7 @@ class ReducedGradients(GradientBuffer):
         Raises:
             AccumulationError: if there is a gradient of `param`, which other ranks have by now.
         """
-        if self.micro_batches.of(param):
+        if self.micro_batches.has(param):
             raise AccumulationError(
                 f"the gradient of {self._layout.specs[param].name} was dropped or replaced by hand after backward, "
                 "when it was on its way to the other ranks: drop all of them, on every rank, with optimizer.zero_grad()"
@@ -309,15 +350,18 @@ class ReducedGradients(GradientBuffer):
         """The rounds that this step is expected to have. In the last one, squares are summed as the averages come."""
         return 1 if self._plan.sums_locally else self.micro_batches.expected
 
-    def _sum_of(self, param: int) -> Tensor:
-        """The fp32 memory in which the micro-batches of a parameter are summed before they are sent."""
+    def _sum_of(self, part: Part) -> Tensor:
+        """The fp32 memory in which the micro-batches of a part are summed before they are sent."""
+        param, tile = part
         flat, offset = self._layout.locations[param]
-        return self._whole[flat][offset : offset + self._layout.specs[param].numel]
+        if len(self._tiles[param]) == 1:
+            return self._whole[flat][offset : offset + self._layout.specs[param].numel]
+        return self._whole[flat][slice(*(self._layout.ranks * edge for edge in self._tiles[param][tile]))]
 
-    def _ready(self, param: int, grad: Tensor) -> None:
-        self._unsent[param] = grad
-        self._uses[param] = self._buckets_of[param]
-        self._buckets.ready(param)
+    def _ready(self, part: Part, grad: Tensor) -> None:
+        self._unsent[part] = grad
+        self._uses[part] = self._buckets_of[part]
+        self._buckets.ready(part)
         self._send_ready()
 
     def _send_ready(self) -> None:
@@ -325,15 +369,14 @@ class ReducedGradients(GradientBuffer):
             self._send(bucket)
 
     def _may_leave(self, bucket: Bucket) -> bool:
-        unit = self._layout.flats[bucket.flat].unit
-        is_turn = not self._takes_turns or unit == self._alone
-        return unit in self._left or (is_turn and self._buckets.is_complete(bucket))
+        is_turn = not self._takes_turns or bucket.unit == self._alone
+        return bucket.unit in self._left or (is_turn and self._buckets.is_complete(bucket))
 
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
-            for param in range(len(self._layout.specs)):
-                if self.micro_batches.of(param) not in (0, self.micro_batches.most):
-                    self._ready(param, self._sum_of(param))
+            for part in self._buckets_of:
+                if self.micro_batches.of(*part) not in (0, self.micro_batches.most):
+                    self._ready(part, self._sum_of(part))
         if self._rounds is None:
             self._end_round()
             while self._comm.all_reduce_any(False):
@@ -361,7 +404,7 @@ class ReducedGradients(GradientBuffer):
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        self._wait_for_others(self._layout.flats[bucket.flat].unit)
+        self._wait_for_others(bucket.unit)
         self._launch(bucket)
         if not self._copier.direct:
             self._start_copy(self._reducing[-1])
@@ -418,7 +461,7 @@ class ReducedGradients(GradientBuffer):
         grads = []
         for piece in bucket.pieces:
             target = full[piece.chunk_offset : piece.chunk_offset + piece.numel]
-            grad = self._unsent.get(piece.param)
+            grad = self._unsent.get((piece.param, bucket.tile))
             if grad is None:
                 target.zero_()
             else:
@@ -426,10 +469,10 @@ class ReducedGradients(GradientBuffer):
                 grads.append(grad)
         if not self._copier.direct:
             self._waiting.append(_Waiting(self._turn, self._copier.mark(), grads))
-        for param in bucket.params & self._unsent.keys():
-            self._uses[param] -= 1
-            if not self._uses[param]:
-                del self._unsent[param]
+        for part in bucket.parts & self._unsent.keys():
+            self._uses[part] -= 1
+            if not self._uses[part]:
+                del self._unsent[part]
 
     def _memory_for(self, bucket: Bucket, number: int) -> Tensor | None:
         """The memory in which an average of this round may be written at once, or None.

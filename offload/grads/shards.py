@@ -358,9 +358,7 @@ class ShardsInSlots(GradShards):
         span = self.sums.spans[param][tile]
         for chunk, piece in self._layout.pieces_of(param):
             if span.first <= piece.param_offset < span.stop:  # no piece has elements of two tiles
-                use = Use.OVERWRITE if piece.numel == chunk.numel else Use.UPDATE
-                with self._store.lease(chunk.index, use, step=0) as lease:
-                    lease.arrays[0].view(self.dtypes[chunk.flat])[piece.chunk_offset :][: piece.numel] = 0
+                self._store.discard(chunk.index)  # whose next lease finds zeros; it has a tile, and nothing else
         self.sums.make_zeros(param, tile)
 
     def _tile_values(self, param: int, tile: int) -> Tensor:

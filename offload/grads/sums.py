@@ -79,10 +79,10 @@ class Span(NamedTuple):
 
 
 def spans_of(layout: Layout, param: int) -> list[Span]:
-    """The tiles of a parameter, in their order. Over several ranks it has one."""
+    """The tiles of a parameter, in their order. Over several ranks it counts as one."""
     low, high = layout.param_shard_range(param)
     found = []
-    for begin, end in layout.tiles_of(param):
+    for begin, end in layout.tiles_of(param) if layout.ranks == 1 else [(0, layout.specs[param].numel)]:
         first = max(begin, low)
         found.append(Span(begin, first, max(first, min(end, high))))
     return found
@@ -189,6 +189,17 @@ class SquareSums:
         """The sum of squares of this rank's elements of a gradient, as far as they are summed."""
         return sum(float(sums.sum()) for sums in self._sums[param])
 
+    def zero_tiles(self, param: int) -> frozenset[int]:
+        """The tiles of a parameter whose gradient is zeros; all sums of it are current.
+
+        The square of an fp32 is exact in fp64, and 0 for zeros alone.
+        """
+        assert not self.stale(param)
+        sums = self._sums[param]
+        ends = torch.tensor([len(one) for one in sums], device="cpu").cumsum(0)
+        others = torch.bucketize(torch.cat(sums).nonzero().flatten(), ends, right=True)
+        return frozenset(range(len(sums))) - {*others.unique().tolist()}
+
     def stale(self, param: int) -> list[int]:
         """The tiles of a parameter whose sums are not current."""
         now = self._now
@@ -196,7 +207,7 @@ class SquareSums:
 
     def tile_at(self, param: int, element: int) -> int:
         """The tile that an element of a parameter is in."""
-        return element // self._specs[param].tile if self._specs[param].tile else 0
+        return element // self._specs[param].tile if len(self.spans[param]) > 1 else 0
 
     def sum_tile(self, param: int, tile: int, values: Tensor) -> None:
         """Makes the sums of a tile.

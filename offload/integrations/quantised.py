@@ -108,6 +108,39 @@ class Quantised(PartOfModel):
         return self._kept
 
 
+def parameters_of_buffers(model: nn.Module) -> int:
+    """Makes frozen parameters of the buffers in which layers of GPTQ and AWQ keep their weights, so that these stream.
+
+    OffloadZero leaves buffers where they are. A layer that owns a matrix of integers as a buffer, and no weight, gets
+    parameters of all of its saved buffers: packed codes, zeros, scales, the order of columns, the bias. They have the
+    same memory, dtypes and names, so the layer computes as before, and `state_dict()` has the same keys. Call it before
+    adapters are added.
+
+    Args:
+        model: the model, not held yet. It is changed in place.
+
+    Returns:
+        How many buffers became parameters.
+    """
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        is_packed = any(buffer.dim() == 2 and _is_integer(buffer) for buffer in own.values())
+        if not is_packed or module._parameters.get("weight") is not None:
+            continue
+        for name, buffer in own.items():
+            if name not in module._non_persistent_buffers_set:
+                if buffer not in made:
+                    made[buffer] = nn.Parameter(buffer, requires_grad=False)
+                del module._buffers[name]
+                module._parameters[name] = made[buffer]
+    return len(made)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
 def kept_as(source: FromSafetensors, settings: str, base: str | os.PathLike[str] | None, model: nn.Module) -> Kept:
     """How the base of a quantised model is kept.
 
@@ -117,13 +150,13 @@ def kept_as(source: FromSafetensors, settings: str, base: str | os.PathLike[str]
         base: see `Quantised`.
         model: the quantised model, on the meta device.
     """
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters() if source.gives(name)}
     told = f"{settings}; torch {torch.__version__}"
 
-    def key() -> str:
-        return str(xxhash.xxh3_128_hexdigest(f"{source.digest()}; {told}".encode()))
+    def key(meanwhile: Callable[[], None]) -> str:
+        return str(xxhash.xxh3_128_hexdigest(f"{source.digest(meanwhile)}; {told}".encode()))
 
-    return Kept(key, None if base is None else Path(base).absolute(), names)
+    return Kept(key, None if base is None else Path(base).absolute(), names, told)
 
 
 def parts_of(tensor: Any) -> Parts:

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import local_torch_dtype
 from transformers.quantizers.auto import get_hf_quantizer
 
 from offload import ConfigError, OffloadZero
@@ -286,9 +287,10 @@ class Quantiser:
         try:
             found = get_hf_quantizer(model.config, given, device_map, weights_only=True, user_agent={})
             self.transformers: Any = found[0]
-            self.transformers.preprocess_model(
-                model=model, dtype=model.dtype, device_map=device_map, checkpoint_files=paths
-            )
+            with local_torch_dtype(model.dtype):  # the modules that it puts in have it, as in from_pretrained
+                self.transformers.preprocess_model(
+                    model=model, dtype=model.dtype, device_map=device_map, checkpoint_files=paths
+                )
         except (ImportError, ValueError, TypeError) as error:
             raise ConfigError(f"transformers cannot quantise {type(model).__name__}: {error}") from error
         if self.transformers.quantization_config.quant_method == "bitsandbytes":

@@ -1,9 +1,4 @@
-"""Which engine, with which request size and depth: probed, or measured by `offload bench io` and remembered.
-
-What was learned of a file system is kept in the user's cache directory, `offload/io.json`, with the identity of the
-machine and a date: a home directory may be shared by machines, and drives change. A damaged or foreign file there
-is as good as none.
-"""
+"""Which engine, with which request size and depth: probed, or measured by `offload bench io` and remembered."""
 
 from __future__ import annotations
 
@@ -11,22 +6,20 @@ import contextlib
 import errno
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from offload.errors import ConfigError, OffloadError
-from offload.io import io_uring
+from offload.io import io_uring, remembered
 from offload.io.engine import DEPTH, O_DIRECT, REQUEST_BYTES, IOEngine, IOFuture, aligned_memory
 from offload.io.files import LOCAL
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
-from offload.io.regular import read_file, read_json
 from offload.io.threads import ThreadEngine
 from offload.sizes import GIB, MIB, PAGE_BYTES
 
@@ -40,12 +33,14 @@ ENGINES: dict[str, Callable[[int, int], IOEngine]] = {
 AUTO = "auto"
 """The best that works here. Remembered of a file system whose bandwidth alone was measured."""
 
-VERSION = 1
-LONGEST_AGE_S = 90 * 24 * 3600
-MOST_CACHE_BYTES = 1 << 20
+SECTION = "file_systems"
+"""Of what is remembered; by mount point."""
 
 _log = logging.getLogger("offload")
 _told: set[str] = set()
+
+
+Speed = Annotated[float, Meta(ge=0, lt=1e15)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,28 +51,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_bytes: the most that one request moves.
         depth: requests under way for each file.
         mixed_bytes_per_s: what was measured, reading and writing together; 0: not measured.
+        read_bytes_per_s, write_bytes_per_s: likewise, each alone.
         measured_at: when, in seconds since 1970.
     """
 
     engine: Annotated[str, Meta(pattern=r"^(auto|uring|threads|portable)\Z")]
     request_bytes: Annotated[int, Meta(ge=PAGE_BYTES, le=GIB, multiple_of=PAGE_BYTES)] = REQUEST_BYTES
     depth: Annotated[int, Meta(ge=1, le=256)] = DEPTH
-    mixed_bytes_per_s: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
+    mixed_bytes_per_s: Speed = 0.0
+    read_bytes_per_s: Speed = 0.0
+    write_bytes_per_s: Speed = 0.0
     measured_at: float = 0.0
-
-
-class _Remembered(msgspec.Struct, frozen=True):
-    """The content of the cache file.
-
-    Attributes:
-        version: of its format.
-        machine: what it was measured on.
-        file_systems: settings by mount point. Each is decoded by itself, since one may be damaged.
-    """
-
-    version: int
-    machine: str
-    file_systems: dict[str, Any]
 
 
 def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
@@ -115,11 +99,7 @@ def recall(path: Path) -> Settings | None:
 
     `path` itself may not exist yet.
     """
-    try:
-        settings = msgspec.convert(_load().get(_file_system(path)), Settings)
-    except msgspec.ValidationError:
-        return None
-    return settings if 0 <= time.time() - settings.measured_at <= LONGEST_AGE_S else None
+    return remembered.recall(SECTION, file_system_of(path), Settings)
 
 
 def remember(path: Path, settings: Settings) -> Path:
@@ -131,35 +111,10 @@ def remember(path: Path, settings: Settings) -> Path:
     Raises:
         OSError: if the cache directory cannot be written.
     """
-    entries = _load()
-    entries[_file_system(path)] = msgspec.structs.replace(settings, measured_at=time.time())
-    cache = cache_file()
-    for folder in reversed(cache.parents):
-        if not LOCAL.exists(folder):
-            LOCAL.make_directory(folder, 0o777)
-    temporary = cache.with_suffix(f".{os.getpid()}")
-    written = msgspec.json.format(msgspec.json.encode(_Remembered(VERSION, _machine(), entries)))
-    LOCAL.remove(temporary)
-    with LOCAL.create(temporary) as file:
-        LOCAL.write(file, memoryview(written))
-    LOCAL.rename(temporary, cache)
-    return cache
+    return remembered.remember(SECTION, file_system_of(path), settings)
 
 
-def cache_file() -> Path:
-    """The file in which settings are remembered: $XDG_CACHE_HOME/offload/io.json."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "io.json"
-
-
-def _load() -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
-        remembered = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
-        if (remembered.version, remembered.machine) == (VERSION, _machine()):
-            return remembered.file_systems
-    return {}
-
-
-def _file_system(path: Path) -> str:
+def file_system_of(path: Path) -> str:
     """A name for the file system of `path`: its mount point, since a device's number may change at every start."""
     existing = nearest_existing(path)
     device = _device(existing)
@@ -178,12 +133,6 @@ def nearest_existing(path: Path) -> Path:
     while not LOCAL.exists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-def _machine() -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return read_file(Path("/etc/machine-id"), PAGE_BYTES).decode().strip()
-    return platform.node()
 
 
 def _say_once(text: str) -> None:

@@ -26,6 +26,7 @@ from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.grads.base import GradientBuffer
 from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
+from offload.model.generation import TokenWatch
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
 from offload.model.policy import UnitPolicy
@@ -288,8 +289,11 @@ class StreamedUnits(HeldUnits):
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
         self._gradients = gradients
-        self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
+        self._shares_parameters = run.layout.shard_group_size > 1
+        has_order = self._shares_parameters or (run.layout.ranks > 1 and len(parameters.tiles) > 0)
+        self._backward_order = BackwardOrder() if has_order else None
         self._policy = UnitPolicy(transfers.ahead)
+        self._tokens = TokenWatch(run.timeline)
         self._replicas = run.layout.replicas
 
     # Forward and backward.
@@ -318,6 +322,8 @@ class StreamedUnits(HeldUnits):
         if is_pass:
             self._forget_calls()
             self._begin_pass()
+            if not torch.is_grad_enabled():
+                self._tokens.pass_begins()
         self._forward_begins(self._root)
 
     @entry
@@ -392,7 +398,19 @@ class StreamedUnits(HeldUnits):
         if self._backward_order is not None and not self._policy.makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
-            self._gradients.backward_enters(unit.name, [one.name for one in left], is_alone=is_alone)
+            self._gradients.backward_enters(unit.name, self._names_of(left), is_alone=is_alone)
+
+    def _names_of(self, left: Sequence[Unit]) -> list[str]:
+        """The names of units whose gradients have all come, where a backward has left these, and of their tiles.
+
+        Where each rank has all parameters, these are the tiles alone: gradients of others leave as they come.
+        """
+        tiles = (
+            unit
+            for unit in self.transfers.units
+            if unit.weight is not None and any(one.encloses(unit.weight) for one in left)
+        )
+        return [unit.name for unit in ((*left, *tiles) if self._shares_parameters else tiles)]
 
     def _note_uses(self, *units: Unit) -> None:
         """Counts a use of these units, from which gradients will come."""
@@ -420,7 +438,7 @@ class StreamedUnits(HeldUnits):
         super()._backward_ends(task)
         if self._backward_order is not None:
             left = self._backward_order.end(task)
-            self._gradients.backward_ends([unit.name for unit in left], is_whole=not self._tasks)
+            self._gradients.backward_ends(self._names_of(left), is_whole=not self._tasks)
         if not self._tasks:
             self._policy.backward_ends()
             self._release_unused()
@@ -676,7 +694,9 @@ class StreamedUnits(HeldUnits):
             unit: the one that was entered.
         """
         for one, has_room in self._policy.next_to(unit):
-            if not self._pending.is_pending(one.home) and (has_room or self.transfers.missing_bytes((one,)) <= 0):
+            if self._pending.is_pending(one.home) or self.transfers.owes(one):
+                continue  # a guess is not worth making a step for
+            if has_room or self.transfers.missing_bytes((one,)) <= 0:
                 self.transfers.prefetch(one)
 
     def _release_unused(self, *wanted: Unit) -> None:

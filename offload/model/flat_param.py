@@ -118,9 +118,7 @@ class FlatParameters:
         self.peak_bytes = 0
         self._unit_memory = UnitMemory(device, copier, streaming.limit)
         self.tiles: dict[int, nn.Parameter] = {
-            one.index: nn.Parameter(torch.empty(0, dtype=layout.flats[one.flat].dtype, device=device))
-            for one in layout.slices
-            if one.is_tile
+            one.index: _leaf(layout.flats[one.flat].dtype, device) for one in layout.slices if one.is_tile
         }
         self._memory: dict[int, Tensor] = {}
         # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
@@ -608,3 +606,8 @@ class FlatParameters:
     def unit_of(self, number: int) -> Unit:
         """The unit of a parameter."""
         return self.held[number].unit
+
+
+def _leaf(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A tile without memory. Codes of a quantised weight, which are integers, cannot need a gradient."""
+    return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=dtype.is_floating_point)

@@ -553,7 +553,7 @@ class Guards:
         for number, (one, *tiles) in enumerate(leaves):
             grad, parts = next(found), [next(found) for _ in tiles]
             if any(part is not None for part in parts):
-                joined = self._joined(tiles, parts).to(one.device)
+                joined = self._tiling.joined(one, parts).to(one.device)
                 grad = joined if grad is None else grad + joined
             if grad is None and fills:
                 grad = torch.zeros_like(one, requires_grad=options.get("create_graph", False))
@@ -564,16 +564,6 @@ class Guards:
                 )
             grads.append(grad)
         return tuple(grads)
-
-    def _joined(self, tiles: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tensor:
-        """The gradient of a weight, made of those of its tiles. One that was not used has zeros."""
-        found = next(part for part in parts if part is not None)
-        lead = found.shape[: found.dim() - tiles[0].dim()]  # of a batch of gradients
-        filled = [
-            found.new_zeros((*lead, *tile.shape)) if part is None else part
-            for tile, part in zip(tiles, parts, strict=True)
-        ]
-        return torch.cat(filled, dim=-tiles[0].dim())
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward_uses: bool = True) -> Any:
         used = list(self._guarded_in((args, kwargs)))

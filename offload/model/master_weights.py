@@ -20,8 +20,9 @@ from offload.layout import MASTER, CopyRange, Piece, StateKind, is_dithered, of_
 from offload.model.dense import flattened
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
-from offload.model.torch_helpers import bits_of
+from offload.model.torch_helpers import bits_of, call_hidden
 from offload.native import JOIN, SPLIT, codes
+from offload.optim.late import LateSteps
 from offload.optim.method import MethodCall
 from offload.run import Run
 from offload.storage.chunk_cache import Lease, Store, Use
@@ -40,11 +41,22 @@ class MasterWeights:
         parameters: the model's.
         store: of the states.
         params: of the trained parameters.
+        late: the steps that chunks owe. Whoever reads states, or makes them follow, settles them first.
+
+    Attributes:
+        late: see above.
     """
 
     def __init__(
-        self, run: Run, choice: StateChoice, parameters: FlatParameters, store: Store, params: ParamStore
+        self,
+        run: Run,
+        choice: StateChoice,
+        parameters: FlatParameters,
+        store: Store,
+        params: ParamStore,
+        late: LateSteps,
     ) -> None:
+        self.late = late
         self._layout = run.layout
         self._parameters = parameters
         self._store = store
@@ -113,6 +125,7 @@ class MasterWeights:
         self._store.expect(chunk.index for chunk in runs)
         for chunk, found in runs.items():
             is_whole = all(piece.param in call.keys for piece in chunk.pieces)
+            self._settle(chunk.index)
             with (
                 self._store.lease(chunk.index, Use.UPDATE, step=step) as lease,
                 self._params.lease(chunk.index, Use.OVERWRITE if is_whole else Use.UPDATE, step=step) as values,
@@ -268,6 +281,7 @@ class MasterWeights:
             self._require_known(changed)
             for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
                 pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param in changed]
+                self._settle(index)
                 with (
                     self._store.lease(index, Use.UPDATE, step=step) as lease,
                     self._params.lease(index, Use.READ, step=step) as values,
@@ -297,6 +311,10 @@ class MasterWeights:
         for block, (master, *_) in self._wholes(number, step=0):
             into[block.param_offset : block.param_offset + block.numel].copy_(master)
 
+    def _settle(self, chunk: int) -> None:
+        if chunk in self.late.owed:
+            call_hidden(self.late.settle, chunk)
+
     def _parts(self, lease: Lease, block: Piece) -> list[Tensor]:
         """What all arrays of a chunk's states have of a block."""
         start, stop = block.chunk_offset, block.chunk_offset + block.numel
@@ -310,6 +328,7 @@ class MasterWeights:
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, Sequence[Tensor]]]:
         """Yields the states of a parameter block by block, while their chunk is leased; see `_whole`."""
         for chunk, piece in self._layout.pieces_of(number):
+            self._settle(chunk.index)
             with (
                 self._store.lease(chunk.index, Use.READ, step=step) as lease,
                 self._params.lease(chunk.index, Use.READ, step=step) as values,

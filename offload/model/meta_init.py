@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import xxhash
@@ -35,14 +35,17 @@ class Kept(NamedTuple):
     """How a base that a source quantises is kept; see [Note: kept base] in storage/kept_base.py.
 
     Attributes:
-        key: gives the digest of all that the values come from, 32 hex digits. It reads all of that.
+        key: gives the digest of all that the values come from, 32 hex digits. It reads all of that, and calls its
+            argument now and then.
         directory: where the base lies; None: in the run's first directory.
         names: the parameters that the source gives values, and their names in it.
+        settings: how it quantises, which is a part of the key.
     """
 
-    key: Callable[[], str]
+    key: Callable[[Callable[[], None]], str]
     directory: Path | None
     names: Mapping[Tensor, str]
+    settings: str
 
 
 class Source(ABC):
@@ -86,6 +89,18 @@ class Source(ABC):
     def kept(self) -> Kept | None:
         """How the base that it quantises is kept on NVMe; None: it is not."""
         return None
+
+
+class HasTensors(Protocol):
+    """A kept base, as values are read from it; see storage/kept_base.py."""
+
+    @property
+    def names(self) -> Container[str]:
+        """Of the tensors in it."""
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def digest_of(self, name: str, dtype: torch.dtype) -> str: ...
 
 
 def _not_made(name: str) -> ConfigError:
@@ -205,8 +220,11 @@ class FromSafetensors(Source):
             raise ConfigError(f"{name} cannot be read from {self.files[name]}: {error}") from error
         return values
 
-    def digest(self) -> str:
+    def digest(self, meanwhile: Callable[[], None]) -> str:
         """The XXH3-128 of all bytes of the files.
+
+        Args:
+            meanwhile: called now and then.
 
         Raises:
             ConfigError: if one cannot be read.
@@ -218,6 +236,7 @@ class FromSafetensors(Source):
                     hasher.update(LOCAL.require_regular(file).to_bytes(8, "little"))
                     while count := stream.readinto(buffer):  # type: ignore[attr-defined]
                         hasher.update(buffer[:count])
+                        meanwhile()
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from error
         return str(hasher.hexdigest())
@@ -251,6 +270,10 @@ class FromSafetensors(Source):
                 "the files of this model (offload.integrations.transformers.from_pretrained converts other names), or "
                 "init_missing=True, so that the model's own initialisation makes them"
             )
+
+    def gives(self, name: str) -> bool:
+        """Whether what a checked model has under a name comes from the files. Else its own initialisation makes it."""
+        return self._names.get(name) != []
 
     def _initialiser(self, model: nn.Module, prefix: str, module: nn.Module, name: str) -> Callable[[], object]:
         parts = prefix.split(".") if prefix else []
@@ -350,41 +373,115 @@ class PartOfModel(Source):
         return self._source.kept()
 
 
+def kept_tensors(model: nn.Module, kept: Kept) -> dict[str, Inner]:
+    """The inner tensors of a model that are in its kept base, by their names in that, in the source's order."""
+    there = set(model.parameters())
+    params = [cast(nn.Parameter, param) for param in kept.names if param in there]
+    return {one.name_in(kept.names[one.param]): one for one in inner_tensors(params) if one.tensor.is_meta}
+
+
+@torch.no_grad()
+def kept_values(model: nn.Module, source: Source, kept: Kept) -> Iterator[tuple[str, Tensor]]:
+    """Makes the values of all `kept_tensors`, one module after the other. The model stays on the meta device.
+
+    Yields:
+        A name in the base, and a tensor of shape (numel,) on the CPU: its elements in the order of its memory.
+
+    Raises:
+        ConfigError: as `source.fill` and `source.make` do, or if these quantise otherwise than on the meta device.
+    """
+    left = set(kept_tensors(model, kept))
+    for name, module in model.named_modules():
+        prefix = _join(name)
+        plain: dict[str, Tensor] = {}
+        quantised: dict[str, Tensor] = {}
+        for own, tensor in meta_tensors(module).items():
+            inners = inner_tensors([cast(nn.Parameter, tensor)]) if tensor in kept.names else []
+            if any(one.name_in(kept.names[one.param]) in left for one in inners):
+                if is_composite(tensor):
+                    quantised[own] = tensor
+                else:
+                    plain[own] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if plain:
+            source.fill(prefix, module, plain)
+        parts: dict[str, Parts] = {own: {"": values} for own, values in plain.items()}
+        plain.clear()
+        if quantised:
+            parts |= source.make(prefix, module, quantised)
+        for own in [*parts]:
+            param, made = module._parameters[own], dict(parts.pop(own))
+            _require_as_planned(param, made, prefix + own)
+            for one in inner_tensors([cast(nn.Parameter, param)]):
+                found, values = one.name_in(kept.names[one.param]), made.pop(one.key)
+                if one.tensor.is_meta:
+                    left.remove(found)
+                    yield found, flattened(_with_strides(values.detach(), one.tensor))
+            del values
+
+
+def _with_strides(values: Tensor, like: Tensor) -> Tensor:
+    if values.stride() == like.stride():
+        return values
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu").copy_(values)
+
+
 class KeptValues(Source):
-    """The values of a model whose base is kept already: of parameters in it no value is made.
+    """The values of a model whose base is kept: what is in that is not made again.
 
     Args:
         source: of all other values.
-        names: the parameters that are in the base, and their names there.
-        tables: the tables of these, by name.
+        names: the parameters that the source gives values, and their names in the base.
+        base: the base.
+        streamed: the names of what is read from the base when it is used: it gets memory without values.
     """
 
-    def __init__(self, source: Source, names: Mapping[Tensor, str], tables: Mapping[str, Tensor]) -> None:
+    def __init__(self, source: Source, names: Mapping[Tensor, str], base: HasTensors, streamed: Container[str]) -> None:
         self._source = source
         self._names = names
-        self._tables = tables
+        self._base = base
+        self._streamed = streamed
+        self._tables: dict[tuple[str, torch.Size], Tensor] = {}
 
     def check(self, model: nn.Module) -> None:
         self._source.check(model)
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
-        if others := {name: tensor for name, tensor in fresh.items() if tensor not in self._names}:
+        others = {}
+        for own, tensor in fresh.items():
+            name = self._names.get(tensor)
+            if name is None or name not in self._base.names:
+                others[own] = tensor
+            elif name not in self._streamed:
+                flattened(tensor).copy_(self._base.tensor(name))
+        if others:
             self._source.fill(prefix, module, others)
 
     def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
-        own = {name: module._parameters[name] for name in names}
-        others = [name for name, param in own.items() if param not in self._names]
+        inners = {own: inner_tensors([cast(nn.Parameter, module._parameters[own])]) for own in names}
+        is_in = {own: self._are_in_base(those) for own, those in inners.items()}
+        others = [own for own in names if not is_in[own]]
         made = dict(self._source.make(prefix, module, others)) if others else {}
-        for name in own.keys() - made.keys():
-            inners = inner_tensors([cast(nn.Parameter, own[name])])
-            made[name] = {one.key: self._of(one) for one in inners}
+        for own in is_in.keys() - made.keys():
+            made[own] = {one.key: self._of(one) for one in inners[own]}
         return made
 
+    def _are_in_base(self, inners: Iterable[Inner]) -> bool:
+        return all(
+            one.param in self._names and one.name_in(self._names[one.param]) in self._base.names
+            for one in inners
+            if one.tensor.is_meta
+        )
+
     def _of(self, one: Inner) -> Tensor:
+        if not one.tensor.is_meta:
+            return one.tensor
         name = one.name_in(self._names[one.param])
-        if name in self._tables:
-            return self._tables[name]
-        return torch.empty_strided(one.tensor.shape, one.tensor.stride(), dtype=one.tensor.dtype, device="cpu")
+        memory = torch.empty_strided(one.tensor.shape, one.tensor.stride(), dtype=one.tensor.dtype, device="cpu")
+        if name in self._streamed:
+            return memory
+        flattened(memory).copy_(self._base.tensor(name))
+        # Many parameters share a table, and go on to.
+        return self._tables.setdefault((self._base.digest_of(name, memory.dtype), memory.shape), memory)
 
 
 def _weight_map(index: Path) -> dict[str, Path]:
@@ -492,6 +589,20 @@ def _take(param: Any, parts: Parts, name: str) -> None:
     Raises:
         ConfigError: if these are not what it was planned with.
     """
+    _require_as_planned(param, parts, name)
+    for one in inner_tensors([param]):
+        if one.is_table and one.tensor.is_meta:
+            replace_table(one, parts[one.key])
+        elif one.tensor.is_meta:
+            become(one.used, parts[one.key], one.name_in(name))
+
+
+def _require_as_planned(param: Any, parts: Parts, name: str) -> None:
+    """Requires that a parameter with values is made of the same inner tensors as on the meta device.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
     inners = {one.key: one for one in inner_tensors([param])}
     planned, found = (
         {key: (one.shape, one.dtype) for key, one in those.items()}
@@ -503,11 +614,6 @@ def _take(param: Any, parts: Parts, name: str) -> None:
             f"{name} was quantised on the meta device with {planned.get(key, 'no')} {key or 'codes'}, and with "
             f"values with {found.get(key, 'no')}: quantise both in the same way"
         )
-    for key, one in inners.items():
-        if one.is_table and one.tensor.is_meta:
-            replace_table(one, parts[key])
-        elif one.tensor.is_meta:
-            become(one.used, parts[key], one.name_in(name))
 
 
 def _is_owned(param: nn.Parameter, made: UntypedStorage) -> bool:

@@ -34,17 +34,23 @@ tile meets the same input (`F.linear`; `einsum` with an operand without the firs
 is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
 
 A tile that nobody used gets no gradient from autograd where the whole weight would get zeros. The gradient buffer fills
-them in (grads/local.py).
+them in (grads/local.py, grads/reduce_scatter.py).
+
+[Note: tiles over ranks]
+Over ranks a tile has equally many rows of each rank's shard, so each of them gathers and reduces an equal part of it.
+Where each rank has all parameters (stages 1 and 2), it fetches the tiles that its own routing names. Where ranks share
+them (stage 3), a fetch needs all ranks, and their routings differ. So a call uses all tiles there, in their order, with
+no rows where there are no tokens: forward and backward of every rank gather the same, and each tile has a gradient.
+Views of single rows would come in another order on each rank, and are refused.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -79,19 +85,12 @@ class Tile(NamedTuple):
     Attributes:
         unit: the unit that has them.
         leaf: them, as a leaf of autograd.
-        start: the first row.
-        stop: the one after the last.
+        spans: them, as runs of rows [start, stop) of the weight, one of each rank's shard.
     """
 
     unit: Unit
     leaf: nn.Parameter
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        """How many they are."""
-        return self.stop - self.start
+    spans: tuple[tuple[int, int], ...]
 
 
 class TiledWeight:
@@ -101,35 +100,77 @@ class TiledWeight:
         number: its number among the held parameters.
         weight: the model's parameter.
         unit: its unit, whose update brings new values.
+        shards: how many shards it has, of equally many rows each. A tile has some rows of every shard.
 
     Attributes:
-        tiles: in the order of the rows.
+        tiles: in the order of the rows of a shard.
+        rows: how many rows it has.
     """
 
-    def __init__(self, number: int, weight: nn.Parameter, unit: Unit) -> None:
+    def __init__(self, number: int, weight: nn.Parameter, unit: Unit, shards: int) -> None:
         self.number = number
         self.weight = weight
         self.unit = unit
         self.tiles: list[Tile] = []
+        self.rows = len(weight)
+        self._shards = shards
+        self._in_shard = self.rows // shards
 
     def add(self, unit: Unit, leaf: nn.Parameter) -> None:
         """Adds the next tile."""
-        start = self.tiles[-1].stop if self.tiles else 0
-        self.tiles.append(Tile(unit, leaf, start, start + len(leaf)))
+        first = self.tiles[-1].spans[0][1] if self.tiles else 0
+        starts = range(first, self.rows, self._in_shard)
+        self.tiles.append(Tile(unit, leaf, tuple((start, start + len(leaf) // self._shards) for start in starts)))
 
-    @property
-    def rows(self) -> int:
-        """How many rows it has."""
-        return self.tiles[-1].stop
+    def place(self, rows: Any) -> tuple[Any, Any]:
+        """Where rows are: the numbers of their tiles, and their places in these.
 
-    @property
-    def sizes(self) -> list[int]:
-        """How many rows each tile has."""
-        return [tile.rows for tile in self.tiles]
+        Args:
+            rows: their numbers, an int or a tensor of any shape.
+        """
+        shard, within = rows // self._in_shard, rows % self._in_shard
+        step = self.tiles[0].spans[0][1]
+        tile = within // step
+        last = len(self.tiles) - 1
+        rows_of_last = self._in_shard - last * step  # of a shard
+        of_tile = step - (tile == last) * (step - rows_of_last)
+        return tile, shard * of_tile + within % step
 
-    def at(self, row: int) -> Tile:
-        """The tile that has a row."""
-        return self.tiles[bisect(self.tiles, row, key=lambda tile: tile.stop)]
+    def split(self, x: Tensor, dim: int = 0, ends: Sequence[int] | None = None) -> dict[Tile, Tensor]:
+        """What a tensor has for the rows of each tile.
+
+        Args:
+            x: the tensor.
+            dim: along which it has something for each row, in their order.
+            ends: 0, and where that ends for each row; None: it has one element for each.
+        """
+        runs = x.split([*chain.from_iterable(self._sizes(ends))], dim)
+        parts: dict[Tile, list[Tensor]] = {tile: [] for tile in self.tiles}
+        for tile, run in zip(self.tiles * self._shards, runs, strict=True):
+            parts[tile].append(run)
+        return {tile: _cat(found, dim) for tile, found in parts.items()}
+
+    def join(self, parts: Mapping[Tile, Tensor], dim: int = 0, ends: Sequence[int] | None = None) -> Tensor:
+        """The opposite of `split`: puts what was made for tiles in the order of the rows.
+
+        Args:
+            parts: what was made, for each tile that has any.
+            dim: as for `split`.
+            ends: as for `split`.
+        """
+        sizes = dict(zip(self.tiles, zip(*self._sizes(ends), strict=True), strict=True))
+        runs = {tile: [part] if self._shards == 1 else part.split(sizes[tile], dim) for tile, part in parts.items()}
+        return torch.cat(
+            [runs[tile][shard] for shard in range(self._shards) for tile in self.tiles if tile in runs], dim
+        )
+
+    def _sizes(self, ends: Sequence[int] | None) -> list[list[int]]:
+        """How much there is for the rows of each shard's part of each tile, by shard; see `split`."""
+        ends = range(self.rows + 1) if ends is None else ends
+        return [
+            [ends[tile.spans[shard][1]] - ends[tile.spans[shard][0]] for tile in self.tiles]
+            for shard in range(self._shards)
+        ]
 
 
 class Tiling:
@@ -141,12 +182,13 @@ class Tiling:
         self._tiled: dict[nn.Parameter, TiledWeight] = {}
         self._of_flat: dict[int, TiledWeight] = {}
         self._told: set[TiledWeight] = set()
+        self._takes_all = layout.shard_group_size > 1  # see [Note: tiles over ranks]
         for index, leaf in parameters.tiles.items():
             one = layout.slices[index]
             if one.flat not in self._of_flat:
                 (number,) = layout.flats[one.flat].params
                 weight = parameters.params[number]
-                found = TiledWeight(number, weight, parameters.units[layout.flats[one.flat].unit])
+                found = TiledWeight(number, weight, parameters.units[layout.flats[one.flat].unit], layout.ranks)
                 self._tiled[weight] = self._of_flat[one.flat] = found
             self._of_flat[one.flat].add(parameters.units[one.unit], leaf)
 
@@ -154,6 +196,17 @@ class Tiling:
         """The tiles of a parameter; empty if it has none."""
         one = self._tiled.get(weight) if isinstance(weight, nn.Parameter) else None
         return [] if one is None else [tile.leaf for tile in one.tiles]
+
+    def joined(self, weight: Any, parts: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of a weight, made of those of its tiles. One that was not used has zeros."""
+        one = self._tiled[weight]
+        found = next(part for part in parts if part is not None)
+        lead = found.shape[: found.dim() - one.weight.dim()]  # of a batch of gradients
+        filled = {
+            tile: found.new_zeros((*lead, *tile.leaf.shape)) if part is None else part
+            for tile, part in zip(one.tiles, parts, strict=True)
+        }
+        return one.join(filled, -one.weight.dim())
 
     def is_in_tile(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of a tile."""
@@ -225,6 +278,12 @@ class Tiling:
             outputs[0] = _Anchor.apply(outputs[0], one.weight, tiles[0].leaf, one.unit.name)  # type: ignore[no-untyped-call]
         return outputs
 
+    def _to_run(self, one: TiledWeight, counts: Mapping[Tile, int]) -> list[Tile]:
+        """The tiles that a call uses: those with rows, by how many they have. It is at least one."""
+        if self._takes_all:
+            return one.tiles
+        return [tile for tile in one.tiles if counts[tile]] or one.tiles[:1]
+
     def _begin(self, one: TiledWeight, tile: Tile) -> None:
         call_hidden(tile.leaf.requires_grad_, one.weight.requires_grad)
 
@@ -247,9 +306,9 @@ class Tiling:
         one = self._of(weight)
         if one is None:
             return NotImplemented
-        biases = dict(zip(one.tiles, [None] * len(one.tiles) if bias is None else bias.split(one.sizes), strict=True))
+        biases: Mapping[Tile, Tensor | None] = dict.fromkeys(one.tiles) if bias is None else one.split(bias)
         outputs = self._run_with_same(one, x, lambda tile, own: F.linear(own, tile.leaf, biases[tile]))
-        return torch.cat(outputs, -1)
+        return one.join(dict(zip(one.tiles, outputs, strict=True)), -1)
 
     # Rows by their numbers.
 
@@ -261,11 +320,10 @@ class Tiling:
             one is None or max_norm is not None or sparse or not isinstance(ids, Tensor)
         ):  # max_norm writes to the weight
             return NotImplemented
-        if pad is not None:
-            pad %= one.rows
+        of_pad, in_pad = (None, None) if pad is None else one.place(pad % one.rows)
 
         def look_up(tile: Tile, of_tile: Tensor) -> Tensor:
-            own = None if pad is None or not tile.start <= pad < tile.stop else pad - tile.start
+            own = in_pad if of_pad is not None and tile is one.tiles[of_pad] else None
             return F.embedding(of_tile, tile.leaf, own, scale_grad_by_freq=bool(by_count))
 
         return self._rows(one, ids, look_up, least=0)
@@ -288,20 +346,17 @@ class Tiling:
         if torch_private.functorch_level() is not None or ids.dtype not in (torch.int64, torch.int32):
             return NotImplemented
         flattened = ids.reshape(-1)
-        if not flattened.numel():
-            tiles, parts, order = one.tiles[:1], [flattened], flattened
-        else:
+        if flattened.numel():
             lowest, highest = torch.stack([flattened.min(), flattened.max()]).tolist()
             if lowest < least or highest >= one.rows:
                 return NotImplemented  # torch has an error for it
             if lowest < 0:
                 flattened = torch.where(flattened < 0, flattened + one.rows, flattened)
-            numbers = torch.div(flattened, one.tiles[0].rows, rounding_mode="floor")
-            counts = torch.bincount(numbers, minlength=len(one.tiles)).tolist()
-            order = torch.argsort(numbers, stable=True)  # within a tile as they come: their gradients are added so
-            parts = [part for part in flattened[order].split(counts) if len(part)]
-            tiles = [tile for tile, count in zip(one.tiles, counts, strict=True) if count]
-        own = {tile: part - tile.start for tile, part in zip(tiles, parts, strict=True)}
+        numbers, places = one.place(flattened)
+        counts = torch.bincount(numbers, minlength=len(one.tiles)).tolist()
+        order = torch.argsort(numbers, stable=True)  # within a tile as they come: their gradients are added so
+        own = dict(zip(one.tiles, places[order].split(counts), strict=True))
+        tiles = self._to_run(one, {tile: len(part) for tile, part in own.items()})
         found = torch.cat(self._run(one, tiles, lambda tile: look_up(tile, own[tile])))
         if len(tiles) > 1:
             found = found.index_select(
@@ -341,14 +396,21 @@ class Tiling:
         return tuple(self._view(one, row) for row in range(one.rows))
 
     def _view(self, one: TiledWeight, row: int, others: tuple[Any, ...] = ()) -> Tensor:
+        if self._takes_all:
+            raise ConfigError(
+                f"{one.unit.name} runs in tiles, and the forward takes one row of it after the other, which ranks that "
+                "share parameters may do in different orders: use it by grouped_mm or batched_mm (of transformers, "
+                'experts_implementation="grouped_mm"), or give stage=2, or Tuning(tile=0)'
+            )
         self._units.apply(one.unit)
-        tile = one.at(row)
+        number, place = one.place(row)
+        tile = one.tiles[number]
         self._begin(one, tile)
         whole: Tensor = tile.leaf
         with self._units.used([tile.unit]):  # torch makes no views of a tensor without memory
             if torch.is_grad_enabled() and one.weight.requires_grad and not _may_have_tangents(whole):
                 whole = _Anchor.apply(whole, one.weight, tile.leaf, one.unit.name)  # type: ignore[no-untyped-call]
-            return whole[(row - tile.start, *others)]
+            return whole[(place, *others)]
 
     def _transpose(self, weight: Any, *dims: Any) -> Any:
         one = self._of(weight)
@@ -385,23 +447,25 @@ class Tiling:
         if offs.shape != (one.rows,) or torch_private.functorch_level() is not None:
             return NotImplemented
         ends = [0, *offs.tolist()]
-        spans = {tile: (ends[tile.start], ends[tile.stop]) for tile in one.tiles}
         if any(start > stop for start, stop in pairwise(ends)) or ends[-1] > len(x):
             return NotImplemented
-        tiles = [tile for tile, (start, stop) in spans.items() if stop > start] or one.tiles[:1]
-        sizes = [spans[tile][1] - spans[tile][0] for tile in tiles]
-        *parts, rest = x.split([*sizes, len(x) - ends[-1]])
-        own = dict(zip(tiles, parts, strict=True))
+        rows, rest = x.split([ends[-1], len(x) - ends[-1]])
+        own = one.split(rows, 0, ends)
 
         def multiply(tile: Tile) -> Tensor:
             matrices = tile.leaf.mT if is_transposed else tile.leaf
-            ends_here = offs[tile.start : tile.stop] - spans[tile][0]
-            return F.grouped_mm(own[tile], matrices, offs=ends_here, out_dtype=out_dtype)
+            if not len(own[tile]):  # kernels may want some
+                return (own[tile] @ matrices[0]).to(out_dtype or x.dtype)
+            ends_here, before = [], 0
+            for start, stop in tile.spans:
+                ends_here.append(offs[start:stop] - (ends[start] - before))
+                before += ends[stop] - ends[start]
+            return F.grouped_mm(own[tile], matrices, offs=_cat(ends_here), out_dtype=out_dtype)
 
+        tiles = self._to_run(one, {tile: len(part) for tile, part in own.items()})
         outputs = self._run(one, tiles, multiply)
-        if len(rest):  # beyond the last group
-            outputs.append(outputs[0].new_zeros(len(rest), outputs[0].shape[1]))
-        return torch.cat(outputs)
+        found = one.join(dict(zip(tiles, outputs, strict=True)), 0, ends)
+        return torch.cat([found, found.new_zeros(len(rest), found.shape[1])]) if len(rest) else found
 
     def _bmm(self, left: Any, right: Any) -> Any:
         is_left = (factor := self._factor(left)) is not None
@@ -412,13 +476,13 @@ class Tiling:
         one, is_transposed = factor
         if len(other) != one.rows:
             return NotImplemented
-        own = dict(zip(one.tiles, other.split(one.sizes), strict=True))
+        own = one.split(other)
 
         def multiply(tile: Tile) -> Tensor:
             matrices = tile.leaf.mT if is_transposed else tile.leaf
             return torch.bmm(matrices, own[tile]) if is_left else torch.bmm(own[tile], matrices)
 
-        return torch.cat(self._run(one, one.tiles, multiply))
+        return one.join(dict(zip(one.tiles, self._run(one, one.tiles, multiply), strict=True)))
 
     def _einsum(self, equation: Any, *operands: Any) -> Any:
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -436,7 +500,7 @@ class Tiling:
         same = [n for n in range(len(operands)) if n != at and n not in cut]
         if len(same) > 1 or any(operands[n].shape[dim] != one.rows for n, dim in cut.items()):
             return NotImplemented
-        parts = {n: dict(zip(one.tiles, operands[n].split(one.sizes, dim), strict=True)) for n, dim in cut.items()}
+        parts = {n: one.split(operands[n], dim) for n, dim in cut.items()}
 
         def multiply(tile: Tile, x: Tensor | None = None) -> Tensor:
             own = [x if n in same else parts[n][tile] if n in parts else None for n in range(len(operands))]
@@ -445,16 +509,17 @@ class Tiling:
 
         x = operands[same[0]] if same else None
         outputs = self._run(one, one.tiles, multiply) if x is None else self._run_with_same(one, x, multiply)
-        return torch.cat(outputs, output.index(row))
+        return one.join(dict(zip(one.tiles, outputs, strict=True)), output.index(row))
 
     def loss(self, hidden: Tensor, weight: nn.Parameter, bias: Tensor | None, loss: losses.TokenLosses) -> Any:
         """Runs the loss of an output layer with a tiled weight; see [Note: the loss of a tiled output layer].
 
         Returns:
-            0-dim, or one of each token; NotImplemented if the weight does not run in tiles.
+            0-dim, or one of each token; NotImplemented if the weight does not run in tiles, or its tiles are no runs of
+            words, as over several ranks.
         """
         tiled = self._of(weight)
-        if tiled is None:
+        if tiled is None or len(tiled.tiles[0].spans) > 1:
             return NotImplemented
         tiles = tiled.tiles
         self._units.apply(tiled.unit)
@@ -485,6 +550,10 @@ class Tiling:
 
 def _index(tile: Tile, ids: Tensor) -> Tensor:
     return tile.leaf[ids]
+
+
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _range_like(ids: Tensor) -> Tensor:

@@ -26,7 +26,9 @@ from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
 from offload.layout import Chunk, FlatSlice
 from offload.model.flat_param import FlatParameters
+from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Presence, Unit
+from offload.optim.late import LateSteps
 from offload.profiling import TO_DEVICE
 from offload.ranks.communicator import Work
 from offload.run import Owner, Run
@@ -60,18 +62,26 @@ class StreamedStores:
 
     Args:
         stores: each with the number of its first chunk, in the order of these.
+        late: the steps that chunks owe. They are made before a chunk is leased.
     """
 
-    def __init__(self, stores: Sequence[tuple[Store, int]]) -> None:
+    def __init__(self, stores: Sequence[tuple[Store, int]], late: LateSteps) -> None:
         self._stores = stores
+        self._late = late
 
     def _of(self, chunk: int) -> tuple[Store, int]:
         return next((store, start) for store, start in reversed(self._stores) if chunk >= start)
 
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
         """See Store.lease."""
+        if chunk in self._late.owed:
+            call_hidden(self._late.settle, chunk)
         store, first = self._of(chunk)
         return store.lease(chunk - first, use, step=step)
+
+    def owe(self, chunks: Collection[int]) -> bool:
+        """Whether some of these chunks owe steps."""
+        return bool(self._late.owed) and not self._late.owed.keys().isdisjoint(chunks)
 
     def expect(self, order: Iterable[int]) -> None:
         """See Store.expect."""
@@ -163,6 +173,10 @@ class UnitTransfers:
         together = {*units, *self._with_memory}
         return 0 if self.limit is None else sum(unit.nbytes for unit in together) - self.limit
 
+    def owes(self, unit: Unit) -> bool:
+        """Whether steps have to be made before a unit can be fetched."""
+        return self._store.owe(unit.chunk_numbers)
+
     def expect(self, units: Iterable[Unit]) -> None:
         """Tells the store the order in which units will be fetched."""
         self._store.expect(chunk.index for unit in units for chunks in unit.chunks.values() for chunk in chunks)
@@ -221,10 +235,26 @@ class UnitTransfers:
                 self._finish_upload(self._uploads[0])
 
     def _refresh(self, unit: Unit, one: FlatSlice) -> None:
-        """Copies the values of a slice of a unit, which is available, from the store again."""
+        """Copies what this rank has of the values of a slice of a unit, which is available, from the store again."""
         for chunk in unit.chunks[one.index]:
             self._start_copy(unit, one, chunk)
         self._wait_on_device(unit)
+
+    def _refresh_all(self, unit: Unit, one: FlatSlice) -> None:
+        """As `_refresh`, and fetches what other ranks have of it."""
+        last_use = self._copier.mark()
+        self._refresh(unit, one)
+        self._launch_all_gathers(unit, [one], last_use)
+        self._wait_on_device(unit)
+
+    @torch.no_grad()
+    def _copy_to_tiles(self, flat: int, tiles: Iterable[Unit]) -> None:
+        """Copies the values of a flat parameter, which is available, to tiles of it that are."""
+        shards = self._parameters.flats[flat].view(self._layout.ranks, -1)
+        for tile in tiles:
+            (one,) = tile.slices
+            parts = self._parameters.memory_of(one.index).view(self._layout.ranks, -1)
+            parts.copy_(shards[:, one.start : one.start + parts.shape[1]])
 
     @uninterrupted
     def _allocate(self, unit: Unit, *, for_update: bool = False) -> DeviceEvent:
@@ -300,12 +330,12 @@ class UnitTransfers:
             with self._copier.after_uploads():
                 last_use.wait_on_device()  # a rank may have nothing of its own to copy there
                 for one in slices:
-                    for work in self._all_gather(one.flat):
+                    for work in self._all_gather(one):
                         unit.gathers.append(work)
 
-    def _all_gather(self, flat: int) -> Iterator[Work]:
+    def _all_gather(self, one: FlatSlice) -> Iterator[Work]:
         """Starts all-gathers over the ranks that together have all parameters. This rank's shards are on the device."""
-        memory, layout = self._parameters.flats[flat], self._layout
+        memory, layout = self._parameters.memory_of(one.index), self._layout
         if not memory.numel():
             return
         shards = memory.view(layout.ranks, -1)
@@ -405,12 +435,9 @@ class UnitTransfers:
             self._finish(unit)
         tiles = self._available_tiles(flat)
         if unit.presence is Presence.AVAILABLE:
-            one, last_use = self._layout.slices[flat], self._copier.mark()
-            self._refresh(unit, one)
-            self._launch_all_gathers(unit, [one], last_use)
-            self._wait_on_device(unit)
+            self._refresh_all(unit, self._layout.slices[flat])
         for tile in tiles:
-            self._refresh(tile, tile.slices[0])
+            self._refresh_all(tile, tile.slices[0])
 
     def _unit_of(self, flat: int) -> Unit:
         return self._parameters.units[self._layout.flats[flat].unit]
@@ -429,14 +456,12 @@ class UnitTransfers:
             with self._store.lease(chunk.index, Use.OVERWRITE, step=self._owner.step()) as lease:
                 on_device = self._on_device(self._layout.slices[flat], chunk)
                 self._copier.to_host(on_device, self._in_store(lease.arrays[0], chunk)).wait()
-        for tile in tiles:
-            self._refresh(tile, tile.slices[0])
+        self._copy_to_tiles(flat, tiles)
 
     def take_back_writes(self, flat: int) -> None:
         """Gives a flat parameter, which is available, the values that its store has."""
         self._refresh(self._unit_of(flat), self._layout.slices[flat])
-        for tile in self._available_tiles(flat):
-            self._refresh(tile, tile.slices[0])
+        self._copy_to_tiles(flat, self._available_tiles(flat))
         self.drain()
 
     def find_silent_writes(self, numbers: Iterable[int]) -> None:
@@ -497,7 +522,7 @@ class UnitTransfers:
                     upload.lease.close()
 
     def _on_device(self, one: FlatSlice, chunk: Chunk) -> Tensor:
-        start = chunk.start - one.start
+        start = self._layout.in_slice(one, chunk.start)
         return self._parameters.memory_of(one.index)[start : start + chunk.numel]
 
     def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:

@@ -213,7 +213,7 @@ class Units(dict[str, Unit]):
                 weight=None if own else self[layout.flats[parts[0].flat].unit],
                 flats=own,
                 slices=parts,
-                chunks={one.index: _chunks_in(one, of_flat[one.flat]) for one in parts},
+                chunks={one.index: _chunks_in(layout, one, of_flat[one.flat]) for one in parts},
                 params=_params_of(own),
                 streamed=_params_of(flat for flat in own if flat.index in streamed),
                 watched=frozenset(_params_of(flat for flat in own if not layout.tile_of(flat.index))),
@@ -231,8 +231,11 @@ def _params_of(flats: Iterable[Flat]) -> tuple[int, ...]:
     return tuple(number for flat in flats for number in flat.params)
 
 
-def _chunks_in(one: FlatSlice, chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    return tuple(chunk for chunk in chunks if one.start <= chunk.start < one.start + one.numel)
+def _chunks_in(layout: Layout, one: FlatSlice, chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    if not one.is_tile:
+        return tuple(chunks)
+    shard, stop = layout.shard_numel(one.flat), one.start + one.numel // layout.ranks
+    return tuple(chunk for chunk in chunks if one.start <= chunk.start % shard < stop)
 
 
 def _bytes_of(layout: Layout, slices: Iterable[FlatSlice]) -> int:

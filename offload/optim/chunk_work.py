@@ -37,6 +37,7 @@ class ChunkWork:
         is_whole: whether all parameters of the chunk are stepped.
         runs: the elements that are stepped, with the key of each.
         scalars: what the rule takes in this step, by key.
+        owed: what it takes in steps that the chunk still owes, the first one first; they are made before this one.
         tried: the new parameters, shape (chunk.numel,), if the step of this chunk was tried in backward, and its new
             states are in their slot; None: the rule has to run.
         done: the future of the worker that runs it; None: no worker does.
@@ -47,5 +48,6 @@ class ChunkWork:
     is_whole: bool
     runs: Sequence[Segment[StepKey]]
     scalars: Mapping[StepKey, Any]
+    owed: Sequence[Any] = ()
     tried: Tensor | None = None
     done: Future[None] | None = None

@@ -249,6 +249,8 @@ class Rule(ABC):
         is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
         can_try: whether what its task computes depends on nothing but the arrays and `scalars`, of which
             `scalar_bytes` can tell whether they are the same.
+        can_be_late: whether a step with a gradient of zeros can be made later, from the options that `options_of` keeps
+            of it: its kernel gives the same bits for each sign of a zero and each factor.
         has_same_bits: whether its kernels give the same bits on a device and on the CPU. Only then some parameters may
             be stepped there, and others here.
         methods: what else its class does with parameters and states, by the name of the method.
@@ -260,6 +262,7 @@ class Rule(ABC):
     splits_masters: bool = False
     is_whole: bool = False
     can_try: bool = False
+    can_be_late: bool = False
     has_same_bits: bool = False
     methods: Mapping[str, Method] = MappingProxyType({})
 
@@ -303,6 +306,10 @@ class Rule(ABC):
             before: the progress before the step.
             scale: the factor of the gradients.
         """
+
+    def options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What `scalars` needs of a param group, as plain values that stay. Called only if `can_be_late`."""
+        raise NotImplementedError
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """The floating-point operations of a step of a whole parameter, where they are known and many; else 0."""

@@ -37,6 +37,7 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Segment, part_of, segments
 from offload.native import CAST, Task
 from offload.optim.chunk_work import ChunkWork, StepKey
+from offload.optim.late import LateSteps
 from offload.optim.new_params import NewParameters
 from offload.optim.on_device import MatrixMemory
 from offload.optim.rule import Rule, SegmentMemory, Span, spans_of
@@ -61,6 +62,7 @@ class Step:
         store: the store of the states.
         gradients: the gradient buffer.
         params: takes the new parameters.
+        late: the steps that chunks owe.
 
     Attributes:
         trials: steps of chunks that are made in backward; None: none are.
@@ -74,6 +76,7 @@ class Step:
         store: Store,
         gradients: GradientBuffer,
         params: NewParameters,
+        late: LateSteps,
     ) -> None:
         self._layout = run.layout
         self._kernels_of = run.kernels_of
@@ -85,6 +88,7 @@ class Step:
         self._store = store
         self._gradients = gradients
         self._params = params
+        self._late = late
         self._pending: dict[int, list[ChunkWork]] = {}
         # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
         self._bound: dict[int, tuple[_Addresses, list[Callable[[Any], Task]]]] = {}
@@ -128,12 +132,13 @@ class Step:
             key: self._rules[key.group].scalars(groups[key.group], key.before, scale * key.factor)
             for key in set(keys.values())
         }
+        waiting, owed = self._late.begin(step, keys, groups, self._gradients)
         queue: dict[int, list[ChunkWork]] = {flat: [] for flat in flats}
         for chunk in self._layout.chunks:
             runs = segments(chunk, keys.get)
-            if runs:
+            if runs and chunk.index not in waiting:
                 is_whole = all(piece.param in keys for piece in chunk.pieces)
-                queue[chunk.flat].append(ChunkWork(step, chunk, is_whole, runs, scalars))
+                queue[chunk.flat].append(ChunkWork(step, chunk, is_whole, runs, scalars, owed.get(chunk.index, ())))
         # All ranks apply the same flats, also where a rank's own shard of one does not change.
         changed = {self._layout.locations[param][0] for param in keys if self._layout.specs[param].numel}
         self._pending = {flat: works for flat, works in queue.items() if flat in changed}
@@ -143,7 +148,8 @@ class Step:
             self.trials.keep(works)
             self.trials.pending = self._pending
         repeats = self.trials is None or not self.trials.is_on
-        self._store.expect((work.chunk.index for work in works if work.tried is None), repeats=repeats)
+        coming = (work.chunk.index for work in works if work.tried is None)
+        self._store.expect(coming, repeats=repeats, once=self._layout.late_chunks)
         self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
             before: Future[None] | None = None
@@ -291,6 +297,8 @@ class Step:
                 self._timeline.event(ADAM, "Adam", chunk=work.chunk.index),
                 self._steps_of_matrices(),
             ):
+                if work.owed:
+                    self._late.run(work.chunk, work.owed, lease.arrays, target, is_split=is_split)
                 self._kernels_of(work.chunk.flat).run(self._tasks(work, lease, grads, target, current))
 
     def _steps_of_matrices(self) -> AbstractContextManager[None]:

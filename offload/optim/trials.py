@@ -78,13 +78,15 @@ WEIGHT = 1 / 8
 TRIED = "new parameters of trials"
 
 
-def tried_chunks(streamed: Sequence[int]) -> list[int]:
-    """The chunks whose steps are tried, spread over the order.
+def tried_chunks(layout: Layout, streamed: Iterable[int]) -> list[int]:
+    """The chunks whose steps are tried, spread over the order. Those that may owe steps are none of them.
 
     Args:
+        layout: of the trained parameters.
         streamed: the chunks of states that stream, in the order of a step.
     """
-    return [chunk for number, chunk in enumerate(streamed, 1) if number % LEFT_OUT]
+    possible = (chunk for chunk in streamed if chunk not in layout.late_chunks)
+    return [chunk for number, chunk in enumerate(possible, 1) if number % LEFT_OUT]
 
 
 def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Region]:
@@ -95,7 +97,7 @@ def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Regio
         memory: the tier in which the states are stepped.
         streamed: see `tried_chunks`.
     """
-    chunks = (layout.chunks[chunk] for chunk in tried_chunks(streamed))
+    chunks = (layout.chunks[chunk] for chunk in tried_chunks(layout, streamed))
     return [Region(memory, TRIED, chunk.numel * layout.flats[chunk.flat].dtype.itemsize) for chunk in chunks]
 
 
@@ -175,7 +177,7 @@ class Trials:
         self._gradients = gradients
         self._tasks = tasks
         streamed = [chunk.index for chunk in layout.chunks if not store.is_resident(chunk.index)]
-        chosen = tried_chunks(streamed)
+        chosen = tried_chunks(layout, streamed)
         dtypes = [layout.flats[layout.chunks[chunk].flat].dtype for chunk in chosen]
         memory = zip(run.memory.take(TRIED), dtypes, strict=True)
         self._new = dict(zip(chosen, (one.view(dtype) for one, dtype in memory), strict=True))

@@ -93,7 +93,7 @@ class ModelShape:
         return replace(self, specs=specs)
 
     def with_rules(self, rules: Sequence[Rule], options: Options) -> ModelShape:
-        """The shape for other optimizers than Adam.
+        """The shape for these optimizers.
 
         Args:
             rules: that of each param group.
@@ -109,7 +109,8 @@ class ModelShape:
                 continue
             rule = rules[spec.group]
             if not rule.is_whole:
-                specs.append(replace(spec, states=rule.states, whole=None))
+                is_late = rule.can_be_late and one.param.dim() == 3
+                specs.append(replace(spec, states=rule.states, whole=None, is_late=is_late))
                 continue
             if spec.shard_dim is not None:
                 raise ConfigError(
@@ -189,7 +190,8 @@ class ModelShape:
         """
         streams = [choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE for spec in self.specs]
         rows = {number: row for number, row in self.rows.items() if streams[number]}
-        specs = tiled(self.specs, rows, choice.params.tile_bytes)
+        specs = tiled(self.specs, rows, choice.params.tile_bytes, ranks=ranks)
+        specs = [replace(one, is_late=one.is_late and one.tile > 0 and choice.states.is_late) for one in specs]
         held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
         kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
         return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)

@@ -37,6 +37,8 @@ class Situation:
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
         loss_weights: see `ModelChoice`.
         has_same_bits: whether all optimizers give the same bits on the device and on the CPU.
+        base_bytes: what a kept base takes, if frozen parameters are on NVMe; see `ParamChoice`. 0: none is kept.
+        base_memory_bytes: likewise.
     """
 
     trained_bytes: int
@@ -47,6 +49,8 @@ class Situation:
     temporary_bytes: int = 0
     loss_weights: frozenset[str] = frozenset()
     has_same_bits: bool = False
+    base_bytes: int = 0
+    base_memory_bytes: int = 0
 
     @property
     def keeps_trained(self) -> bool:
@@ -128,6 +132,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             temporary_bytes=situation.temporary_bytes,
             tries_steps=tuning.speculate,
             shares=_shares(options, situation, params),
+            is_late=tuning.late and options.state_tier.is_durable and situation.is_alone,
         ),
         params,
         GradChoice(
@@ -171,15 +176,18 @@ def _params(options: Options, situation: Situation, wish: Wish, least: Tier = DE
     has_frozen = situation.frozen_bytes > 0
     # Trained ones are on no slower tier than their states, or on the device if they are few.
     trained = DEVICE if situation.keeps_trained else min(wish.params, options.state_tier)
-    tile_bytes = wish.tile_bytes if situation.is_alone else 0
+    tile_bytes = wish.tile_bytes if situation.slices == 1 else 0
+    frozen = max(wish.params, least) if has_frozen else DEVICE
     return ParamChoice(
         max(trained, least),
-        max(wish.params, least) if has_frozen else DEVICE,
+        frozen,
         has_frozen=has_frozen,
         keeps_trained=situation.keeps_trained,
         prefetch_units=wish.prefetch_units,
         tile_bytes=tile_bytes,
         is_chosen=chooses_params(options, situation),
+        base_bytes=situation.base_bytes if frozen.is_durable else 0,
+        base_memory_bytes=situation.base_memory_bytes if frozen.is_durable else 0,
     )
 
 
@@ -200,7 +208,7 @@ def _stage(options: Options, situation: Situation, params: ParamChoice) -> int |
 
 
 def _require_possible(options: Options, situation: Situation) -> None:
-    wanted, states, slices = options.params, options.state_tier, situation.ranks * situation.slices
+    wanted, states = options.params, options.state_tier
     if wanted > DEVICE and not situation.frozen_bytes:
         if states == DEVICE:
             raise ConfigError(
@@ -213,10 +221,10 @@ def _require_possible(options: Options, situation: Situation) -> None:
                 f'param_tier="{wanted}" with tier="{states}", and no parameter is frozen: states take '
                 'six times what parameters take, and would stay in RAM; choose tier="nvme", or param_tier="cpu"'
             )
-    if slices > 1 and options.tile_bytes:
+    if situation.slices > 1 and options.tile_bytes:
         raise ConfigError(
-            f"Tuning.tile={option_bytes(options.tile_bytes)} with {slices} ranks: over several ranks every "
-            "layer is gathered as a whole; leave it out"
+            f"Tuning.tile={option_bytes(options.tile_bytes)} with {situation.slices} tensor-parallel ranks: each of "
+            "them has a part of every layer, which comes as a whole; leave it out"
         )
     if situation.ranks > 1 and options.grads.is_durable and options.stage == 1 and options.micro_batches > 1:
         raise ConfigError(

@@ -33,7 +33,7 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, is_dithered, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
-from offload.optim import new_params, on_device, trials
+from offload.optim import late, new_params, on_device, trials
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
 from offload.regions import REST, Region, lent_bytes, total_bytes, total_of
@@ -249,7 +249,7 @@ class Placement:
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
         in_ram = self.pools[ChunkKind.FROZEN].resident_bytes if choice.params.frozen_tier.is_durable else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
-        where = choice.params.frozen_tier.words + (", kept for other runs" if choice.params.keeps_base else "")
+        where = choice.params.frozen_tier.words + (", kept for other runs" if choice.params.base_bytes else "")
         return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
 
 
@@ -515,7 +515,7 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
     is_committed = {ChunkKind.STATES: commits.every is not None, ChunkKind.PARAMS: commits.holds_params}
     tiers = tiers_of(choice).items()
     kinds = {kind: arrays[kind] for kind, tier in tiers if tier.is_durable or is_committed.get(kind, False)}
-    if choice.params.keeps_base:
+    if choice.params.base_bytes:
         kinds.pop(ChunkKind.FROZEN)
     # With replicas the other parameters are committed by other ranks.
     committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
@@ -677,10 +677,13 @@ class Needs:
             if dithered:  # also where they are compiled: the driver may refuse that
                 nbytes = dithered_bytes(dithered, dithered_room_of(self.layout))
                 found.append(Region(DEVICE, TEMPORARIES, nbytes, is_lent=False))
+        found += late.regions(self.layout, memory)
         matrices = [] if self.in_place else on_device.regions(self.layout)
         if choice.states.temporary_bytes:
             where, at_once = (DEVICE, on_device.AT_ONCE) if matrices else (memory, 1)
             found.append(Region(where, TEMPORARIES, at_once * choice.states.temporary_bytes, is_lent=False))
+        if choice.params.base_bytes:
+            found.append(Region(CPU, BASE, choice.params.base_memory_bytes, is_lent=False))
         for spec in self.layout.specs:
             if spec.name in choice.model.loss_weights and not spec.is_frozen and not spec.tile:
                 found.append(Region(DEVICE, LOSS, torch.float32.itemsize * spec.numel, is_lent=False))
@@ -817,8 +820,8 @@ class Needs:
                 if kind is ChunkKind.STATES:
                     stays = chunk in states.resident or chunk in states.on_device
                 found.append(_slot(kind, one, names, is_moved=not stays))
-        if self.choice.params.keeps_base:
-            found.append(Region(NVME, BASE, PAGE_BYTES + sum(self._sizes(ChunkKind.FROZEN))))
+        if self.choice.params.base_bytes and self.layout.rank == 0:
+            found.append(Region(NVME, BASE, self.choice.params.base_bytes))
         several = [one for slot, one in enumerate(slots.all_arrays) if slots.versions_of(slot) > 1]
         if self.choice.commits.every is not None:
             found += [Region(NVME, SECOND, one.nbytes, kind=SLOTS) for one in several]

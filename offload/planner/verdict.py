@@ -12,6 +12,7 @@ from offload.planner.activations import Waiting
 from offload.planner.explain import Planned
 from offload.planner.placement import Placement
 from offload.sizes import MIB
+from offload.tiers import DEVICE
 
 LOGIT_BYTES = 12
 """What a logit takes in the backward of a cross entropy in fp32: itself in 16 bits, log-softmax, its gradient, and that
@@ -102,34 +103,38 @@ class StepTime:
     """How long a step takes.
 
     Attributes:
-        compute: seconds, if the disk took no time.
-        disk: seconds, if computing took no time.
-        step: seconds of both together.
+        compute: seconds, if nothing else took time.
+        update: seconds of the optimizer's kernels, likewise; 0: unknown.
+        disk: seconds, likewise.
+        step: seconds of all together.
+        waits_for: what the step takes its time from: "compute", "update" or "disk".
         hiding_tokens: the tokens of a micro-batch from which on the disk costs no time.
     """
 
     compute: float
+    update: float
     disk: float
     step: float
+    waits_for: str
     hiding_tokens: int
 
-    @property
-    def waits_for_disk(self) -> bool:
-        return self.step > self.compute
 
+def step_time(
+    planned: Planned, work: Work, *, flops: float | None, disk_bytes_per_s: float, elements_per_s: float | None = None
+) -> StepTime:
+    """How long a step takes if nothing but compute, the optimizer's kernels and the disk took time.
 
-def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_per_s: float) -> StepTime:
-    """How long a step takes if nothing but compute and the disk took time.
-
-    Parameters and gradients move beside all of the compute. States move between the last gradient and their unit's next
-    forward, so only the first forward of a step hides them. Where steps are tried, and all trials are kept, the last
-    backward does so, too: what is not tried leaves a forward its share.
+    Parameters and gradients move beside all of the compute. States move, and are stepped, between the last gradient and
+    their unit's next forward, so only the first forward of a step hides that. Where steps are tried, and all trials are
+    kept, the last backward does so, too: what is not tried leaves a forward its share. Where a model computes on the
+    CPU, the kernels have the cores that it computes with.
 
     Args:
         planned: the plan.
         work: what the step computes.
         flops: FLOP/s that are achieved; None: unknown, and compute takes no time.
         disk_bytes_per_s: reads and writes together.
+        elements_per_s: that the optimizer steps in RAM; None: unknown, and that takes no time.
 
     Raises:
         BudgetError: if the plan does not fit.
@@ -137,12 +142,29 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
     placement, micro_batches = planned.place(), planned.choice.grads.micro_batches
     disk = moved_bytes(placement) / disk_bytes_per_s
     states = 2 * sum(placement.states.streamed) / disk_bytes_per_s
+    update = 0.0 if elements_per_s is None else stepped_in_ram(planned, placement) / elements_per_s
     if flops is None:
-        return StepTime(0.0, disk, disk, 0)
+        return StepTime(0.0, update, disk, disk, "disk", 0)
     compute, forward = micro_batches * work.flops / flops, work.forward_flops / flops
     beside = work.flops / flops if planned.choice.states.tries_steps else forward
     enough = max(disk / compute, states / beside) * work.tokens
-    return StepTime(compute, disk, max(compute, disk, compute - beside + states), ceil(enough))
+    shared = update if planned.direct else 0.0
+    ends = {
+        "compute": compute + shared,
+        "update": compute - beside + update,
+        "disk": max(disk, compute - beside + states),
+    }
+    longest = max(ends, key=lambda name: ends[name])
+    waits_for = "update" if longest == "compute" and shared > compute else longest
+    return StepTime(compute, update, disk, ends[longest], waits_for, ceil(enough))
+
+
+def stepped_in_ram(planned: Planned, placement: Placement) -> int:
+    """How many elements a rank steps by the CPU's kernels."""
+    if planned.choice.states.tier == DEVICE:
+        return 0
+    on_device = set(placement.states.on_device)
+    return sum(chunk.numel for chunk in planned.layout.chunks if chunk.index not in on_device)
 
 
 def moved_bytes(placement: Placement) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ from offload.ranks.communicator import Communicator
 
 T = TypeVar("T")
 
+TOLD_AFTER_S = 5.0
+"""How often ranks that wait for others are told that these go on."""
 BLOCK = 1 << 20
 """Elements gathered at once, so that the buffer for all ranks stays small."""
 
@@ -126,6 +130,44 @@ def together(comm: Communicator, result: str = "", is_final: Callable[[], bool] 
         rank, message, _ = failed[0]
         more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
         raise OtherRankError(f"rank {rank}{message}{more}{result}", is_final=any(final for *_, final in failed))
+
+
+@contextmanager
+def while_others_wait(comm: Communicator, message: str) -> Iterator[Callable[[], None]]:
+    """A context for work of some ranks that may take longer than a collective is waited for. All ranks enter it.
+
+    A rank that has nothing to do waits at the end, for all others. It succeeds on all ranks, or fails on all, as
+    `together`.
+
+    Args:
+        comm: the ranks.
+        message: printed by a rank that has to wait long.
+
+    Yields:
+        What the work calls now and then: it tells those who wait that it goes on.
+
+    Raises:
+        OtherRankError: if another rank failed, and this one did not.
+        RankError: if a rank does not take part.
+    """
+    told = time.monotonic()
+
+    def goes_on() -> None:
+        nonlocal told
+        if time.monotonic() - told > TOLD_AFTER_S:
+            comm.all_reduce_any(True)
+            told = time.monotonic()
+
+    has_said = comm.size == 1
+    with together(comm):
+        try:
+            yield goes_on
+        finally:
+            while comm.all_reduce_any(False):
+                if not has_said:
+                    with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+                        print(f"offload: rank {comm.rank} waits: {message}", file=sys.stderr)
+                has_said = True
 
 
 def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:

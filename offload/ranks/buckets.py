@@ -9,6 +9,9 @@ piece of each rank's own shard on that rank. Its buffer holds the sub-ranges one
     flat    |---------------------|---------------------|-----------------....|
     bucket     |==|                  |==|                  |==|
     buffer  |==|==|==|
+
+A tile of a weight is such sub-ranges, too (`FlatSlice` in layout.py), and no bucket has elements of two. A *part* is
+what gets a gradient of its own: a tile of a parameter, or all of one without tiles.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.errors import StateError
-from offload.layout import ALIGN_NUMEL, Flat, Layout, Piece, pieces_between
+from offload.layout import ALIGN_NUMEL, Flat, FlatSlice, Layout, Piece, pieces_between
+
+Part = tuple[int, int]
+"""A parameter, and the number of its tile."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,11 @@ class Bucket:
         flat: the index of the flat parameter.
         start: the first element of each shard.
         numel: elements of each shard; the buffer has ranks * numel.
-        pieces: the parts of parameters in it; `chunk_offset` counts from the start of the buffer.
+        pieces: what it has of parameters; `chunk_offset` counts from the start of the buffer, and `param_offset` from
+            that of the gradient of the part.
         holes: the ranges [start, stop) of the buffer that belong to no parameter, and have to be zero.
+        unit: the unit, which may be a tile, whose gradients it has.
+        tile: the number of the tile; 0 where there are none.
     """
 
     index: int
@@ -40,10 +49,17 @@ class Bucket:
     numel: int
     pieces: tuple[Piece, ...]
     holes: tuple[tuple[int, int], ...]
+    unit: str
+    tile: int = 0
 
     @cached_property
     def params(self) -> frozenset[int]:
         return frozenset(piece.param for piece in self.pieces)
+
+    @cached_property
+    def parts(self) -> frozenset[Part]:
+        """The parts whose gradients it has elements of."""
+        return frozenset((param, self.tile) for param in self.params)
 
     def params_of(self, rank: int) -> set[int]:
         """The parameters of which it has elements of this rank's shard."""
@@ -60,23 +76,29 @@ def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
     """
     buckets: list[Bucket] = []
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
+    tiles: dict[int, list[FlatSlice]] = {}
+    for one in layout.slices:
+        if one.is_tile:
+            tiles.setdefault(one.flat, []).append(one)
     for flat in layout.flats:
-        shard_numel = layout.shard_numel(flat.index)
-        for start in range(0, shard_numel, each):
-            numel = min(each, shard_numel - start)
-            pieces = tuple(_pieces_of(layout, flat, start, numel))
-            if pieces:
-                holes = tuple(_holes(pieces, layout.ranks * numel))
-                buckets.append(Bucket(len(buckets), flat.index, start, numel, pieces, holes))
+        for tile, one in enumerate(tiles.get(flat.index, [layout.slices[flat.index]])):
+            stop = one.start + one.numel // layout.ranks
+            for start in range(one.start, stop, each):
+                numel = min(each, stop - start)
+                pieces = tuple(_pieces_of(layout, flat, one, start, numel))
+                if pieces:
+                    holes = tuple(_holes(pieces, layout.ranks * numel))
+                    buckets.append(Bucket(len(buckets), flat.index, start, numel, pieces, holes, one.unit, tile))
     return tuple(buckets)
 
 
-def _pieces_of(layout: Layout, flat: Flat, start: int, numel: int) -> Iterator[Piece]:
+def _pieces_of(layout: Layout, flat: Flat, one: FlatSlice, start: int, numel: int) -> Iterator[Piece]:
     for rank in range(layout.ranks):
         first, last = layout.shard_range(flat.index, rank)
         low, high = min(first + start, last), min(first + start + numel, last)
         for piece in pieces_between(flat, layout.specs, low, high):
-            yield Piece(piece.param, piece.param_offset, rank * numel + piece.chunk_offset, piece.numel)
+            at = layout.in_slice(one, low) if one.is_tile else piece.param_offset  # a tile's parameter is the flat
+            yield Piece(piece.param, at, rank * numel + piece.chunk_offset, piece.numel)
 
 
 def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
@@ -103,37 +125,37 @@ class Buckets:
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int]) -> None:
         self.buckets = buckets
         self.order = order
-        self._of_param: dict[int, list[Bucket]] = {}
+        self._with_part: dict[Part, list[Bucket]] = {}
         for bucket in self.buckets:
-            for param in bucket.params:
-                self._of_param.setdefault(param, []).append(bucket)
+            for part in bucket.parts:
+                self._with_part.setdefault(part, []).append(bucket)
         self.reset()
 
     def reset(self) -> None:
         """Begins a round, before its first gradient."""
-        self._ready: set[int] = set()
-        self._left = [len(bucket.params) for bucket in self.buckets]
+        self._ready: set[Part] = set()
+        self._left = [len(bucket.parts) for bucket in self.buckets]
         self._sent: set[int] = set()
 
-    def ready(self, param: int) -> None:
-        """Tells that the gradient of `param` is there.
+    def ready(self, part: Part) -> None:
+        """Tells that the gradient of a part is there.
 
         Raises:
             StateError: if it was there before in this round.
         """
-        if param in self._ready:
-            raise StateError(f"the gradient of parameter {param} arrived twice in a step")
-        self._ready.add(param)
-        for bucket in self._of_param.get(param, ()):
+        if part in self._ready:
+            raise StateError(f"the gradient of tile {part[1]} of parameter {part[0]} arrived twice in a step")
+        self._ready.add(part)
+        for bucket in self._with_part.get(part, ()):
             self._left[bucket.index] -= 1
 
     def is_complete(self, bucket: Bucket) -> bool:
         """Whether all gradients of a bucket are there."""
         return self._left[bucket.index] == 0
 
-    def has_sent(self, param: int) -> bool:
-        """Whether a bucket of `param` was sent in this round."""
-        return any(bucket.index in self._sent for bucket in self._of_param.get(param, ()))
+    def has_sent(self, part: Part) -> bool:
+        """Whether a bucket of a part was sent in this round."""
+        return any(bucket.index in self._sent for bucket in self._with_part.get(part, ()))
 
     def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
         """Takes the buckets to send now, in their order, up to the first one that may not leave."""

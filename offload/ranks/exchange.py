@@ -126,9 +126,9 @@ class ReplicaExchange(Exchange):
 
     With replicas, each shard group keeps all parameters, and the ranks at one place in these groups exchange what each
     of them made. At stages 1 and 2 with streamed parameters every rank keeps all of them. What other ranks make arrives
-    here as copies (layout.py), one *window* of all shards at a time: `chunk_numel` elements, which are a chunk each,
-    while Adam makes this rank's next chunk. Chunks of whole parameters are of other sizes: all windows of such a flat
-    are sent when its last chunk is made.
+    here as copies (layout.py), one *window* of all shards at a time: `chunk_numel` elements, or what is left of a tile,
+    which are a chunk each, while Adam makes this rank's next chunk. Chunks of whole parameters are of other sizes: all
+    windows of such a flat are sent when its last chunk is made.
 
     Args:
         params: the 16-bit parameters that this rank keeps.
@@ -237,4 +237,6 @@ class ReplicaExchange(Exchange):
         """The part of the buffer for elements of all shards from `start` on, shape (replicas, numel)."""
         layout, dtype = self._layout, self._layout.flats[flat].dtype
         numel = min(layout.chunk_numel, layout.shard_numel(flat) - start)
+        if tile := layout.tile_of(flat) // layout.ranks:
+            numel = min(numel, tile - start % tile)
         return self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)

@@ -29,6 +29,7 @@
 | 10| CLEAN -> STORED               | `_drop`    | it need not wait in RAM       | its buffer is free                  |
 | 11| LEASED -> WRITING             | `_release` | a step of it was tried        | `tried` is what that place will     |
 |   |                               |            |                               | hold; `stored` is what it was       |
+| 12| STORED, CLEAN, DIRTY -> EMPTY | `discard`  | nobody needs what it holds    | its buffer is free                  |
 
 Methods of `Store` (chunk_cache.py) make them, with its lock held. `reset` goes anywhere, for a return to the last
 commit; `matches_slot` says what a store beneath has done. Residency is a state, never a count.
@@ -89,13 +90,13 @@ class Residency(Enum):
 
 _TRANSITIONS: dict[Residency, frozenset[Residency]] = {
     Residency.EMPTY: frozenset({Residency.LEASED}),
-    Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
+    Residency.STORED: frozenset({Residency.READING, Residency.LEASED, Residency.EMPTY}),
     Residency.READING: frozenset({Residency.CLEAN}),
-    Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
+    Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED, Residency.EMPTY}),
     Residency.LEASED: frozenset(
         {Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED, Residency.WRITING}
     ),
-    Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
+    Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING, Residency.EMPTY}),
     Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
 }
 

@@ -220,16 +220,20 @@ class Store:
         self.life = 0  # ends with `reset`, after which the leases of before mean nothing
 
     @uninterrupted
-    def expect(self, order: Iterable[int], *, repeats: bool = True) -> None:
+    def expect(self, order: Iterable[int], *, repeats: bool = True, once: Collection[int] = ()) -> None:
         """Announces the leases to come, in order. Reading ahead begins at once.
 
         Args:
             order: the numbers of the chunks.
             repeats: whether they are expected again in the same order, when all have come.
+            once: chunks that are not expected again.
         """
         with self._lock, self._books:
             self.check()
             self._announce([(chunk, False) for chunk in order], repeats=repeats)
+            if once:
+                self._announced = []  # what repeats is another order
+                self._order = tuple(use for use in self._order if use.chunk not in once)
 
     @uninterrupted
     def repeat(self) -> None:
@@ -280,6 +284,23 @@ class Store:
     def _is_free_of(self, chunks: Iterable[CachedChunk], states: Collection[Residency]) -> bool:
         self.check()
         return not any(chunk.state in states for chunk in chunks)
+
+    @uninterrupted
+    def discard(self, chunk: int) -> None:
+        """Forgets what a chunk holds, which is in no commit: its next lease finds zeros. Nobody may have it."""
+        one = self._chunks[chunk]
+        busy = (Residency.READING, Residency.WRITING, Residency.LEASED)
+        wait_until(self._lock, self._changed, lambda: self._is_free_of([one], busy))
+        with self._lock, self._books:
+            self.check()
+            assert one.committed is None
+            one.stored = one.newer = one.tried = None
+            if one.state is not Residency.EMPTY:
+                has_buffer = one.state is not Residency.STORED
+                one.change(Residency.EMPTY)
+                if has_buffer:
+                    self._free_buffer(one)
+                    self._changed.notify_all()
 
     def is_ready(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM, and nothing is under way with it, so that a lease does not wait."""

@@ -98,13 +98,13 @@ class DeviceStore(Store):
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
         self._others: list[int] = []  # of what was announced, those that stay beneath
 
-    def expect(self, order: Iterable[int], *, repeats: bool = True) -> None:
+    def expect(self, order: Iterable[int], *, repeats: bool = True, once: Collection[int] = ()) -> None:
         order = list(order)
         self._others = [chunk for chunk in order if not self.is_here(chunk)]
-        super().expect((chunk for chunk in order if self.is_here(chunk)), repeats=repeats)
+        super().expect((chunk for chunk in order if self.is_here(chunk)), repeats=repeats, once=once)
         if self._beneath is not None:
             beneath = [chunk for chunk in order if chunk in self._below or not self.is_here(chunk)]
-            self._beneath.expect(beneath, repeats=repeats)
+            self._beneath.expect(beneath, repeats=repeats, once=once)
 
     def is_here(self, chunk: int) -> bool:
         """Whether a chunk is on the device, or is brought there by its next lease."""

@@ -34,6 +34,9 @@ SPARES = 2
 ROW_BYTES = 96
 """The most bytes that a chunk takes in a manifest: five short numbers, a step and a checksum."""
 _PARAM_BYTES, _OPTIMIZER_BYTES, _STATE_BYTES = 200, 1024, 64
+LATE_BYTES = 320
+"""About what the log of the steps that a parameter's chunks owe takes: two digits a step."""
+_LATE_OPTIONS, _OWED_BYTES = 64, 12
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ def manifest_bytes(layout: Layout, slots: int) -> int:
     for spec in layout.specs:
         found += _PARAM_BYTES + len(json.dumps(spec.name)) + len(json.dumps(spec.unit))
         found += len(spec.states) * _STATE_BYTES
-    return found
+        found += spec.is_late * LATE_BYTES
+    return found + bool(layout.late_chunks) * LATE_BYTES * _LATE_OPTIONS + len(layout.late_chunks) * _OWED_BYTES
 
 
 def record_bytes(paths: Iterable[Path], ranks: int) -> int:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 from torch import Tensor
@@ -692,6 +693,16 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     return chosen
 
 
+class HasSlots(Protocol):
+    """What slots are read from and written to, by their numbers: see WrittenSlots."""
+
+    def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture: ...
+
+    def read(
+        self, chunk: int, data: memoryview, *, step: int, place: int = 0, checksum: int | None = None
+    ) -> IOFuture: ...
+
+
 class Slots:
     """The slots of the chunks of one kind.
 
@@ -700,7 +711,7 @@ class Slots:
         numbers: the numbers of the slots, by chunk.
     """
 
-    def __init__(self, files: Mapping[int, WrittenSlots], numbers: Sequence[int]) -> None:
+    def __init__(self, files: Mapping[int, HasSlots], numbers: Sequence[int]) -> None:
         self._files = files
         self._numbers = numbers
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+
+import xxhash
 
 from offload.checkpoint.manifest import MAX_BYTES, ProgressFacts, serialise
 from offload.errors import CorruptionError, OffloadError, ResumeError
@@ -339,6 +342,71 @@ def headers() -> Iterator[Attack]:
     yield "a huge slot", header(RUN, 3, STEP, most, 1), CorruptionError
     for position in range(slots._HEADER.size + slots._CHECKSUM.size):
         yield f"bit {position}", flipped(VALID_HEADER, position), CorruptionError
+
+
+BASE_START = 3 * PAGE_BYTES
+"""Where the tensors of VALID_BASE end."""
+BASE_ROWS: list[list[Any]] = [
+    ["layers.0.weight", "uint8", 5000, "0123456789abcdef"],
+    ["layers.0.weight.absmax", "float32", 0, ""],
+]
+
+
+def base_end(about: object, sums: bytes = bytes(8), start: int = BASE_START, **footer: int) -> bytes:
+    """What follows the tensors of a kept base, with the right checksum. Args: footer: "offset", "length", "size"."""
+    text = about if isinstance(about, bytes) else json.dumps(about, separators=(",", ":")).encode()
+    both = text + sums
+    told = {"offset": start, "length": len(text), "size": len(both)} | footer
+    end = struct.pack("<16sQQQ16s", b"offload base 2\n\0", *told.values(), xxhash.xxh3_128_digest(both))
+    return both.ljust(-(-len(both) // PAGE_BYTES) * PAGE_BYTES, b"\0") + end.ljust(PAGE_BYTES, b"\0")
+
+
+VALID_BASE = base_end({"tensors": BASE_ROWS})
+
+
+def bases() -> Iterator[Attack]:
+    first, last = BASE_ROWS
+    for value in (*NUMBERS, 1 << 48, 5001 << 10):
+        yield f"elements {value!s:.20}", base_end({"tensors": [[*first[:2], value, first[3]], last]}), CorruptionError
+    for place in (0, 1, 3):
+        for value in (None, 7, [], {}, "x" * 2000, "\ud800", "a" * 100_000):
+            rows = [[*first[:place], value, *first[place + 1 :]], last]
+            if place or not isinstance(value, str) or value == "\ud800":
+                yield f"{place} is {value!r:.20}", base_end({"tensors": rows}), CorruptionError
+    wrong: list[tuple[str, object]] = [
+        ("no rows", {"tensors": []}),
+        ("one name twice", {"tensors": [first, [first[0], *last[1:]]]}),
+        ("a long name twice", {"tensors": [["x" * 10_000, *first[1:]], ["x" * 10_000, *last[1:]]]}),
+        ("a row too long", {"tensors": [[*first, 0], last]}),
+        ("a row too short", {"tensors": [first[:3], last]}),
+        ("rows in an object", {"tensors": {"0": first}}),
+        ("a field more", {"tensors": BASE_ROWS, "more": 1}),
+        ("a field less", {}),
+        ("wider elements", {"tensors": [[first[0], "float64", *first[2:]], last]}),
+        ("a dtype of torch's that is none", {"tensors": [[first[0], "nn", *first[2:]], last]}),
+        ("a digest of no digits", {"tensors": [[*first[:3], "0123456789abcdeF"], last]}),
+        ("a list", BASE_ROWS),
+        ("null", None),
+    ]
+    for name, about in wrong:
+        yield name, base_end(about), CorruptionError
+    for text in (b"", b"[" * 100_000, b'{"tensors":' * 10_000, HUGE.encode(), b"\xff" * 100, b'{"tensors": []}'):
+        yield f"text {text[:12]!r}", base_end(text), CorruptionError
+    known = {"tensors": BASE_ROWS}
+    yield "blanks", base_end(json.dumps(known).encode()), CorruptionError
+    yield "a field twice", base_end(VALID_BASE[: VALID_BASE.index(b"}")] + b',"tensors":[]}'), CorruptionError
+    yield "no sums", base_end(known, b""), CorruptionError
+    yield "too few sums", base_end(known, bytes(7)), CorruptionError
+    yield "too many sums", base_end(known, bytes(16)), CorruptionError
+    for field in ("offset", "length", "size"):
+        for number in (0, 1, PAGE_BYTES, (1 << 63) - 1, 1 << 63, (1 << 64) - 1):
+            yield f"{field} {number}", base_end(known, **{field: number}), CorruptionError
+    yield "nothing", b"", CorruptionError
+    yield "zeros", bytes(2 * PAGE_BYTES), CorruptionError
+    for cut in (1, 100, PAGE_BYTES, PAGE_BYTES + 1, len(VALID_BASE) - 1):
+        yield f"cut after {cut}", VALID_BASE[:cut], CorruptionError
+    for position in (0, 20, 60, PAGE_BYTES, PAGE_BYTES + 17, PAGE_BYTES + 25, PAGE_BYTES + 33, PAGE_BYTES + 41, -1):
+        yield f"bit {position}", flipped(VALID_BASE, position % len(VALID_BASE)), CorruptionError
 
 
 JSON_OF_OTHERS: dict[str, bytes] = {

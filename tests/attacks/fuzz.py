@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FOUND = Path(__file__).parent / "found"
-KINDS = ("manifest", "commit", "superblock", "header", "extra")
+KINDS = ("manifest", "commit", "superblock", "header", "extra", "base")
 MOST_BYTES = 4096
 TIMEOUT_S = 10
 MEMORY_MIB = 2048
@@ -41,6 +41,12 @@ def variants(kind: str, data: bytes) -> Iterable[bytes]:
     elif kind == "commit":
         for line in (data, respelled):
             yield line + digest(line).encode() + b"\n"
+    elif kind == "base":
+        from tests.attacks.corpus import base_end
+
+        for line in (data, respelled.rstrip(b"\n")):
+            for blocks in (0, 1, 2):
+                yield base_end(line, bytes(8 * blocks))
     elif kind == "superblock":
         for text in (data, respelled):
             yield superblock_of(text[: PAGE_BYTES - 32])
@@ -109,12 +115,23 @@ def _extra(data: bytes) -> None:
     extra.encode(extra.decode(value, {}, "manifest"))
 
 
+def _base(data: bytes) -> None:
+    from offload.storage.kept_base import parse_end
+    from tests.attacks.corpus import BASE_START
+
+    end = parse_end(data, BASE_START, "base")
+    assert end.contents.end == BASE_START
+    assert len(end.sums) == end.contents.blocks
+    assert end.digests.keys() == end.contents.tensors.keys()
+
+
 CHECKS: dict[str, Callable[[bytes], None]] = {
     "manifest": _manifest,
     "commit": _commit,
     "superblock": _superblock,
     "header": _header,
     "extra": _extra,
+    "base": _base,
 }
 
 
@@ -141,6 +158,10 @@ def seeds(kind: str) -> list[bytes]:
         return [corpus.VALID_SUPERBLOCK[32:].rstrip(b"\0"), *(data for _, data, _ in corpus.superblocks())]
     if kind == "header":
         return [corpus.VALID_HEADER[:128], *(data[:128] for _, data, _ in corpus.headers())]
+    if kind == "base":
+        from tests.attacks.corpus import BASE_ROWS
+
+        return [json.dumps({"tensors": rows}, separators=(",", ":")).encode() for rows in (BASE_ROWS, BASE_ROWS[:1])]
     value = {"a": [(1, 2.5, float("nan"))], 3: b"xy", None: 1 << 70, "s": [True, "x", -0.0]}
     return [canonical(extra.encode(value)[0])]
 
@@ -151,7 +172,7 @@ def fuzz(kind: str, arguments: list[str]) -> None:
 
     # The loader of an editable install hides the sources from it; they are in the folder this was started in, too.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
-    with atheris.instrument_imports(include=["offload.checkpoint"]):
+    with atheris.instrument_imports(include=["offload.checkpoint", "offload.storage.kept_base"]):
         pass
     atheris.Setup([sys.argv[0], *arguments], lambda data: try_one(kind, data))
     atheris.Fuzz()

@@ -11,9 +11,10 @@ import pytest
 
 from offload.checkpoint.manifest import parse
 from offload.errors import OffloadError
+from offload.storage.kept_base import parse_end
 from offload.storage.swap_format import parse_header, parse_superblock
 from tests.attacks import corpus, fuzz
-from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_SUPERBLOCK, Attack
+from tests.attacks.corpus import VALID_BASE, VALID_HEADER, VALID_MANIFEST, VALID_SUPERBLOCK, Attack
 
 SOON_S = 20
 """Generous, as machines are shared: what hangs or is quadratic takes minutes."""
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[Parser, bytes, Callable[[], Iterable[Attack]]]] = {
     "manifest": (lambda data: parse(data, "culprit"), VALID_MANIFEST, corpus.manifests),
     "superblock": (lambda data: parse_superblock(data, "culprit"), VALID_SUPERBLOCK, corpus.superblocks),
     "header": (as_header, VALID_HEADER, corpus.headers),
+    "base": (lambda data: parse_end(data, corpus.BASE_START, "culprit"), VALID_BASE, corpus.bases),
 }
 
 

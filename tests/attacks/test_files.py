@@ -16,7 +16,8 @@ from torch import nn
 
 from offload import ConfigError, OffloadZero
 from offload.cli.convert import convert
-from offload.io.select import Settings, cache_file, recall, remember
+from offload.io.remembered import cache_file
+from offload.io.select import Settings, recall, remember
 from tests.attacks.corpus import JSON_OF_OTHERS
 
 pytestmark = pytest.mark.timeout(60)  # what waits for a FIFO waits for ever
@@ -87,7 +88,7 @@ def converted(path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], None], type[Exception] | None]] = {
     "an index": (INDEX, from_index, ConfigError),
     "an index that is named": ("weights.json", taken, ConfigError),
-    "I/O settings": ("io.json", from_settings, None),
+    "what was measured": ("machine.json", from_settings, None),
     "DeepSpeed's configuration": ("ds_config.json", converted, ConfigError),
 }
 

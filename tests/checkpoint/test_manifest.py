@@ -16,6 +16,7 @@ from offload.checkpoint.manifest import (
     ChunkFacts,
     Digest,
     FlatFacts,
+    LateFacts,
     Manifest,
     ParameterFacts,
     parse,
@@ -24,6 +25,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import ParamSpec, build
+from offload.optim.late import MOST_OWED
 from offload.storage.swap_format import MAX_NUMEL
 from tests.support.committed import GROUPS, RUN, STEP, manifest_of
 
@@ -186,9 +188,66 @@ def test_three_slots_a_chunk_have_a_version_of_their_own() -> None:
         parse(serialise(three).replace(b'"places":3', b'"places":2'))
 
 
+OPTIONS = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.1, "decoupled_weight_decay": True}
+
+
+def late_facts(**changes: Any) -> LateFacts:
+    """Chunks 0 and 2, of parameter 0, owe three steps and one."""
+    made = LateFacts((OPTIONS, OPTIONS | {"lr": -0.0}), ((0, (0, 1, 1)),), ((0, 3), (2, 1)))
+    return dataclasses.replace(made, **changes)
+
+
+def test_owed_steps_have_a_version_of_their_own() -> None:
+    late = manifest_of(late=late_facts())
+    assert b'"version":8' in serialise(late)
+    again = parse(serialise(late))
+    assert again == late
+    assert repr(again.late) == repr(late.late)
+    assert [step.before.step for step in again.steps_owed_by(0)] == [STEP - 3, STEP - 2, STEP - 1]
+    assert [step.options["lr"] for step in again.steps_owed_by(2)] == [-0.0]
+    assert again.steps_owed_by(1) == []
+    with pytest.raises(CorruptionError):
+        parse(serialise(late).replace(b'"version":8', b'"version":2'))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"owed": ()}, "expected some chunks"),
+        ({"owed": ((2, 1), (0, 3))}, "each chunk and parameter once, in their order"),
+        ({"owed": ((0, 3), (0, 3))}, "each chunk and parameter once, in their order"),
+        ({"owed": ((0, 3), (99, 1))}, "there is no chunk 99"),
+        ({"owed": ((0, 3), (3, 1))}, "chunk 3 has several parameters, or is not of Adam"),
+        ({"owed": ((0, 2),)}, "as many steps of each parameter as one of its chunks owes"),
+        ({"owed": ((0, MOST_OWED + 1),)}, "Expected `int` <= 64"),
+        ({"logs": ((0, (0, 1, 1)), (0, (0, 1, 1)))}, "each chunk and parameter once"),
+        ({"logs": ((0, (0, 1, 1)), (1, (0,)))}, "as many steps of each parameter as one of its chunks owes"),
+        ({"logs": ((0, (0, 2, 1)),)}, "expected each that a step took"),
+        ({"logs": ((0, (1, 0, 1)),)}, "in the order in which logs name them"),
+        ({"logs": ((0, (0,) * 7 + (1,)),), "owed": ((0, 8),)}, "parameter 0 did not take so many steps"),
+        ({"options": (OPTIONS | {"lr": -1.0}, OPTIONS)}, r"options\[0\] are none of Adam"),
+        ({"options": (OPTIONS, {"lr": 1.0})}, r"options\[1\] are none of Adam"),
+        ({"options": (OPTIONS, OPTIONS | {"foreach": True})}, r"options\[1\] are not spelled"),
+    ],
+    ids=str,
+)
+def test_owed_steps_that_nobody_took_are_damage(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(CorruptionError, match=match):
+        parse(serialise(manifest_of(late=late_facts(**changes))))
+
+
+def test_owed_steps_are_of_adam_alone() -> None:
+    for changes in (
+        {"rules": ("SGD", "Adam")},
+        {"flats": tuple(dataclasses.replace(flat, forms=("bf16", "fp32")) for flat in manifest_of().flats)},
+    ):
+        with pytest.raises(CorruptionError, match="late: chunk 0 has several parameters, or is not of Adam"):
+            parse(serialise(manifest_of(late=late_facts(), **changes)))  # type: ignore[arg-type]
+
+
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":8').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 8 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":9').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 9 of its format"):
         parse(newer)
 
 

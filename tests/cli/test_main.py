@@ -32,6 +32,7 @@ OPTIONS = {
         "--dtype", "--gpu-memory", "--lora-rank", "--no-commits", "--optimizer", "--quantise", "--states", "--sweep",
     },
     "doctor": {"--path", "--json"},
+    "probe": {"paths", "--json"},
     "list": {"directory", "--depth", "--json"},
     "inspect": {"paths", "--json"},
     "convert": {"file", "--json"},

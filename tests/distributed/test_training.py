@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 from offload import OffloadZero, Tuning
+from offload.integrations.quantised import Quantised
 from offload.layout import Layout, build
 from offload.model.units import specs_of
 from offload.storage.chunk_cache import Use
 from tests.support import models, sharded
 from tests.support.cases import products
-from tests.support.quantised import quantised
-from tests.support.ranks import Worlds
+from tests.support.quantised import adapt, quantise, quantised
+from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.run_files import swaps_in
 from tests.support.toy import Net, batch, squares, take_step
 from tests.support.training import Run
@@ -390,9 +392,27 @@ def test_frozen_parameters_stream_on_every_rank(worlds: Worlds, tmp_path: Path, 
         assert run.stats["peak_device_bytes"] < 4 * 67 * 67 * 2
 
 
-def _over_a_quantised_base(options: dict[str, Any]) -> list[tuple[float, float]]:
-    """The loss of each step on this rank, and that of plain torch from the same values. Gradients are compared here."""
-    model, plain = quantised(), quantised()
+def _over_a_quantised_base(
+    options: dict[str, Any], weights: Path | None = None, told: str | None = None
+) -> tuple[list[tuple[float, float]], int]:
+    """The loss of each step on this rank, and that of plain torch from the same values. Gradients are compared here.
+
+    With `weights` the base is quantised while it is loaded, and kept; returns how often this rank did that, too. `told`
+    is what the last rank says of the quantiser's settings.
+    """
+    model, plain, count = quantised(), quantised(), 0
+
+    def quantiser(model: nn.Module) -> None:
+        nonlocal count
+        count += not next(model.parameters()).is_meta
+        quantise(model)
+
+    if weights is not None:
+        with torch.device("meta"):
+            model = Net(4)
+        settings = told if told is not None and torch.distributed.get_rank() else "codes of 4 bits"
+        options = options | {"init": Quantised(weights, quantiser, model, settings=settings), "device": "cpu"}
+        adapt(model)
     mine, own = ([param for param in one.parameters() if param.requires_grad] for one in (model, plain))
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     options = {"compute_dtype": torch.float32, "tier": "cpu", **options}
@@ -418,7 +438,7 @@ def _over_a_quantised_base(options: dict[str, Any]) -> list[tuple[float, float]]
                 assert torch.equal(optimizer.grad(other), total / ranks)  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()
-    return losses
+    return losses, count
 
 
 @pytest.mark.parametrize(("stage", "param_tier"), [(1, "cpu"), (3, "cpu"), (3, "nvme")])
@@ -426,8 +446,31 @@ def test_a_quantised_base_streams_on_every_rank(worlds: Worlds, tmp_path: Path, 
     options: dict[str, Any] = {"stage": stage, "param_tier": param_tier}
     if param_tier == "nvme":
         options |= {"path": str(tmp_path / "run"), "commit_every": None, "cpu_memory": "172KiB"}
-    for losses in worlds(2).run(_over_a_quantised_base, options):
+    for losses, _ in worlds(2).run(_over_a_quantised_base, options):
         assert all(found == expected for found, expected in losses)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 3)])
+def test_ranks_share_a_kept_base(worlds: Worlds, tmp_path: Path, stage: int, ranks: int) -> None:
+    """One of them makes it. Then other runs read it, whatever their stage is and however many ranks they have."""
+    weights = tmp_path / "model.safetensors"
+    save_file(Net(4).state_dict(), weights)
+    options: dict[str, Any] = {"param_tier": "nvme", "commit_every": None, "path": str(tmp_path / "run")}
+    for runs, made in (((stage, ranks), [8] + [0] * (ranks - 1)), ((3, 2), [0, 0])):
+        found = worlds(runs[1]).run(_over_a_quantised_base, options | {"stage": runs[0]}, weights)
+        assert [count for _, count in found] == made
+        assert all(loss == expected for losses, _ in found for loss, expected in losses)
+        (base,) = (tmp_path / "run").glob("base-*")
+    assert base.stat().st_nlink == 1
+
+
+def test_ranks_that_would_quantise_otherwise_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    save_file(Net(4).state_dict(), weights)
+    options: dict[str, Any] = {"param_tier": "nvme", "commit_every": None, "path": str(tmp_path / "run"), "stage": 3}
+    with pytest.raises(RanksFailedError, match=r"ConfigError: the ranks differ in .* quantised base"):
+        worlds(2).run(_over_a_quantised_base, options, weights, "codes of 3 bits")
+    assert not [*tmp_path.glob("run/base-*")]
 
 
 @pytest.mark.slow

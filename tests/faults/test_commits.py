@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint.manifest import committed_slots
@@ -67,7 +68,7 @@ def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
 
 
 def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp32", each: str = "") -> None:
-    """Args: states: as OffloadZero has it; each: what is drawn for each start, "layouts" or "trials"."""
+    """Args: states: as OffloadZero has it; each: what is drawn for each start, "layouts", "trials" or "experts"."""
     run_killed("killed", seed, kills, tmp_path, paths, states, *([each] if each else []))
 
 
@@ -78,6 +79,18 @@ def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, sta
 
 def test_killed_between_a_backward_that_tries_steps_and_its_step_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     kill(tmp_path, 3, 1, seed=5, each="trials")
+
+
+@pytest.mark.parametrize("states", ["fp32", pytest.param("8bit", marks=pytest.mark.slow)])
+def test_killed_among_steps_that_experts_owe_it_goes_on_with_the_same_bits(tmp_path: Path, states: str) -> None:
+    kill(tmp_path, 2, 1, seed=6, states=states, each="experts")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_hundred_kills_of_runs_whose_experts_owe_steps(tmp_path: Path, states: str) -> None:
+    kill(tmp_path, 100, 1, seed=300, states=states, each="experts")
 
 
 @pytest.mark.slow
@@ -153,14 +166,30 @@ def along(step: int) -> dict[str, Any]:
     return {"text": f"{step}," * numel} | ({"values": torch.full((numel,), float(step))} if step % 4 else {})
 
 
-class Cuts:
-    """A training that loses power, and one that does not, to compare with."""
+class TinyExperts(nn.Module):
+    """Of the experts one is used, by what the batch is."""
 
-    def __init__(self, make: Make, path: Path) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) / 4)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x[0, 0].abs().item() * 64) % len(self.experts)
+        out: Tensor = self.last(x + torch.tanh(F.linear(x, self.experts[number])))
+        return out
+
+
+class Cuts:
+    """A training that loses power, and one that does not, to compare with. Args: build: makes the model."""
+
+    def __init__(self, make: Make, path: Path, build: Callable[[], nn.Module] = Tiny) -> None:
         self._make = make
         self._path = path
+        self._build = build
         self.expected: dict[int, dict[str, Tensor]] = {}
-        model = Tiny()
+        model = build()
         optimizer = make(model, path=path.with_name("alone"))
         for step in range(60):
             self.expected[step] = bits(model, optimizer)
@@ -175,7 +204,7 @@ class Cuts:
         self.files.cut_at = chance.randrange(60) if chance.random() < 0.6 else None
         self.files.operations = 0
         disk = CutDisk(clock)
-        model, made = Tiny(), []
+        model, made = self._build(), []
         try:
             with on_disk(self.files, disk):
                 made.append(self._make(model, commit_every=0, **{"resume": "auto"} | self._options(chance)))
@@ -193,7 +222,7 @@ class Cuts:
         """Of the next start."""
         return {}
 
-    def _go_on(self, model: Tiny, optimizer: OffloadZero, clock: Clock, chance: random.Random) -> None:
+    def _go_on(self, model: nn.Module, optimizer: OffloadZero, clock: Clock, chance: random.Random) -> None:
         step = 0
         if optimizer.resumed is not None:
             extra: Any
@@ -244,6 +273,30 @@ def test_power_cuts_lose_nothing_that_was_committed_where_steps_are_tried(make: 
     tuning = Tuning(chunk="4KiB", threads=1, speculate=True)
     least = least_cpu_memory(Tiny(), tuning=tuning)
     cut_power(Cuts(partial(make, tuning=tuning, cpu_memory=least), path), 20, seed=3)
+
+
+class ExpertCuts(Cuts):
+    """Each start has other tiles, or makes the steps of experts in time."""
+
+    def _options(self, chance: random.Random) -> dict[str, Any]:
+        return {"tuning": tiles(chance.choice([1, 1, 1, 2]), late=chance.random() < 0.8)}
+
+    def _go_on(self, model: nn.Module, optimizer: OffloadZero, clock: Clock, chance: random.Random) -> None:
+        self._may_owe = self._may_owe or bool(optimizer._parts.masters.late.owed)
+        super()._go_on(model, optimizer, clock, chance)
+
+    _may_owe = False
+
+
+def tiles(experts: int, *, late: bool) -> Tuning:
+    return Tuning(chunk="4KiB", threads=1, tile=experts * 16 * 16 * 2, late=late)
+
+
+def test_power_cuts_lose_nothing_that_was_committed_where_experts_owe_steps(make: Make, path: Path) -> None:
+    given = {"param_tier": "nvme", "cpu_memory": "128KiB"}
+    training = ExpertCuts(partial(make, tuning=tiles(1, late=False), **given), path, TinyExperts)
+    cut_power(training, 20, seed=4)
+    assert training._may_owe
 
 
 @pytest.mark.slow

@@ -123,3 +123,18 @@ def test_a_change_makes_the_sums_of_one_tile_stale_and_a_sum_forgets_norms() -> 
     sums.sum_tile(0, 1, torch.zeros(4))
     assert sums.stale(0) == []
     assert not sums.norms
+
+
+def test_a_tile_of_zeros_is_one_whose_elements_are_all_zeros() -> None:
+    """Also where a square is less than any fp32, and where it is NaN."""
+    tile, tiles = SUM_BLOCK + 64, 7
+    layout = build([ParamSpec("p", tiles * tile - 5, "p", torch.float32, 0, tile)], 1 << 20)
+    sums, grad = sums_of(layout), torch.zeros(tiles * tile - 5)
+    grad[1 * tile + 3] = -0.0
+    grad[2 * tile + 3] = 1e-45
+    grad[3 * tile + SUM_BLOCK] = -1e-30
+    grad[4 * tile] = float("nan")
+    grad[-1] = float("inf")
+    for number, span in enumerate(sums.spans[0]):
+        sums.sum_tile(0, number, grad[span.first : span.stop])
+    assert sums.zero_tiles(0) == {0, 1, 5}

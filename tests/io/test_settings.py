@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from offload import ConfigError
-from offload.io import io_uring
+from offload.io import io_uring, remembered
 from offload.io import select as settings
-from offload.io.select import Settings, cache_file, measure_mixed, open_engine, recall, remember, weights
+from offload.io.remembered import cache_file
+from offload.io.select import Settings, measure_mixed, open_engine, recall, remember, weights
 from offload.sizes import MIB
 
 
@@ -89,14 +90,14 @@ def test_it_is_remembered_for_the_file_system_not_the_folder(tmp_path: Path) -> 
 def test_what_is_stale_or_makes_no_sense_is_not_used(tmp_path: Path, change: dict[str, object]) -> None:
     remember(tmp_path, Settings("threads"))
     found = json.loads(cache_file().read_text())
-    for entry in found["file_systems"].values():
+    for entry in found["sections"]["file_systems"].values():
         entry.update(change)
     cache_file().write_text(json.dumps(found))
     assert recall(tmp_path) is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"version": 1}', "null", '{"version": 2, "machine": "", "file_systems": {}}']
+    "text", ["", "[]", "{", '{"version": 1}', "null", '{"version": 2, "machine": "", "sections": {}}']
 )
 def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     place = remember(tmp_path, Settings("threads"))
@@ -108,7 +109,7 @@ def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, text: str)
 
 def test_another_machines_measurements_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remember(tmp_path, Settings("threads"))
-    monkeypatch.setattr(settings, "_machine", lambda: "another")
+    monkeypatch.setattr(remembered, "_machine", lambda: "another")
     assert recall(tmp_path) is None
 
 
@@ -116,7 +117,7 @@ def test_several_paths_are_weighed_by_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = [tmp_path / "fast", tmp_path / "slow"]
-    monkeypatch.setattr(settings, "_file_system", lambda path: path.name)
+    monkeypatch.setattr(settings, "file_system_of", lambda path: path.name)
     remember(paths[0], Settings("threads", mixed_bytes_per_s=3e9))
     remember(paths[1], Settings("threads", mixed_bytes_per_s=5e8))
     with caplog.at_level(logging.WARNING, "offload"):

@@ -190,3 +190,85 @@ def test_einsum_runs_in_tiles_if_its_output_has_the_experts(equation: str, shape
                 torch.testing.assert_close(grad.reshape(own.shape), own.grad, rtol=1e-4, atol=1e-4)
         whole = model.layers[0].experts.up.nbytes
         assert optimizer.stats()["peak_device_bytes"] < sum(p.nbytes for p in model.parameters()) - whole
+
+
+class InBytes(nn.Module):
+    """Frozen experts of a byte an element, with a scale each, in plain parameters, as published checkpoints have them.
+
+    Args:
+        dtype: of the bytes.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, shape in (("up", (EXPERTS, HIDDEN, WIDTH)), ("down", (EXPERTS, WIDTH, HIDDEN))):
+            scale = torch.rand(EXPERTS, 1, 1) / 20
+            codes = (torch.randn(shape) / scale).clamp(-100, 100).to(dtype)
+            self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+            self.register_parameter(f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in expert.unique():
+            rows = (expert == number).nonzero().view(-1)
+            up, down = (self._values(name, number) for name in ("up", "down"))
+            out = out.index_add(0, rows, torch.tanh(x[rows] @ up.t()) @ down.t())
+        return out
+
+    def _values(self, name: str, number: Tensor) -> Tensor:
+        return getattr(self, name)[number].float() * getattr(self, f"{name}_scale")[number]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_frozen_experts_of_a_byte_an_element_run_in_tiles_beside_their_scales(dtype: torch.dtype) -> None:
+    model, plain = mixture("indexed")(), mixture("indexed")()
+    for one in (model, plain):
+        torch.manual_seed(5)
+        for layer in one.layers:
+            layer.experts = InBytes(dtype)
+    with held(model, tuning=Tuning(chunk="4KiB", threads=1, tile=EXPERTS // 2 * HIDDEN * WIDTH), **ON_CPU) as optimizer:
+        parameters = optimizer._parts.parameters
+        assert len(parameters.tiles_of(parameters.index[model.layers[0].experts.up])) == 2
+        same_steps(model, plain, optimizer)
+        for own, other in zip(plain.layers, model.layers, strict=True):
+            assert torch.equal(own.experts.up.view(torch.uint8), other.experts.up.detach().view(torch.uint8))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained product of low rank beside it, as LoRA has."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.up(self.down(x))
+        return out
+
+
+def test_adapters_of_linear_layers_in_tiles_train_beside_frozen_experts() -> None:
+    """Within rounding: of a tiled linear layer the gradient of its input is a sum over tiles."""
+    model, plain = mixture("grouped", words=64)(), mixture("grouped", words=64)()
+    for one in (model, plain):
+        torch.manual_seed(5)
+        one.requires_grad_(False)
+        one.head = Adapted(one.head)  # type: ignore[assignment]
+        for layer in one.layers:
+            layer.router = Adapted(layer.router)  # type: ignore[assignment]
+    adamw = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    with held(model, tuning=tuning(1), **ON_CPU) as optimizer:
+        parameters = optimizer._parts.parameters
+        assert len(parameters.tiles_of(parameters.index[model.head.layer.weight])) > 1  # type: ignore[index, union-attr]
+        for step in range(4):
+            ids = tokens(step, words=64)
+            losses = [loss_of(one, ids) for one in (model, plain)]
+            torch.testing.assert_close(*losses)
+            for loss in losses:
+                loss.backward()
+            for one in (optimizer, adamw):
+                one.step()
+                one.zero_grad()
+        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.detach().clone(), own.detach(), rtol=1e-3, atol=1e-5)

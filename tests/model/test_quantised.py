@@ -18,10 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, ResumeError
+from offload.integrations.quantised import parameters_of_buffers
 from offload.model import inner
 from offload.model.inner import Format, inner_tensors
 from tests.model.test_frozen import options, trained
-from tests.support.quantised import TABLE, Codes, quantised, real_bytes, weights_of
+from tests.support.quantised import (
+    GROUP,
+    TABLE,
+    Adapted,
+    AWQLayout,
+    Codes,
+    GPTQLayout,
+    quantised,
+    real_bytes,
+    weights_of,
+)
 from tests.support.streamed import in_little_memory
 from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
@@ -305,3 +316,33 @@ def test_another_format_needs_one_row(tmp_path: Path, monkeypatch: pytest.Monkey
             assert torch.equal(layer.weight.state.scale, own.weight.state.scale)
             assert layer.weight.state.table is TABLE
             assert parameters.slice_at(layer.codes_too["of the weight"]) == parameters.slice_at(layer.weight)
+
+
+def _over_packed(layout: type[nn.Module]) -> Net:
+    """A frozen model with adapters beside layers that have packed weights as buffers."""
+    torch.manual_seed(0)
+    model = Net(3).requires_grad_(False)
+    for block in model.blocks:
+        block.up = Adapted(nn.Linear(WIDTH, 2 * WIDTH))  # type: ignore[assignment]
+        block.up.base = nn.Sequential(nn.Linear(WIDTH, GROUP), layout(nn.Linear(GROUP, 2 * WIDTH)))  # type: ignore[assignment, union-attr]
+        block.up.base.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("layout", [GPTQLayout, AWQLayout])
+def test_layers_with_packed_buffers_stream_as_parameters(layout: type[nn.Module], tmp_path: Path) -> None:
+    model, plain = _over_packed(layout), _over_packed(layout)
+    saved = {name for name, _ in plain.named_buffers() if name in plain.state_dict()}
+    assert parameters_of_buffers(model) == len(saved)
+    assert parameters_of_buffers(model) == 0
+    with held(model, **options("cpu", "nvme", tmp_path)) as optimizer:
+        same_steps(optimizer, model, plain, range(3))
+        assert saved <= {spec.name for spec in optimizer._plan.held.specs}
+        assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_layers_with_a_weight_keep_their_buffers() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("counts", torch.zeros(2, 2, dtype=torch.int64))
+    assert parameters_of_buffers(model) == 0
+    assert dict(model.named_buffers()).keys() == {"counts"}

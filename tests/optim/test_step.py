@@ -12,25 +12,27 @@ from offload.grads.local import LocalGradients
 from offload.native import Task
 from offload.optim import reference
 from offload.optim.chunk_work import StepKey
-from offload.optim.new_params import NewParameters, new_parameters
+from offload.optim.late import LateSteps
+from offload.optim.new_params import new_parameters
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
 from offload.optim.step import Step
-from offload.run import Run
-from offload.storage.chunk_cache import Use
+from offload.storage.chunk_cache import Store, Use
 from offload.storage.param_store import ResidentParams
 from offload.storage.swap_format import state_slot_arrays
 from tests.support.late_copier import LateCopier
-from tests.support.runs import layout_of, run_of, store_in_ram
+from tests.support.runs import RunByHand, layout_of, run_of, store_in_ram
 
 RULES = [AdamRule()] * 2
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
 NUMELS = (700, 64, 1000)
 
 
-def new_params_of(run: Run, flats: list[torch.Tensor], gradients: LocalGradients) -> NewParameters:
-    """Of parameters that stay in the model."""
-    return new_parameters(run, ResidentParams(run.layout, flats), flats, gradients)
+def step_of(run: RunByHand, store: Store, gradients: LocalGradients, flats: list[torch.Tensor]) -> Step:
+    """The step of parameters that stay in the model."""
+    params = ResidentParams(run.layout, flats)
+    new_params, late = new_parameters(run, params, flats, gradients), LateSteps(run, RULES, store, params)
+    return Step(run, run.choice.states, RULES, store, gradients, new_params, late)
 
 
 @pytest.mark.parametrize("chunk_numel", [1024, 4096])
@@ -42,7 +44,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
+    step = step_of(run, store, gradients, flats)
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(numel, generator=generator) for numel in NUMELS]
     for param, master in enumerate(masters):
@@ -96,7 +98,7 @@ def test_what_is_contiguous_goes_to_the_device_at_once_whatever_its_param_group(
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
+    step = step_of(run, store, gradients, flats)
     active = [param for param in range(len(numels)) if param != absent]
     for param in active:
         gradients.accumulate(param, torch.ones(numels[param]))
@@ -127,7 +129,7 @@ def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch
             pass
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
+    step = step_of(run, store, gradients, flats)
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(numel, generator=generator) for numel in numels]
     for param, grad in enumerate(grads):
@@ -162,7 +164,7 @@ def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() 
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
+    step = step_of(run, store, gradients, flats)
     for is_abandoned in (True, False):
         gradients.accumulate(0, torch.ones(NUMELS[0], dtype=torch.bfloat16))
         gradients.finalize([0])
@@ -188,7 +190,7 @@ def test_what_a_chunk_meets_ends_the_step_and_another_can_begin(copies: str, mon
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run, run.choice.grads)
-    step = Step(run, run.choice.states, RULES, store, gradients, new_params_of(run, flats, gradients))
+    step = step_of(run, store, gradients, flats)
     came, calls = RecursionError("maximum recursion depth exceeded"), []
     kernels_run = run.kernels.run
 

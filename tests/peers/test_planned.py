@@ -120,3 +120,19 @@ def test_adapters_on_a_base_on_nvme_stay_within_the_plan_and_equal_those_of_a_re
     assert found["adapters are equal"] is True
     assert found["cgroup's peak bytes"] <= found["limit bytes"]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_mixture_of_experts_has_its_routing(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        **SIZES, intermediate_size=128, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2
+    )
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    options = ["--config", str(tmp_path / "model"), "--batch", "1", "--seq", "4", "--gpu", "--param-tier", "cpu"]
+    found = printed(CliRunner().invoke(app, ["plan", "--json", *options]))["experts"]
+    assert (found["experts"], found["per_token"]) == (8, 2)
+    assert found["expected"] == pytest.approx(8 * (1 - 0.75**4))
+    assert found["nbytes"] == 2 * 3 * 8 * 3 * 64 * 128  # bytes, layers, experts, matrices
+    assert (found["link"], found["link_expected"]) == (3 * found["nbytes"], 3 * found["nbytes"])  # whole layers
+    shown = CliRunner().invoke(app, ["plan", *options]).stdout
+    assert "Each token needs 2 of a layer's 8 experts" in shown

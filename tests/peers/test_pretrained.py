@@ -284,13 +284,15 @@ def quantisations() -> dict[str, Callable[[], Any]]:
 
     def bitsandbytes(**options: Any) -> Any:
         pytest.importorskip("bitsandbytes")
-        return transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **options)
+        return transformers.BitsAndBytesConfig(**options)
 
     return {
         "nf4 double": lambda: bitsandbytes(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
         ),
         "fp4": lambda: bitsandbytes(load_in_4bit=True),
+        # What is computed in fp32, as where nothing else is said, is dequantised to bf16 before.
+        "fp4 of bf16": lambda: bitsandbytes(load_in_4bit=True),
         "int8": lambda: bitsandbytes(load_in_8bit=True),
         "torchao int8": torchao,
     }
@@ -305,8 +307,10 @@ def test_a_base_is_quantised_while_it_is_loaded(
     peft = pytest.importorskip("peft")
     config = quantisations()[name]
     kind, path = transformers.AutoModelForCausalLM, tmp_path / "saved"
-    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 64}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **DEFAULTS)).save_pretrained(path)
+    sizes, dtype = SMALL | {"hidden_size": 64, "intermediate_size": 64}, torch.float32
+    if "bf16" in name:
+        dtype = torch.bfloat16
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **DEFAULTS)).to(dtype).save_pretrained(path)
     given = {"quantization_config": config()}
     if is_saved:
         kind.from_pretrained(path, device_map="cpu", **given).save_pretrained(tmp_path / "quantised")
@@ -322,8 +326,10 @@ def test_a_base_is_quantised_while_it_is_loaded(
     given = given and {"quantization_config": config()}
     if "torchao" not in name:  # as in a process that has quantised nothing yet
         monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})
-    more = {"param_tier": "nvme", "compute_dtype": torch.float32, "tuning": Tuning(chunk="16KiB")}
+    more = {"param_tier": "nvme", "compute_dtype": dtype, "tuning": Tuning(chunk="16KiB")}
     model, optimizer = taken(kind, path, adapt=adapt, path=tmp_path / "run", device="cpu", **given, **more)
+    for param in plain.parameters():
+        param.data = param.data.to(dtype) if param.requires_grad else param.data
     trained = [[param for param in one.parameters() if param.requires_grad] for one in (plain, model.train())]
     with optimizer:
         for step in range(3):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, ResumeError, Tuning
+from offload.integrations.quantised import parameters_of_buffers
 from offload.model.inner import inner_tensors
-from tests.support.quantised import Adapted
+from tests.support.quantised import GROUP, Adapted, AWQLayout, GPTQLayout
 from tests.support.streamed import in_little_memory
 from tests.support.toy import Block, squares, take_step
 
@@ -47,7 +48,7 @@ def bnb_4bit(**options: Any) -> Callable[[nn.Linear], nn.Module]:
     bnb = pytest.importorskip("bitsandbytes")
 
     def make(layer: nn.Linear) -> nn.Module:
-        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.float32, **options)
+        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, **{"compute_dtype": torch.float32} | options)
         made.load_state_dict(layer.state_dict())
         return made.to("cpu")
 
@@ -149,10 +150,69 @@ def gguf() -> Callable[[nn.Linear], nn.Module]:
     return make
 
 
+def gptqmodel() -> Callable[[nn.Linear], nn.Module]:
+    """The layer of the library, which needs another torch than the other tests, and so is seldom there."""
+    lib = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+
+    def make(layer: nn.Linear) -> nn.Module:
+        rows, columns = layer.in_features, layer.out_features
+        about = {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": True, "bias": True}
+        made: nn.Module = lib.TorchLinear(in_features=rows, out_features=columns, **about)
+        found = GPTQLayout(layer)
+        for name in ("qweight", "qzeros", "scales", "g_idx"):
+            made.get_buffer(name).copy_(found.get_buffer(name))
+        made.get_buffer("bias").copy_(torch.randn(columns))
+        return made
+
+    return make
+
+
+def compressed_tensors() -> Callable[[nn.Linear], nn.Module]:
+    """The library's layer, with weights that the library has packed. It computes with unpacked ones only, so these are
+    unpacked for each forward, by the library."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor, compress_module
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    class Unpacked(nn.Module):
+        def __init__(self, packed: Any) -> None:
+            super().__init__()
+            self.packed = packed
+            self.compressor = BaseCompressor.get_value_from_registry(packed.quantization_scheme.format.value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = {name: param.detach() for name, param in self.packed.named_parameters()}
+            found = self.compressor.decompress(state, self.packed.quantization_scheme)
+            return nn.functional.linear(x, found["weight"].to(x.dtype), self.packed.bias)
+
+    def make(layer: nn.Linear) -> nn.Module:
+        about = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=GROUP)
+        scheme = QuantizationScheme(targets=["Linear"], weights=about)
+        holder = nn.Sequential(layer)
+        given: Any = {"g": scheme}
+        apply_quantization_config(holder, QuantizationConfig(config_groups=given, format="pack-quantized"))
+        made: Any = holder[0]
+        rows = made.weight.detach().unflatten(1, (-1, GROUP))
+        least, most = rows.amin(-1).clamp(max=0), rows.amax(-1).clamp(min=0)
+        made.weight_scale.data.copy_((most - least) / 15)
+        made.weight_zero_point.data.copy_(torch.round(-least / made.weight_scale.data) - 8)
+        compress_module(made)
+        assert made.weight_packed.dtype is torch.int32
+        return Unpacked(made)
+
+    return make
+
+
 FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "bnb nf4": lambda: bnb_4bit(quant_type="nf4", compress_statistics=False),
     "bnb nf4 double": lambda: bnb_4bit(quant_type="nf4"),
     "bnb fp4": lambda: bnb_4bit(quant_type="fp4"),
+    "bnb fp4 unset": lambda: bnb_4bit(quant_type="fp4", compute_dtype=None),
     "bnb nf4 in fp32": lambda: bnb_4bit(quant_type="nf4", quant_storage=torch.float32),
     "bnb int8": bnb_8bit,
     "bnb int8 used": bnb_8bit_used,
@@ -163,9 +223,15 @@ FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "quanto int8": quanto,
     "hqq": hqq,
     "gguf": gguf,
+    "GPTQ's layout": lambda: GPTQLayout,
+    "AWQ's layout": lambda: AWQLayout,
+    "gptqmodel": gptqmodel,
+    "compressed-tensors": compressed_tensors,
 }
+PACKED = ("GPTQ's layout", "AWQ's layout", "gptqmodel", "compressed-tensors")
+"""Those whose codes, scales and zeros are tensors of the layer."""
 WRAPPERS = [name for name in FORMATS if "torchao" in name or "quanto" in name]
-SPLIT = [name for name in FORMATS if name not in ("hqq", "gguf")]
+SPLIT = [name for name in FORMATS if name not in ("hqq", "gguf", *PACKED)]
 """Formats that are more than their own elements."""
 PLACES = [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"), ("cpu", "device")]
 
@@ -226,6 +292,7 @@ def same_steps(optimizer: OffloadZero, model: nn.Module, plain: nn.Module, steps
 
 
 def held(model: nn.Module, **given: Any) -> OffloadZero:
+    parameters_of_buffers(model)
     return in_little_memory(model, torch.optim.AdamW(adapters(model).values(), lr=1e-2), **given)
 
 
@@ -242,6 +309,26 @@ def test_adapters_over_a_streamed_base_have_the_bits_of_the_resident_one(
     assert torch.equal(model(batch(9)), plain_with(plain, model)(batch(9)))
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_what_is_packed_streams_in_its_own_dtypes(name: str, tmp_path: Path) -> None:
+    """GPTQ's and AWQ's buffers stay on the device unless they become parameters, with the keys that they had."""
+    model, keys = base(name), base(name).state_dict().keys()
+    expected = base(name).state_dict()
+    assert parameters_of_buffers(model) == (0 if name == "compressed-tensors" else len(buffers_of(base(name))))
+    with held(model, **options("cpu", "nvme", tmp_path, compute_dtype=torch.bfloat16)) as optimizer:
+        assert model.state_dict().keys() == keys
+        assert not buffers_of(model)
+        assert optimizer._placement.resident_bytes < 1 << 14
+        for key, value in model.state_dict().items():
+            if not value.is_floating_point() or value.dtype is torch.float16:
+                assert torch.equal(value, expected[key])
+
+
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    """Those that are saved."""
+    return [value for name, value in model.named_buffers() if name in model.state_dict()]
+
+
 def plain_with(plain: nn.Module, model: nn.Module) -> nn.Module:
     """A plain model with the adapters of another one."""
     with torch.no_grad():
@@ -250,7 +337,7 @@ def plain_with(plain: nn.Module, model: nn.Module) -> nn.Module:
     return plain
 
 
-COMMITTED = ["bnb nf4 double", "bnb int8", "torchao int8", "torchao NF4Tensor", "quanto int8"]
+COMMITTED = ["bnb nf4 double", "bnb int8", "torchao int8", "torchao NF4Tensor", "quanto int8", "GPTQ's layout"]
 
 
 @pytest.mark.parametrize("name", COMMITTED)

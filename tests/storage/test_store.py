@@ -77,6 +77,7 @@ chunk = st.integers(0, len(NUMELS) - 1)
 actions = st.one_of(
     *(st.tuples(st.just(use), chunk) for use in Use if use is not Use.TRY),  # test_tries.py has that
     st.tuples(st.just("cut off"), chunk),
+    st.tuples(st.just("discard"), chunk),
     st.tuples(st.just("hold"), chunk),
     st.tuples(st.just("release"), chunk),
     st.tuples(st.just("expect"), st.permutations(range(len(NUMELS)))),
@@ -128,6 +129,10 @@ def test_any_use_under_any_timing_equals_a_plain_dict(
                     use(index, action)
                 case "cut off", int(index):
                     use(index, Use.OVERWRITE, is_cut_off=True)
+                case "discard", int(index):
+                    if index not in held:
+                        store.discard(index)
+                        values[index] = 0.0
                 case "hold", int(index):
                     # One buffer stays free: whoever holds them all cannot lease another.
                     streamed = [other for other in held if other not in kept]
@@ -144,7 +149,7 @@ def test_any_use_under_any_timing_equals_a_plain_dict(
                 case "expect", list(order):
                     store.expect(order)
                 case "step", list(order):
-                    store.expect([index for index in order if index not in held])
+                    store.expect([index for index in order if index not in held], once=order[::2])
                     for index in order:
                         use(index, Use.UPDATE)
                 case "drain", _:
@@ -371,6 +376,40 @@ def test_what_is_consumed_is_gone(store: Store, engine: FaultyEngine) -> None:
     with store.lease(0, Use.READ, step=2) as lease:
         assert value_in(lease) == 0
     assert engine.reads == before
+
+
+def test_what_is_discarded_moves_no_byte(store: Store, engine: FaultyEngine) -> None:
+    for index in (0, 1):
+        with store.lease(index, Use.UPDATE, step=1) as lease:
+            put(lease, 1)
+    store.drain()
+    with store.lease(1, Use.FILL, step=2) as lease:
+        put(lease, 2)
+    before = engine.reads, engine.writes
+    store.discard(0)
+    store.discard(1)
+    assert store.flush() == {}
+    for index in (0, 1):
+        with store.lease(index, Use.CONSUME, step=3) as lease:
+            assert value_in(lease) == 0
+    assert (engine.reads, engine.writes) == before
+
+
+def test_what_is_expected_once_is_not_read_ahead_again(engine: FaultyEngine, tmp_path: Path) -> None:
+    timeline = Timeline()
+    with store_on(engine, tmp_path / "run", buffers=4, timeline=timeline) as store:
+        for step in (1, 2, 3):
+            before = timeline.counted("nvme_read_bytes")
+            store.expect(range(len(NUMELS)), once={0, 1})
+            store.drain()  # from the second step on, what the order begins with comes from the disk
+            expected = [0, 1, 2, 3] if step > 1 else []
+            already = [] if step == 1 else [2, 3]
+            moved = sum(SlotArrays(NUMELS[index]).nbytes for index in expected if index not in already)
+            assert timeline.counted("nvme_read_bytes") - before == moved
+            for index in range(len(NUMELS)):
+                with store.lease(index, Use.UPDATE, step=step) as lease:
+                    put(lease, step)
+            store.drain()
 
 
 def use_all(store: Store, step: int) -> None:

@@ -33,7 +33,11 @@ def each_value_often(cases: Iterable[Sequence[str]]) -> list[Any]:
 def products(*lists: Iterable[Any], often: Iterable[tuple[Any, ...]]) -> list[Any]:
     """All combinations of values of several lists as params: those that `often` names run in make test, all of them in
     make test-slow."""
-    cases = [*itertools.product(*lists)]
+    return some([*itertools.product(*lists)], often)
+
+
+def some(cases: Sequence[tuple[Any, ...]], often: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The cases as params, as `products` of those that it makes."""
     chosen = [*often]
     assert all(case in cases for case in chosen)
     return [pytest.param(*case, marks=() if case in chosen else (pytest.mark.slow,)) for case in cases]

@@ -1,10 +1,11 @@
 """Training that is killed again and again, and the same training left alone.
 
-`python -m tests.support.killed SEED KILLS SCRATCH PATHS STATES [layouts|trials]`: forks trainings, kills each at a
-random instant, and compares what the one that reaches the end has with an uninterrupted one. With `layouts` each start
-is in another layout. With `trials` most try steps in backward, and commit between a backward and its step, too. STATES
-is as OffloadZero has it; where it is not fp32, masters are split. Forked before torch does anything: a start takes
-milliseconds.
+`python -m tests.support.killed SEED KILLS SCRATCH PATHS STATES [layouts|trials|experts]`: forks trainings, kills each
+at a random instant, and compares what the one that reaches the end has with an uninterrupted one. With `layouts` each
+start is in another layout. With `trials` most try steps in backward, and commit between a backward and its step, too.
+With `experts` the model has some, most of which do nothing in a step, and each start has other tiles, or makes their
+steps in time. STATES is as OffloadZero has it; where it is not fp32, masters are split. Forked before torch does
+anything: a start takes milliseconds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -38,8 +40,27 @@ EVERY = 3
 AfterStep = Callable[[int, nn.Module, OffloadZero], None]
 
 
-def build() -> nn.Module:
+EXPERTS = 6
+MATRIX = 32 * 32
+
+
+class Experts(nn.Module):
+    """One of its experts is used, by what the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(EXPERTS, 32, 32) / 32**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x[0, 0].abs().item() * 64) % EXPERTS
+        out: Tensor = x + F.linear(torch.tanh(x), self.matrices[number])
+        return out
+
+
+def build(*, has_experts: bool = False) -> nn.Module:
     torch.manual_seed(5)
+    if has_experts:
+        return nn.Sequential(Experts(), nn.Linear(32, 32), Experts(), nn.LayerNorm(32))
     return nn.Sequential(
         nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 32), nn.LayerNorm(32)
     )
@@ -47,13 +68,16 @@ def build() -> nn.Module:
 
 @dataclass
 class Layout:
-    """chunk: its bytes; states, resume: as OffloadZero has them; speculate: as Tuning; None: no start has it."""
+    """chunk: its bytes; states, resume: as OffloadZero has them; speculate: as Tuning; None: no start has it. tile,
+    late: as Tuning, of a model with experts; 0: of one without."""
 
     paths: list[Path]
     states: str = "fp32"
     chunk: str = "4KiB"
     resume: str | list[Path] = "auto"
     speculate: bool | None = None
+    tile: int = 0
+    late: bool = True
 
 
 def another(paths: list[Path], chance: random.Random, states: str = "fp32") -> Layout:
@@ -68,13 +92,18 @@ def another(paths: list[Path], chance: random.Random, states: str = "fp32") -> L
 def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
     """Resumes or begins."""
     torch.set_num_threads(1)
-    model = build()
+    model = build(has_experts=layout.tile > 0)
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
     options: dict[str, Any] = {"accumulation": ACCUMULATION, "states": layout.states}
     options["tuning"] = Tuning(chunk=layout.chunk, threads=1, split_master=layout.states != "fp32")
     options["tuning"] = replace(options["tuning"], speculate=bool(layout.speculate))
+    if layout.tile:
+        options["tuning"] = replace(options["tuning"], tile=layout.tile, late=layout.late)
+        options["param_tier"] = "nvme"
     budget = int(1.3 * least_cpu_memory(model, plain, **options))
-    if layout.resume != "auto" or layout.speculate is not None:
+    if layout.tile:
+        budget += 64 * 1024  # the same, and some of the states
+    elif layout.resume != "auto" or layout.speculate is not None:
         budget += 2 * 3 * (32 + 4) * 1024  # reads slots of the largest chunks
     return model, OffloadZero(
         model,
@@ -168,11 +197,16 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, each:
     def next_layout(paths: list[Path]) -> Layout:
         if each == "layouts":
             return another(paths, chance, states_in)
+        if each == "experts":
+            tile = 2 * MATRIX * chance.choice([1, 1, 1, 2])
+            return Layout(paths, states_in, "16KiB", tile=tile, late=chance.random() < 0.8)
         return Layout(paths, states_in, speculate=chance.random() < 0.8 if each == "trials" else None)
 
     expected = scratch / "expected.safetensors"
     alone = scratch / "alone"
-    whole_s = max(finish(lambda: train(Layout([alone], states_in), expected)), 0.05)
+    in_time = Layout([alone], states_in, "16KiB" if each == "experts" else "4KiB", late=False)
+    in_time.tile = 2 * MATRIX if each == "experts" else 0
+    whole_s = max(finish(lambda: train(in_time, expected)), 0.05)
     done = resumed = rounds = 0
     while done < kills:
         rounds += 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
 from offload import linear_cross_entropy
 from offload.demo.gpt import GPT, GPTConfig
+from tests.support.experts import USES, WIDTH, Layer
 
 
 class Mlp(nn.Module):
@@ -123,6 +125,40 @@ class Words(nn.Module):
         return linear_cross_entropy(h, self.head, labels, chunk=5, softcap=3.0)
 
 
+class Routed(nn.Module):
+    """Two layers of experts, and a large embedding. Tokens of the first eight words go to no expert.
+
+    But all do where experts are `grouped`: torch has no gradients of a product without rows.
+
+    Args:
+        use: how experts are used, one of `USES` of tests/support/experts.py.
+    """
+
+    DROPPED, WORDS = 8, 64
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.least = 0 if use == "grouped" else self.DROPPED
+        self.embed = nn.Embedding(self.WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer(USES[use]) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        kept = (words >= self.least).nonzero().view(-1)
+        for layer in self.layers:
+            x = x.index_add(0, kept, layer(x[kept]))
+        out: Tensor = self.head(x)
+        return out
+
+    @classmethod
+    def draw(cls, number: int, generator: torch.Generator) -> Tensor:
+        """The words of a micro-batch. Two ranks have in turn: all and dropped ones; one word and all; dropped ones."""
+        ranges = {"all": (0, cls.WORDS), "dropped": (0, cls.DROPPED), "one": (cls.WORDS - 1, cls.WORDS)}
+        turns = ("all", "dropped", "one", "all", "dropped", "dropped")
+        return torch.randint(*ranges[turns[number % len(turns)]], (24,), generator=generator)
+
+
 class ConvNet(nn.Module):
     """Convolutions, one of them with channels-last weights, and norms that stay fp32."""
 
@@ -143,6 +179,8 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(7)
     if kind == "gpt":
         return GPT(GPTConfig(layers=3, heads=2, width=32, context=16))
+    if kind in USES:
+        return Routed(kind)
     return {"mlp": Mlp, "conv": ConvNet, "sums": Sums, "turns": Turns, "adapted": Adapted, "words": Words}[kind]()
 
 
@@ -155,7 +193,7 @@ def keep_fp32(kind: str) -> tuple[type[nn.Module], ...]:
 
 def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callable[[], Tensor]]:
     """Endless micro-batches: call one to run forward and get its loss."""
-    generator = torch.Generator().manual_seed(11)
+    generator, numbers = torch.Generator().manual_seed(11), count()
 
     def draw() -> tuple[Tensor, Tensor]:
         if kind == "gpt":
@@ -164,6 +202,9 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind == "words":
             words = torch.randint(61, (2, 9), generator=generator)
             return words[:, :-1].contiguous().to(device), words[:, 1:].contiguous().to(device)
+        if kind in USES:
+            words = Routed.draw(next(numbers), generator).to(device)
+            return words, words % 7
         if kind == "sums":
             which = torch.randint(4, (5431,), generator=generator)
             return torch.tensor([1e8, -1e8, 1.0, 1 / 3])[which].to(device), which

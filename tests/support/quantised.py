@@ -163,3 +163,64 @@ def adapt(model: Net) -> Net:
         assert isinstance(block, Block)
         block.up = Adapted(block.up)  # type: ignore[assignment]
     return model
+
+
+GROUP = 32
+"""How many rows share a scale, where rows are packed."""
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def _scales(*shape: int) -> Tensor:
+    return (torch.rand(shape) / 64).to(torch.float16)
+
+
+class GPTQLayout(nn.Module):
+    """GPTQ's buffers, as AutoGPTQ documents them: 8 codes of 4 bits an int32, along the rows; zeros less 1 along the
+    columns; and the group of each row, which need not be in order."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows, columns = layer.in_features, layer.out_features
+        self.register_buffer("qweight", _codes(rows // 8, columns))
+        self.register_buffer("qzeros", _codes(rows // GROUP, columns // 8))
+        self.register_buffer("scales", _scales(rows // GROUP, columns))
+        self.register_buffer("g_idx", torch.randperm(rows).to(torch.int32) // GROUP)
+        self.register_buffer("shifts", torch.arange(0, 32, 4, dtype=torch.int32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = (self.qweight[:, None, :] >> self.shifts[:, None] & 15).flatten(0, 1)
+        zeros = (self.qzeros[:, :, None] >> self.shifts & 15).flatten(1) + 1
+        groups = self.g_idx.long()
+        return x @ ((codes - zeros[groups]) * self.scales[groups].to(x.dtype))
+
+
+class AWQLayout(nn.Module):
+    """AWQ's buffers, as AutoAWQ has them: 8 codes of 4 bits an int32, along the columns, in an order of its own."""
+
+    ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows, columns = layer.in_features, layer.out_features
+        self.register_buffer("qweight", _codes(rows, columns // 8))
+        self.register_buffer("qzeros", _codes(rows // GROUP, columns // 8))
+        self.register_buffer("scales", _scales(rows // GROUP, columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, zeros = (
+            (packed[:, :, None] >> 4 * torch.tensor(self.ORDER) & 15).flatten(1)
+            for packed in (self.qweight, self.qzeros)
+        )
+        zeros, scales = (one.repeat_interleave(GROUP, 0) for one in (zeros, self.scales))
+        return x @ ((codes - zeros) * scales.to(x.dtype))

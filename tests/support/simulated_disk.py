@@ -42,6 +42,11 @@ class SimulatedDisk(ThreadEngine):
         future.add_done_callback(lambda done: self._settle(file.path, before) if not done.exception() else None)
         return future
 
+    def renamed(self, old: str, new: str) -> None:
+        """What a crash could change of a file, it now changes under another name."""
+        with self._cache:
+            self._volatile[new] = self._volatile.pop(old, {})
+
     def crash(self, seed: int) -> None:
         """Cuts the power: closes everything and leaves the files as they may then be found."""
         self.close()

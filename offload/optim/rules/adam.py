@@ -36,6 +36,7 @@ class AdamRule(Rule):
     name = "Adam"
     splits_masters = True
     can_try = True
+    can_be_late = True
     has_same_bits = True
 
     def __init__(self, form: str = "fp32") -> None:
@@ -70,6 +71,11 @@ class AdamRule(Rule):
         """See Rule.scalars."""
         kind = AdamScalars if self.states == ADAM_STATES else DitheredScalars
         return kind.at(step=before.step + 1, scale=scale, **hyper_parameters_of(group))
+
+    def options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """See Rule.options_of."""
+        found = hyper_parameters_of(group)
+        return found | {"decoupled_weight_decay": found.pop("decoupled")}
 
     def scalar_bytes(self, scalars: AdamScalars) -> bytes:
         """See Rule.scalar_bytes."""

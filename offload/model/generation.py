@@ -1,0 +1,69 @@
+"""One warning, where text is generated token by token, and all parameters that stream come for each token.
+
+A pass without gradients is a token's if a function called `generate` is among its callers: transformers, TRL and most
+code of users call it so. An evaluation is not, whose batches are worth moving a model for.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+from offload.profiling import Timeline
+from offload.sizes import format_bytes
+
+TOKENS = 16
+"""After so many in one call the warning comes. Fewer are nobody's concern."""
+NAME = "generate"
+
+
+class TokenWatch:
+    """Counts the passes of a call of `generate`, and what they move.
+
+    Args:
+        timeline: counts what is moved.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._call = 0
+        self._passes = 0
+        self._moved_before = 0
+        self._is_settled = False
+
+    def pass_begins(self) -> None:
+        """Called when a pass without gradients begins."""
+        if self._is_settled:
+            return
+        frame = _caller()
+        if frame is None:
+            self._call = 0
+            return
+        if id(frame) != self._call:
+            self._call, self._passes = id(frame), 0
+        moved = self._timeline.counted("gathered_bytes")
+        if not self._passes:
+            self._moved_before = moved
+        elif self._passes == TOKENS and moved > self._moved_before:
+            self._is_settled = True
+            self._warn(frame, (moved - self._moved_before) // TOKENS)
+        self._passes += 1
+
+    def _warn(self, frame: FrameType, nbytes: int) -> None:
+        warnings.warn_explicit(
+            f"each token moves {format_bytes(nbytes)} of parameters to where they are used: generate inside "
+            "`with optimizer.gathered(model):`, which keeps all of them there, or give more device_memory, by which "
+            "some units stay",
+            UserWarning,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+        )
+
+
+def _caller() -> FrameType | None:
+    """The innermost function of that name which is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != NAME:
+        frame = frame.f_back
+    return frame
