@@ -11,6 +11,9 @@ Two parts that run at once share the memory's bandwidth, and each takes longer t
 plain torch's forward and backward while the disk moves bytes, and the disk meanwhile; of these, the same sum is the
 floor. Nothing in it waits for anything else, so it is what perfect hiding would reach.
 
+One more contestant has `Tuning(speculate=True)`: it steps states in backward already. Of its iteration the limit is
+max(all of the compute, all of the I/O).
+
 A layer's states are updated when the next forward enters it, so nearly all bytes move in the forward. With few tokens
 the disk takes longer than the compute, with many the compute does; in between, backward has little I/O to hide.
 """
@@ -40,7 +43,7 @@ from offload.cli.timeline_plot import timeline_picture
 from offload.demo.gpt import PRESETS
 from offload.sizes import parse_bytes
 
-NVME, TORCH = "offload, NVMe", "torch, fp32 masters in RAM"
+NVME, TRIED, TORCH = "offload, NVMe", "offload, NVMe, speculate", "torch, fp32 masters in RAM"
 STATE_BYTES = 12
 """A parameter: master, exp_avg, exp_avg_sq. A step reads and writes them."""
 TARGET = 1.1
@@ -52,13 +55,16 @@ BESIDE_RUNS = 3
 HEADINGS = (
     *("tokens", "forward", "backward", "adam", "disk", "limit", "floor", "step", "torch"),
     *("spread", "x limit", "x floor", "bytes a parameter", "in forward"),
+    *("speculate", "spread", "x step", "x all", "kept"),
 )
 ABOUT = """\
 **forward, backward**: plain torch's; **adam**: the kernel alone, states in RAM; **disk**: the bytes that the iteration
 moved, through the same engine alone; **limit**: max(forward + Adam, its I/O) + max(backward, the rest of the I/O);
 **floor**: the same of forward, backward and disk measured while both run, because they share the memory. **step**: from
 where one step returns to where the next does; **x limit, x floor**: the median of the rounds' ratios. **torch**: plain
-torch with resident fp32 masters. Seconds, medians."""
+torch with resident fp32 masters. **speculate**: the iteration of a run that steps states in backward; **x
+step**: by that of the run that does not; **x all**: by max(forward + backward + Adam, disk), each alone; **kept**: of
+the bytes that it tried. Seconds, medians."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +82,19 @@ class Parts:
         rest_s = self.disk_s - disk_forward_s
         return max(self.forward_s + self.adam_s, disk_forward_s) + max(self.backward_s, rest_s)
 
+    @property
+    def all_s(self) -> float:
+        """Seconds of an iteration that hides all of the disk behind all of the compute, or the other way round."""
+        return max(self.forward_s + self.backward_s + self.adam_s, self.disk_s)
+
 
 @dataclass(frozen=True)
 class Round:
     """An iteration: its parts, and whole iterations of both contestants.
 
     Attributes: alone, beside: the parts, each measured alone, and while the disk and plain torch run at once;
-    moved_bytes: of which forward_bytes moved in forward.
+    moved_bytes: of which forward_bytes moved in forward; tried_s: of iterations with speculate=True; None: it is not
+    possible; kept: the share of what these tried.
     """
 
     alone: Parts
@@ -91,6 +103,8 @@ class Round:
     forward_bytes: float
     step_s: float
     torch_s: float
+    tried_s: float | None = None
+    kept: float = 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -131,9 +145,26 @@ class Result:
             **self.medians,
             "bytes_per_param": self.bytes_per_param,
             "rounds_s": self.all("step_s"),
+            "speculate": self.speculate,
+        }
+
+    @property
+    def speculate(self) -> dict[str, Any] | None:
+        """Of iterations that step states in backward; None: there are none."""
+        tried = [one.tried_s for one in self.rounds if one.tried_s is not None]
+        if not tried:
+            return None
+        return {
+            "step_s": statistics.median(tried),
+            "spread_s": spread(tried),
+            "x_step": ratio(tried, self.all("step_s")),
+            "x_all": ratio(tried, [one.alone.all_s for one in self.rounds]),
+            "kept": statistics.median(one.kept for one in self.rounds),
+            "rounds_s": tried,
         }
 
     def row(self) -> tuple[str, ...]:
+        tried = self.speculate
         return (
             f"{self.tokens:,}",
             *(f"{seconds:.3f}" for seconds in self.medians.values()),
@@ -142,7 +173,13 @@ class Result:
             f"{self.x('floor_s'):.3f}",
             f"{self.bytes_per_param:.2f}",
             f"{ratio([one.forward_bytes for one in self.rounds], [one.moved_bytes for one in self.rounds]):.0%}",
+            *(("-",) * 5 if tried is None else _cells(tried)),
         )
+
+
+def _cells(tried: dict[str, Any]) -> tuple[str, ...]:
+    numbers = (f"{tried[name]:.3f}" for name in ("x_step", "x_all"))
+    return f"{tried['step_s']:.3f}", tried["spread_s"], *numbers, f"{tried['kept']:.0%}"
 
 
 def shape_of(tokens: int) -> tuple[int, int]:
@@ -173,7 +210,7 @@ class Race:
         # Only plain torch's phases are asked for: parting a step makes it wait.
         order = turns(self.contestants, number)
         blocks = {one.name: one.run(self.steps, *shape, phases=one.name == TORCH) for one in order}
-        nvme, plain = blocks[NVME], blocks[TORCH]
+        nvme, plain, tried = blocks[NVME], blocks[TORCH], blocks.get(TRIED)
         moved = (nvme.stats["nvme_read_bytes"] + nvme.stats["nvme_written_bytes"]) / nvme.trained
 
         def parts(torch: Block, disk_s: float) -> Parts:
@@ -187,6 +224,8 @@ class Race:
             forward_bytes=nvme.forward_bytes / nvme.steps,
             step_s=nvme.step_s,
             torch_s=plain.step_s,
+            tried_s=None if tried is None else tried.step_s,
+            kept=0.0 if tried is None else tried.stats["kept_bytes"] / max(tried.stats["tried_bytes"], 1),
         )
 
     def _beside(self, shape: tuple[int, int], steps_a_run: float) -> tuple[Block, float]:
@@ -221,6 +260,8 @@ def main(
         "buffers": buffers,
     }
     entries = [Entry(NVME, "offload", options), Entry(TORCH, "torch")]
+    if grad_tier == "cpu":
+        entries.append(Entry(TRIED, "offload", options | {"speculate": True}))
     shapes = [shape_of(int(word)) for word in tokens.split(",")]
     name, moved = ("hiding", "states") if param_tier == "device" else ("iterations", "parameters")
     results: list[Result] = []

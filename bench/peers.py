@@ -1,11 +1,11 @@
 """Whole training steps beside DeepSpeed's: `python bench/peers.py --deepspeed PYTHON` (`make bench-peers-step`).
 
 The same GPT, initial values and batches of text for all: offload and DeepSpeed with the optimizer states on NVMe; both
-with them in RAM, and plain torch with resident fp32 masters, as points of reference. One more row is offload with
-states="8bit", which is another training. With `--params nvme` parameters and gradients are on NVMe as well. Each
-contestant is a process of its own, one runs at a time, and they take turns block by block; bench/trainer.py says what
-is timed. PYTHON is an interpreter that has DeepSpeed (`make .venv-peers/installed` makes one); its extensions are
-compiled at their first use (minutes; needs a C++ compiler and libaio's headers).
+with them in RAM, and plain torch with resident fp32 masters, as points of reference. Two more rows are offload with
+steps that are tried in backward, and with states="8bit", which is another training. With `--params nvme` parameters and
+gradients are on NVMe as well. Each contestant is a process of its own, one runs at a time, and they take turns block by
+block; bench/trainer.py says what is timed. PYTHON is an interpreter that has DeepSpeed (`make .venv-peers/installed`
+makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler and libaio's headers).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offload.demo.gpt import GPT, GPTConfig
 from offload.planner.machine import free_memory
 from offload.sizes import MIB, format_bytes
 
-OURS, SMALL = "offload, NVMe", "offload, NVMe, 8bit states"
+OURS, TRIED, SMALL = "offload, NVMe", "offload, NVMe, speculate", "offload, NVMe, 8bit states"
 CHUNK_BYTES = 16 * MIB
 BUFFERS = {"device": 1, "nvme": 2}
 """Chunks in RAM beyond the least that works, by the tier of parameters."""
@@ -86,6 +86,7 @@ def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
     """
     on_nvme = {"tier": "nvme", "chunk": CHUNK_BYTES, "buffers": BUFFERS["device"]}
     yield Entry(OURS, "offload", on_nvme, param_bytes=10)
+    yield Entry(TRIED, "offload", on_nvme | {"speculate": True}, param_bytes=12)
     yield Entry(SMALL, "offload", on_nvme | {"states": "8bit"}, param_bytes=10)
     if deepspeed:
         largest = 4 * job.model.width**2  # elements of a parameter

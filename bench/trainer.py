@@ -127,8 +127,8 @@ class Torch(Trainer):
 
 
 class Offload(Trainer):
-    """This library. Its options: tier, and param_tier, grad_tier and states if given; chunk, in bytes; buffers: how
-    many chunks fit in RAM beyond the least that works."""
+    """This library. Its options: tier, and param_tier, grad_tier, states and speculate if given; chunk, in bytes;
+    buffers: how many chunks fit in RAM beyond the least that works."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         from offload import OffloadZero, Tuning
@@ -136,7 +136,7 @@ class Offload(Trainer):
 
         options = spec["options"]
         adamw = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-        tuning = Tuning(chunk=options["chunk"])
+        tuning = Tuning(chunk=options["chunk"], speculate=options.get("speculate", False))
         tiers: dict[str, Any] = {name: options.get(name) for name in ("param_tier", "grad_tier")}
         tiers["states"] = states = options.get("states", "fp32")
         places: dict[str, Any] = {"tier": options["tier"], "tuning": tuning} | tiers

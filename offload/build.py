@@ -192,11 +192,9 @@ def plan_run(
     if options.tuned.speculate:
         untried = next((rule.name for rule in rules if not rule.can_try), None)
         if untried is not None:
-            raise ConfigError(f"Tuning.speculate=True with {untried}: only steps of Adam can be tried; leave it out")
-        if not copier.direct:
             raise ConfigError(
-                f"Tuning.speculate=True with a model on {on}: steps are tried beside a backward on the CPU only; leave "
-                "it out"
+                f"Tuning.speculate=True with {untried}: it steps whole parameters, and only steps of single elements "
+                "can be tried; leave it out"
             )
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
     threads = kernel_threads(options.tuned.threads, ranks_on_node=nodes, direct=copier.direct)

@@ -545,7 +545,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.step_begins()
         # First, because ranks may have sent different gradients so far: from here on all have sent the same.
         active = self._finalize_gradients()
-        self._end_trials(reopens=False)
+        self._end_trials()
         self._commit_if_due()
         update = self._agreed_update(active) if self._is_to_step(active) else None
         if update is not None and not self._fits_states(active, update.factor):
@@ -591,9 +591,9 @@ class OffloadZero(torch.optim.Optimizer):
         progress = self._parts.parameters.held[number].progress
         return StepKey(self._layout.groups[number], progress, self._parts.scale.relative(number))
 
-    def _end_trials(self, *, reopens: bool = True) -> None:
+    def _end_trials(self) -> None:
         if self._parts.step.trials is not None:
-            self._parts.step.trials.end(reopens=reopens)
+            self._parts.step.trials.end()
 
     def _begin_step(self, active: Sequence[int], update: _Update) -> None:
         keys = {n: self._key_of(n) for n in active}

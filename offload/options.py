@@ -60,8 +60,8 @@ class Tuning:
         speculate: whether chunks of states that stream from NVMe are stepped in backward already, with the scalars that
             are expected, while the disk would wait. `step()` keeps what has the right ones, and makes the others anew:
             the bits are those of False. It takes one more slot a chunk on the disk, 12 bytes a parameter, and 2 bytes
-            of RAM for most parameters, and writes up to twice as much where most steps are clipped. It is for one rank,
-            a model on the CPU, Adam and AdamW, gradients in RAM and whole masters.
+            of RAM for most parameters, and writes more where some steps are clipped and others are not. It is for
+            optimizers that look at single elements, gradients in RAM and whole masters.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
             after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
             few tiles as `device_memory` allows.

@@ -20,6 +20,7 @@ import torch
 from hypothesis import settings
 
 from tests import simulated_device
+from tests.support import tried
 from tests.support.cases import covering
 from tests.support.device import DEVICE, load_simulated
 from tests.support.late_copier import CopiedBy, copying_by
@@ -107,6 +108,15 @@ def worlds() -> Iterator[Worlds]:
     made = Worlds()
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _trials() -> Iterator[None]:
+    """With OFFLOAD_TEST_TRIALS=1 each run tries its steps in backward, where it can."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("OFFLOAD_TEST_TRIALS"):
+            tried.everywhere(patch)
+        yield
 
 
 @pytest.fixture

@@ -251,8 +251,11 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     if options.split_master and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
     direct = accelerator() is None and not options.gpu
-    if options.speculate and not (direct and rules[0].can_try):
-        raise ConfigError("--speculate is for AdamW and a model on the CPU: leave it out")
+    if options.speculate and not rules[0].can_try:
+        raise ConfigError(
+            f"--speculate with --optimizer {options.optimizer}: it steps whole parameters, and only steps of single "
+            "elements can be tried; leave it out"
+        )
     a_block = options.entering_bytes(model.width)
     if waiting is not None:
         a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))

@@ -28,11 +28,21 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from offload import torch_private
 from offload.choices import GradChoice
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import GradShards, ShardsInMemory
 from offload.layout import Chunk
 from offload.run import Run
+
+
+def nobody(param: int) -> None:
+    """What `GradientBuffer.watch` takes where nobody wants to know any more."""
+
+
+def is_in_backward() -> bool:
+    """Whether a backward calls, in this thread."""
+    return bool(torch_private.graph_task_id() >= 0)
 
 
 class GradientBuffer(ABC):
@@ -64,6 +74,7 @@ class GradientBuffer(ABC):
         is_first = run.comm.tensor_parallel.rank == 0
         self._is_counted = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
         self._shards = shards or ShardsInMemory(run, choice.micro_batches)
+        self._on_whole: Callable[[int], None] = nobody
         # Tensor-parallel ranks ask one another for norms, and have to do so alike, though only one of them may have
         # written to a gradient. Nobody writes to gradients that are averaged over ranks.
         self._asks_always = self._everyone.size > 1 and run.layout.ranks == 1
@@ -100,6 +111,7 @@ class GradientBuffer(ABC):
             AccumulationError: if other ranks have that gradient already.
         """
         self.micro_batches.clear(param)
+        self._shards.sums.forget(param)
 
     def clear_all(self) -> None:
         """Forgets all gradients: the next ones replace them."""
@@ -112,7 +124,7 @@ class GradientBuffer(ABC):
             had: as for `MicroBatches.clear_all`.
         """
         self.micro_batches.clear_all(had)
-        self._shards.sums.norms = {}
+        self._shards.sums.forget_all()
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:  # noqa: B027
         """Tells that backward is about to fetch a unit.
@@ -224,12 +236,15 @@ class GradientBuffer(ABC):
     # For trials, and the step.
 
     def watch(self, on_whole: Callable[[int], None]) -> None:
-        """Has `on_whole` called with each parameter whose gradient has come, as often as is expected."""
-        self._shards.sums.on_whole = on_whole
+        """Has `on_whole` called with each parameter whose gradient, or a tile of it, has come as often as is expected.
+
+        It is called during the backward that made the gradient, or soon after it, from any thread.
+        """
+        self._on_whole = on_whole
 
     def generation(self, param: int) -> int | None:
         """A number that changes with the gradient of `param`; None: there is none, or it is not whole."""
-        return self._shards.sums.generation(param) if self.has(param) else None
+        return self._shards.sums.generation(param)
 
     def squares(self, param: int) -> float:
         """The sum of the squares of a gradient, as far as they have been summed, on this rank."""

@@ -22,7 +22,7 @@ from offload import torch_private
 from offload.choices import GradChoice
 from offload.devices.copies import Copy, DeviceEvent, HostCopier
 from offload.grads import shards, staging
-from offload.grads.base import GradientBuffer
+from offload.grads.base import GradientBuffer, is_in_backward
 from offload.grads.shards import GradShards, Place
 from offload.grads.staging import STAGING, Common, Share, Staging, side_by_side
 from offload.interrupts import wait_for_all
@@ -136,7 +136,19 @@ class LocalGradients(GradientBuffer):
         else:
             self._add(param, tile, grad, is_first=number == 1, is_last=is_last)
         if is_last:
-            self._queue(param, self._shards.tile_has_come, param, tile)
+            self._queue(param, self._tile_has_come, param, tile, is_early=is_in_backward())
+
+    def _tile_has_come(self, param: int, tile: int, *, is_early: bool) -> None:
+        """Sums the squares of a tile that has come for the last time that is expected.
+
+        Args:
+            param: the parameter's index.
+            tile: the tile's index.
+            is_early: whether it left in a backward. If not, a step is near, and nobody need be told.
+        """
+        self._shards.tile_has_come(param, tile)
+        if is_early:
+            self._on_whole(param)
 
     def _wait_with_others(self, param: int, grad: Tensor, number: int) -> None:
         """Makes a gradient wait on the device for those that it leaves with."""
@@ -156,13 +168,14 @@ class LocalGradients(GradientBuffer):
             return
         gradients = self._staging.take()
         made = self._copier.mark(common.stream)
-        is_last = common.number == self.micro_batches.expected
+        is_last, is_early = common.number == self.micro_batches.expected, is_in_backward()
         if self._shards.come_whole:
             for shares in side_by_side(self._whole(gradients)):
                 params = [one.param for one in shares]
                 memory = self._shards.memory_of(params)
                 assert memory is not None
-                self._queue(params[0], self._have_come, params if is_last else (), self._send(shares, memory, made))
+                sent, last = self._send(shares, memory, made), params if is_last else ()
+                self._queue(params[0], self._have_come, last, sent, is_early=is_early)
             return
         groups = list(side_by_side(self._by_chunk(gradients)))
         for shares, then in zip_longest(groups, groups[1:]):
@@ -174,7 +187,7 @@ class LocalGradients(GradientBuffer):
             copied = bounce[: (shares[-1].stop - start) * values.element_size()].view(values.dtype)
             self._queue(shares[0].param, self._add_copied, self._send(shares, copied, made), bounce, copied, place)
         if is_last:
-            self._queue(next(iter(gradients)), self._have_come, list(gradients))
+            self._queue(next(iter(gradients)), self._have_come, list(gradients), is_early=is_early)
 
     def _whole(self, gradients: Mapping[int, Tensor]) -> Iterator[Share]:
         """Gradients, by parameter, in their flat parameters."""
@@ -189,17 +202,18 @@ class LocalGradients(GradientBuffer):
                 values = grad[piece.param_offset : piece.param_offset + piece.numel]
                 yield Share(chunk.index, chunk.start + piece.chunk_offset, values, param)
 
-    def _have_come(self, params: Iterable[int], wait: Callable[[], None] | None = None) -> None:
+    def _have_come(self, params: Iterable[int], wait: Callable[[], None] | None = None, *, is_early: bool) -> None:
         """Waits for a copy, if there is one, and sums the squares of what came last.
 
         Args:
             params: parameters without tiles, which are there with their last gradient.
             wait: waits for the copy.
+            is_early: as for `_tile_has_come`.
         """
         if wait is not None:
             wait()
         for param in params:
-            self._shards.tile_has_come(param, 0)
+            self._tile_has_come(param, 0, is_early=is_early)
 
     def _add(self, param: int, tile: int, grad: Tensor, *, is_first: bool, is_last: bool) -> None:
         """Adds a tile's gradient to its chunks, piece by piece: a bounce has room for one."""
@@ -240,13 +254,19 @@ class LocalGradients(GradientBuffer):
         values = self._shards.values(param)[start:stop]
         values += grad.to(values.device)
         self._shards.write(param, values, start)
+        self._on_whole(param)
+
+    # What is dropped has to have come first: it would be taken for the next gradient, which goes to the same memory.
 
     def clear(self, param: int) -> None:
         self._staging.drop(param)
+        if self.micro_batches.has(param):
+            self._wait_for_worker()
         super().clear(param)
 
     def clear_all(self) -> None:
         self._staging.take()
+        self._wait_for_worker()
         super().clear_all()
 
     def _collect(self, params: Collection[int]) -> list[int]:
@@ -258,6 +278,10 @@ class LocalGradients(GradientBuffer):
 
     def drain(self) -> None:
         self._leave_together()
+        self._wait_for_worker()
+
+    def _wait_for_worker(self) -> None:
+        """Waits for all gradients that have left the device."""
         while self._under_way:
             # Removed only when it is done: a call that is interrupted here has to wait again.
             param, work = self._under_way[0]

@@ -45,7 +45,7 @@ from offload import torch_private
 from offload.choices import GradChoice
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import AccumulationError, OffloadError
-from offload.grads.base import GradientBuffer
+from offload.grads.base import GradientBuffer, is_in_backward
 from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE, ReductionPlan
 from offload.grads.shards import GradShards
 from offload.grads.sums import write_or_add
@@ -155,6 +155,11 @@ class ReducedGradients(GradientBuffer):
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
         self._buckets = Buckets(self._plan.buckets)
         self._buckets_of = Counter(part for bucket in self._plan.buckets for part in bucket.parts)
+        # In how many buckets this rank's elements of each parameter are, and how many of them have not come for the
+        # last time that is expected.
+        own = (bucket.params_of(run.layout.rank) for bucket in self._plan.buckets)
+        self._parts_of = Counter(param for params in own for param in params)
+        self._missing = self._parts_of.copy()
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
         # For sums before they are sent, where autograd makes gradients.
         self._local_kernels = run.kernels if self._copier.direct else None
@@ -352,6 +357,7 @@ class ReducedGradients(GradientBuffer):
         self._round = 0
         self._active = None
         self._came = False
+        self._missing = self._parts_of.copy()
 
     # Rounds.
 
@@ -541,12 +547,24 @@ class ReducedGradients(GradientBuffer):
         self._timeline.end(reduction.moving)
 
     def _add_to_shards(self, reduction: _Reduction) -> None:
+        is_last = reduction.round + 1 == self._expected_rounds
         if not reduction.is_in_place:
-            first, last = reduction.round == 0, reduction.round + 1 == self._expected_rounds
+            is_first = reduction.round == 0
             for one, average in zip(reduction.bucket.ranges, reduction.averages, strict=True):
-                self._shards.add_range(one, average, is_first=first, is_last=last)
+                self._shards.add_range(one, average, is_first=is_first, is_last=is_last)
+        if is_last:
+            self._have_come(reduction.bucket)
         if reduction.buffer is not None:
             self._free.append(reduction.buffer)
+
+    def _have_come(self, bucket: Bucket) -> None:
+        """Sums the squares of the averages that are whole with a bucket of the last round that is expected."""
+        for param in bucket.params_of(self._layout.rank):
+            self._missing[param] -= 1
+            if not self._missing[param]:
+                self._shards.tile_has_come(param, 0)
+                if is_in_backward():
+                    self._on_whole(param)
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)

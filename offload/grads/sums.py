@@ -10,13 +10,14 @@ are in RAM. With one rank chunks end where blocks end. With several, averages co
 its beginning (reduce_scatter.py), the same elements in every round: where a bucket begins inside a block, its part of
 that block is *carried* until the rest of the block comes with the next bucket.
 
-A sum is *current* if it is of what is there. Whoever changes a gradient says so, and whoever needs sums makes those
-that are not current: after fewer, or more, micro-batches than were expected.
+A sum is *current* if it is of what has come since gradients were last dropped, and of all that is there. Whoever
+changes a gradient says so, and whoever needs sums makes those that are not current: after fewer, or more, micro-batches
+than were expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from offload.run import Run
 from offload.sizes import SUM_BLOCK, round_up
 from offload.tiers import DEVICE
 
+_NEVER = 0
 SQUARES, CARRIED = "sums of squares", "gradients of a block that is not whole"
 DEVICE_SQUARES = "sums of squares on the device"
 
@@ -50,10 +52,6 @@ def write_or_add(kernels: Kernels | None, values: Tensor, into: Tensor, *, is_fi
         kernels.call(CAST, values, into)
     else:
         kernels.call(ACCUMULATE, into, values)
-
-
-def nobody(param: int) -> None:
-    """Stands in for `SquareSums.on_whole` where nobody wants to know."""
 
 
 class Span(NamedTuple):
@@ -125,7 +123,6 @@ class SquareSums:
 
     Attributes:
         spans: for each parameter, its tiles.
-        on_whole: called with a parameter when a gradient of it, or a tile, has been summed.
         norms: norms that were computed of these sums, by the numbers of their parameters. It is a new dict whenever a
             sum changes: what somebody computes of older ones meanwhile goes with the older dict.
     """
@@ -139,9 +136,10 @@ class SquareSums:
         pieces = *run.memory.take(SQUARES), *run.memory.take(DEVICE_SQUARES)
         self._all = [sums.view(torch.float64) for sums in pieces]
         self._sums = self._split(self._all)
-        self._is_current = [[False] * len(spans) for spans in self.spans]
+        # Of each tile, the time in which its sums are current. Each time ends when all gradients are dropped.
+        self._current_in = [[_NEVER] * len(spans) for spans in self.spans]
+        self._now = _NEVER + 1
         self._generations = [0] * len(self.spans)
-        self.on_whole: Callable[[int], None] = nobody
         (self._memory,) = run.memory.take(CARRIED) or (torch.empty(0, dtype=torch.uint8, device="cpu"),)
         self._carried: _Carried | None = None
 
@@ -170,13 +168,22 @@ class SquareSums:
 
     def changes(self, param: int, tile: int = 0) -> None:
         """Says, before it is so, that elements of a gradient change: its sums are not current."""
-        self._is_current[param][tile] = False
+        self._current_in[param][tile] = _NEVER
         self._generations[param] += 1
 
+    def forget(self, param: int) -> None:
+        """Says that a gradient is dropped: no sum of it is current until the next one has come."""
+        self._current_in[param] = [_NEVER] * len(self._current_in[param])
+
+    def forget_all(self) -> None:
+        """Says that all gradients are dropped."""
+        self._now += 1
+        self.norms = {}
+
     def generation(self, param: int) -> int | None:
-        """A number that changes with a gradient; None: some of it has changed, and is not summed yet."""
+        """A number that changes with a gradient; None: some of it has not come, or has changed and is not summed."""
         generation = self._generations[param]  # first: whoever changes it afterwards makes the number another one
-        return generation if all(self._is_current[param]) else None
+        return None if self.stale(param) else generation
 
     def squares(self, param: int) -> float:
         """The sum of squares of this rank's elements of a gradient, as far as they are summed."""
@@ -187,7 +194,7 @@ class SquareSums:
 
         The square of an fp32 is exact in fp64, and 0 for zeros alone.
         """
-        assert all(self._is_current[param])
+        assert not self.stale(param)
         sums = self._sums[param]
         ends = torch.tensor([len(one) for one in sums], device="cpu").cumsum(0)
         others = torch.bucketize(torch.cat(sums).nonzero().flatten(), ends, right=True)
@@ -195,8 +202,8 @@ class SquareSums:
 
     def stale(self, param: int) -> list[int]:
         """The tiles of a parameter whose sums are not current."""
-        current = self._is_current[param]
-        return [] if all(current) else [tile for tile, is_current in enumerate(current) if not is_current]
+        now = self._now
+        return [tile for tile, current_in in enumerate(self._current_in[param]) if current_in != now]
 
     def tile_at(self, param: int, element: int) -> int:
         """The tile that an element of a parameter is in."""
@@ -213,13 +220,12 @@ class SquareSums:
         span = self.spans[param][tile]
         if span.first < span.stop:
             self._sum(param, self._sums[param][tile], span.first - span.begin, values)
-        self._is_current[param][tile] = True
-        self.on_whole(param)
+        self._current_in[param][tile] = self._now
 
     def make_zeros(self, param: int, tile: int) -> None:
         """Makes the sums of a tile whose elements are zeros."""
         self._sums[param][tile].zero_()
-        self._is_current[param][tile] = True
+        self._current_in[param][tile] = self._now
         self.norms = {}
 
     def sum_part(self, param: int, first: int, values: Tensor) -> None:
@@ -245,7 +251,7 @@ class SquareSums:
             self._sum_blocks(param, tile, whole, values[whole - first : stop - first])
         if first < whole:
             self._carry(first, values[: whole - first], whole)
-        self._is_current[param][tile] = True  # once all parts of this micro-batch have come
+        self._current_in[param][tile] = self._now  # once all parts of this micro-batch have come
 
     def require_whole(self) -> None:
         """Asserts that no part of a block waits for the rest: all elements have come."""

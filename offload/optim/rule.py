@@ -247,8 +247,8 @@ class Rule(ABC):
         initial: the progress of a parameter that was never stepped.
         splits_masters: whether it can step masters of which it has the low halves only.
         is_whole: whether it steps whole parameters only, all of whose elements are in one segment.
-        can_try: whether what its task computes depends on nothing but the arrays and `scalars`, which are plain bytes:
-            see `scalar_bytes`.
+        can_try: whether what its task computes depends on nothing but the arrays and `scalars`, of which
+            `scalar_bytes` can tell whether they are the same.
         can_be_late: whether a step with a gradient of zeros can be made later, from the options that `options_of` keeps
             of it: its kernel gives the same bits for each sign of a zero and each factor.
         has_same_bits: whether its kernels give the same bits on a device and on the CPU. Only then some parameters may
@@ -316,7 +316,7 @@ class Rule(ABC):
         return 0.0
 
     def scalar_bytes(self, scalars: Any) -> bytes:
-        """What `scalars` gave, as the kernel gets it. Called only if `can_try`."""
+        """What `scalars` gave, so that equal bytes make equal steps. Called only if `can_try`."""
         raise NotImplementedError
 
     def decay_in_gradient(self, group: Mapping[str, Any]) -> float:

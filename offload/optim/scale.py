@@ -37,7 +37,7 @@ class StepScale:
         unscaled: the inverse of the loss scale; None until a GradScaler has set it.
         clip: the factor of clipping; None if the gradients were not clipped.
         usual: the factor of the last step, but for clipping.
-        most_norm: the last norm that gradients were clipped to; inf: they never were.
+        most_norm: the norm that the last step's gradients were clipped to; inf: they were not.
     """
 
     def __init__(self) -> None:
@@ -203,6 +203,8 @@ class StepScale:
 
     def step_begins(self, factor: float) -> None:
         """Takes note of the factor of all gradients in a step."""
+        if self.clip is None:
+            self.most_norm = math.inf
         if self.clip is None or self.clip == 1.0:
             self.usual = factor
         elif self.unscaled is not None:

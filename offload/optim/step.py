@@ -99,8 +99,10 @@ class Step:
         self._worker = None if params.direct else Workers(1, "offload-step")
         # Parameters and gradients need not be waited for, and no part of a master is in a parameter.
         self.trials: Trials | None = None
+        self._trial_worker: Workers | None = None
         if choice.tries_steps:
-            self.trials = Trials(run, rules, store, gradients, self._tasks)
+            self._trial_worker = self._worker or Workers(1, "offload-trials")
+            self.trials = Trials(run, rules, store, gradients, self._tasks, self._trial_worker)
         self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
 
     @property
@@ -241,8 +243,9 @@ class Step:
         if self.trials is not None:
             self.trials.close()
             self.trials = None  # which knows this object: they are no cycle
-        if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
+        for worker in (self._worker, self._trial_worker):
+            if worker is not None:
+                worker.shutdown(wait=True, cancel_futures=True)
         self._bound.clear()
         self._params.close()
 

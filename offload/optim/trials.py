@@ -15,7 +15,8 @@ as long as it shows in an input:
 | scalars             | the runs of elements, and the bytes that the kernel gets       | at the first gradient   |
 
 A gradient is read only while its sums of squares are current: whoever changes it says so before, and they are current
-again when it is whole. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale,
+again when it is whole. So the parameters of a chunk that is tried have been applied: a gradient that was made from an
+older value raises. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale,
 and that nothing is clipped.
 
 | between backward and step()                     | seen by                            | then                          |
@@ -33,26 +34,29 @@ and that nothing is clipped.
 | state_of, export, commit, snapshot              | -                                  | they see the last step; kept  |
 | rollback, load_state_dict, close                | `abandon`                          | dropped                       |
 
-One worker makes trials, beside backward. It takes no lock of the run, and has ended before anything that a trial may
-not run beside: a step, a commit, a rollback, closing.
+One worker makes trials, beside backward: that of the steps, where there is one. It takes no lock of the run, and has
+ended before anything that a trial may not run beside: a step, a commit, a rollback, closing.
 
 Trials that are not kept cost bytes of the disk. So every LEFT_OUT-th chunk is not tried, which leaves the disk
 something to do in forward; nothing is tried while the squares of the gradients so far exceed the last `max_norm`, as a
-norm only grows; and while fewer than LEAST_KEPT of the last steps' chunks would have been kept.
+norm only grows; nor before a step has been seen whose trials would have been kept; nor while, of the last steps'
+chunks, fewer than LEAST_KEPT would have been.
+
+Over several ranks each makes and judges the trials of its own chunks. What is expected is the same on all of them, but
+nobody has to agree: with a trial or without one, a step has the same bits and the same collectives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from offload import torch_private
-from offload.grads.base import GradientBuffer
-from offload.grads.sums import nobody
+from offload.grads.base import GradientBuffer, nobody
 from offload.interrupts import uninterrupted, wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
@@ -146,6 +150,7 @@ class Trials:
         store: the store of the states.
         gradients: the gradient buffer.
         tasks: what steps a chunk, given what to do, its states, its gradients, and where its new parameters go.
+        worker: makes the trials. Whoever has made it ends it.
 
     Attributes:
         owner: the optimizer, which is asked what it expects of a step.
@@ -153,7 +158,7 @@ class Trials:
     """
 
     owner: Owner
-    pending: Container[int] = ()
+    pending: Collection[int] = ()
 
     def __init__(
         self,
@@ -162,6 +167,7 @@ class Trials:
         store: Store,
         gradients: GradientBuffer,
         tasks: Callable[[ChunkWork, Lease, Tensor, Tensor], Sequence[Task]],
+        worker: Workers,
     ) -> None:
         self._layout = layout = run.layout
         self._kernels = run.kernels
@@ -181,28 +187,36 @@ class Trials:
         self._round: _Round | None = None
         self._queue: list[Future[None]] = []
         self._is_open = True
-        self._kept_share = 1.0
-        self._worker = Workers(1, "offload-trials")
+        self._kept_share: float | None = None  # it is not known before the first step
+        self._worker = worker
+        self._reserves_once = any(rule.temporary_bytes(1, 1) for rule in rules)
+        self._lock = threading.Lock()  # gradients may come in a thread of their own
         gradients.watch(self._gradient_is_whole)
 
     @property
     def is_on(self) -> bool:
         """Whether steps are tried, and not only judged."""
-        return self._kept_share >= LEAST_KEPT
+        return self._kept_share is not None and self._kept_share >= LEAST_KEPT
 
     # In backward.
 
     def _gradient_is_whole(self, param: int) -> None:
         """Called when a gradient, or a tile of it, has come as often as is expected, and its squares are summed."""
-        if not self._is_open or not self._new or torch_private.graph_task_id() < 0:
-            return  # what is summed outside of a backward has been changed there, and a step is near
+        with self._lock:
+            if self._is_open and self._new:
+                self._submit(param)
+
+    def _submit(self, param: int) -> None:
+        """Submits trials of the chunks of a parameter whose gradients are all there."""
         if self._round is None:
             self._round = _Round(self.owner.expected(), self._rules)
         self._round.squares += self._gradients.squares(param)
         if not self.is_on or not self._round.may_be_made:
             return
+        if self.pending and self._reserves_once:
+            return  # what rules take beside their arrays is there for one step at a time
         for chunk in self._layout.chunks_of[param]:
-            if chunk not in self._new or self._layout.chunks[chunk].flat in self.pending:
+            if chunk not in self._new:
                 continue
             generations = self._generations(chunk)
             if generations is not None and self._round.submitted.get(chunk) != generations:
@@ -238,15 +252,13 @@ class Trials:
 
     # Before a step, and instead of one.
 
-    def end(self, *, reopens: bool = True) -> None:
-        """Ends the worker's trials: those that have not begun are dropped.
+    def end(self) -> None:
+        """Ends the worker's trials: those that have not begun are dropped, and no others are made before `begin_anew`.
 
         What one of them has met with the disk, the store says. Anything else is met again by the step.
-
-        Args:
-            reopens: whether more trials may be made before `begin_anew`.
         """
-        self._is_open = self._is_open and reopens
+        with self._lock:
+            self._is_open = False
         for future in self._queue:
             future.cancel()
         wait_for_all(self._queue)  # a call that is interrupted here has to wait again
@@ -310,7 +322,8 @@ class Trials:
 
     def _judge(self, share: float) -> None:
         """Counts the share of a step's chunks that was kept, or would have been."""
-        self._kept_share += WEIGHT * (share - self._kept_share)
+        before = share if self._kept_share is None else self._kept_share
+        self._kept_share = before + WEIGHT * (share - before)
 
     def announce(self) -> None:
         """Announces the trials to come: the last step has been applied."""
@@ -320,7 +333,7 @@ class Trials:
     @uninterrupted
     def begin_anew(self) -> None:
         """Forgets the trials that no step has kept: the gradients are dropped."""
-        if self._made or (self._round is not None and self._round.submitted):
+        if self._round is not None:  # a backward without a step
             self._judge(0.0)
         self._made.clear()
         self._round = None
@@ -328,11 +341,11 @@ class Trials:
 
     def abandon(self) -> None:
         """Ends the worker's trials, failed or not, and forgets all."""
-        self.end(reopens=False)
+        self.end()
         self._made.clear()
         self._round = None
 
     def close(self) -> None:
-        """Ends the worker, and lets go of the gradients."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Ends the worker's trials, and lets go of the gradients."""
+        self.end()
         self._gradients.watch(nobody)

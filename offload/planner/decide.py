@@ -215,7 +215,7 @@ def _stage(options: Options, situation: Situation, params: ParamChoice) -> int |
 
 
 def _require_possible(options: Options, situation: Situation) -> None:
-    wanted, states, slices = options.params, options.state_tier, situation.ranks * situation.slices
+    wanted, states = options.params, options.state_tier
     if wanted > DEVICE and not situation.frozen_bytes:
         if states == DEVICE:
             raise ConfigError(
@@ -233,8 +233,6 @@ def _require_possible(options: Options, situation: Situation) -> None:
             f"Tuning.tile={option_bytes(options.tile_bytes)} with {situation.slices} tensor-parallel ranks: each of "
             "them has a part of every layer, which comes as a whole; leave it out"
         )
-    if slices > 1 and options.tuned.speculate:
-        raise ConfigError(f"Tuning.speculate=True with {slices} ranks: steps are tried on one rank only; leave it out")
     if situation.ranks > 1 and options.grads.is_durable and options.stage == 1 and options.micro_batches > 1:
         raise ConfigError(
             f'grad_tier="nvme" with stage=1 and accumulation={options.accumulation!r}: at stage 1 each rank sums whole '

@@ -732,13 +732,14 @@ class Needs:
         """
         if not self.choice.states.tries_steps:
             return []
-        streamed = [chunk for chunk in range(len(self.states)) if chunk not in states.resident]
+        stay = states.resident | states.on_device
+        streamed = [chunk for chunk in range(len(self.states)) if chunk not in stay]
         return trials.regions(self.layout, self.memory, streamed)
 
     @cached_property
     def tried_bytes(self) -> int:
         """RAM for new parameters of steps that are tried, if all states stream."""
-        return total_bytes(self.of_trials(Pool((), frozenset(), 0)), CPU)
+        return total_bytes(self.of_trials(replace(self.states_in_memory, resident=frozenset())), CPU)
 
     def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
         """What activations take while they wait.

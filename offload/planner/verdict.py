@@ -125,8 +125,9 @@ def step_time(
     """How long a step takes if nothing but compute, the optimizer's kernels and the disk took time.
 
     Parameters and gradients move beside all of the compute. States move, and are stepped, between the last gradient and
-    their unit's next forward, so only the first forward of a step hides that. Where a model computes on the CPU, the
-    kernels have the cores that it computes with.
+    their unit's next forward, so only the first forward of a step hides that. Where steps are tried, and all trials are
+    kept, the last backward does so, too: what is not tried leaves a forward its share. Where a model computes on the
+    CPU, the kernels have the cores that it computes with.
 
     Args:
         planned: the plan.
@@ -145,12 +146,13 @@ def step_time(
     if flops is None:
         return StepTime(0.0, update, disk, disk, "disk", 0)
     compute, forward = micro_batches * work.flops / flops, work.forward_flops / flops
-    enough = max(disk / compute, states / forward) * work.tokens
+    beside = work.flops / flops if planned.choice.states.tries_steps else forward
+    enough = max(disk / compute, states / beside) * work.tokens
     shared = update if planned.direct else 0.0
     ends = {
         "compute": compute + shared,
-        "update": compute - forward + update,
-        "disk": max(disk, compute - forward + states),
+        "update": compute - beside + update,
+        "disk": max(disk, compute - beside + states),
     }
     longest = max(ends, key=lambda name: ends[name])
     waits_for = "update" if longest == "compute" and shared > compute else longest

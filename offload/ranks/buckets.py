@@ -102,6 +102,10 @@ class Bucket:
         """The parts whose gradients it has elements of."""
         return frozenset((param, self.tile) for param in self.params)
 
+    def params_of(self, rank: int) -> set[int]:
+        """The parameters of which it has elements of this rank's shard."""
+        return {piece.param for piece in self.pieces if piece.chunk_offset // self.numel == rank}
+
 
 def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
     """Cuts every shard's elements into buckets, in the order in which backward makes gradients.

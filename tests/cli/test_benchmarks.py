@@ -383,7 +383,11 @@ def test_floor_of_an_iteration_is_of_what_its_parts_take_beside_each_other() -> 
     assert one.seconds["floor_s"] == 6.0 + 5.0
     result = hiding.Result(16, 10, [one])
     assert (result.x("limit_s"), result.x("floor_s")) == (9 / 8.5, 9 / 11)
-    assert len(result.row()) == len(hiding.HEADINGS)
+    assert result.speculate is None
+    tried = hiding.Result(16, 10, [replace(one, tried_s=6.0, kept=0.5)])
+    assert tried.speculate is not None
+    assert (tried.speculate["x_step"], tried.speculate["x_all"]) == (6 / 9, 6 / 6.5)
+    assert len(result.row()) == len(tried.row()) == len(hiding.HEADINGS)
 
 
 def test_disk_is_measured_while_something_else_runs(tmp_path: Path) -> None:
@@ -425,6 +429,7 @@ def test_hiding_measures_and_saves(
     hiding.main("1m", "32", tier, grads, 1, 1, "1MiB", 1, tmp_path, True, tmp_path, True)
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["bytes_per_param"] > (24 if tier == "device" else 27)
+    assert (run["speculate"] is None) is (grads == "nvme")
     assert is_picture(results / ("hiding-32.png" if tier == "device" else "iterations-32.png"))
 
 

@@ -86,8 +86,6 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
 def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[str, Any], tmp_path: Path) -> None:
-    if options.get("speculate") and DEVICE.type != "cpu":
-        pytest.skip("steps are tried beside a backward on the CPU")
     words = []
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -543,6 +541,22 @@ def test_seconds_are_those_of_the_slower_of_compute_and_disk(activations: str | 
         assert found["hiding_tokens"] == pytest.approx(states * 1e12 / 2 / few["parameters"], rel=0.01)
     assert (few["waits_for"], many["waits_for"]) == ("disk", "compute")
     assert "it waits for the disk; from" in run(*given, "--seq", "1").stdout
+
+
+def test_a_step_that_is_tried_in_backward_hides_more_of_the_disk() -> None:
+    """An ideal schedule by hand: in backward the disk moves three of four chunks at most, in forward the rest."""
+    given = ["--preset", "1m", "--cpu-memory", "least", "--no-commits", "--flops", "1e12", "--chunk", "64KiB"]
+    for tokens in (4, 5000):
+        size = ["--disk-gb-per-s", "2", "--batch", "1", "--seq", str(tokens)]
+        plain, tried = run_json(*given, *size), run_json(*given, *size, "--speculate")
+        states = (tried["read_bytes"] + tried["written_bytes"]) / 2e9
+        forward = 2 * tried["parameters"] * tokens / 1e12
+        backward = 2 * forward
+        moved = min(0.75 * states, backward)
+        wanted = max(backward, moved) + max(forward, states - moved)
+        assert tried["step_seconds"] == pytest.approx(wanted, rel=0.01)
+        assert tried["step_seconds"] <= plain["step_seconds"] * 1.001
+    assert tried["hiding_tokens"] == pytest.approx(plain["hiding_tokens"] / 3, rel=0.05)
 
 
 def test_rates_say_where_they_are_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Noted:
     is_in_memory = come_whole = False
 
     def __post_init__(self) -> None:
-        self.sums = SimpleNamespace(norms={})
+        self.sums = SimpleNamespace(norms={}, forget=lambda param: None, forget_all=lambda: None)
         self.dtypes = [torch.float32] * 10
         self.stored = torch.zeros(1000)
 

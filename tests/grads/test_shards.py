@@ -221,3 +221,20 @@ def test_values_that_were_changed_where_they_are_count_when_they_are_written_bac
     values += 1
     shards.write(0, values)
     assert shards.sums.on_cpu()[0][0].tolist() == [40.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bucket_changes_gradients_of_which_it_has_elements_of_this_rank_only(rank: int) -> None:
+    """A parameter may be whole on this rank before the others have all of theirs."""
+    layout = layout_of(NUMELS, ranks=2, rank=rank)
+    shards = shards_of("memory", layout)
+    first, stop = layout.shard_range(0)
+    for bucket in cut_buckets(layout, 20_000):
+        for param in range(len(NUMELS)):
+            shards.tile_has_come(param, 0)
+        shards.bucket_memory(bucket)
+        begin, end = first + bucket.start, min(first + bucket.start + bucket.numel, stop)
+        for param in range(len(NUMELS)):
+            at = layout.locations[param][1]
+            has_some = max(at, begin) < min(at + NUMELS[param], end)
+            assert (shards.sums.generation(param) is None) is has_some

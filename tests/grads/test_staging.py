@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -22,7 +24,7 @@ from offload.grads.shards import gradient_slot_arrays, open_shards
 from offload.grads.staging import STAGING, Staging, regions
 from offload.layout import Layout, ParamSpec, build
 from offload.sizes import PAGE_BYTES, SUM_BLOCK
-from tests.support.late_copier import CopiedBy, LateCopier
+from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
 
 
@@ -291,3 +293,31 @@ def test_an_interrupt_while_gradients_wait_loses_none(
             held = optimizer.grad(found)
             assert (held is None) == (expected.grad is None)
             assert held is None or torch.equal(held, expected.grad)
+
+
+@pytest.mark.parametrize("drops", ["all", "one"])
+@pytest.mark.parametrize("large", [1, 1 << 20])
+def test_a_gradient_that_was_dropped_on_its_way_is_not_taken_for_the_next(drops: str, large: int) -> None:
+    """Nor does it come over the next one."""
+    layout, copier = layout_of((64, 128)), HeldCopier()
+    with limits(large=large), buffer_of(layout, copier) as buffer:
+        come(buffer, layout, [1, 0])
+        sent = len(copier.gates)
+        letting_go = threading.Timer(0.1, copier.let_go)
+        letting_go.start()
+        if drops == "all":
+            buffer.clear_all()
+        else:
+            buffer.clear(1)
+            buffer.clear(0)
+        assert [buffer.generation(param) for param in (0, 1)] == [None, None]
+        come(buffer, layout, [1, 0], seed=1)
+        letting_go.join()
+        assert len(copier.gates) == 2 * sent
+        time.sleep(0.05)  # what is left of the first ones would have come by now
+        assert [buffer.generation(param) for param in (0, 1)] == [None, None]
+        copier.let_go()
+        buffer.finalize([0, 1])
+        assert None not in [buffer.generation(param) for param in (0, 1)]
+        for param in (0, 1):
+            assert torch.equal(buffer.values(param), made(layout, param, seed=1))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +19,11 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
-from offload.io.threads import Workers
-from offload.optim import trials
 from offload.planner import least_cpu_memory
+from tests.support import tried
+from tests.support.cases import often
+from tests.support.device import DEVICE
+from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
 from tests.support.training import LossScale, train
 
 STEPS = 4
@@ -31,33 +32,42 @@ AT = 2
 WIDTH = 64
 
 
-class AtOnce(Workers):
-    """Each trial is made before backward goes on: so all of them are, however slow the machine is."""
-
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = super().submit(*args, **kwargs)
-        wait_for_all([future])
-        return future
-
-
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "Workers", AtOnce)
+    tried.at_once(monkeypatch)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried.always(monkeypatch)
+
+
+Rule = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Loop:
     """A training loop, and what it has seen.
 
-    Args: where: "nvme", with trials, "nvme without", or "cpu"; model: None: a few layers.
+    Args: where: "nvme", with trials, "nvme without", or "cpu"; rule: an optimizer, from its groups; None: AdamW;
+    is_late: whether what comes after a backward may come before its last gradients and trials do.
     """
 
-    def __init__(self, where: str, path: Path, *, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        where: str,
+        path: Path,
+        *,
+        rule: Rule | None = None,
+        is_late: bool = False,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))) if model is None else model
+        self._is_late = is_late
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))).to(DEVICE)
         biases = [p for p in self.model.parameters() if p.dim() == 1]
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         groups = [{"params": matrices}, {"params": biases, "lr": 1e-3, "weight_decay": 0.0}]
-        plain = torch.optim.AdamW(groups, lr=1e-2)
+        plain = torch.optim.AdamW(groups, lr=1e-2) if rule is None else rule(groups)
         where, _, without = where.partition(" ")
         tuning = Tuning(chunk="4KiB", speculate=where == "nvme" and not without)
         if where == "nvme":
@@ -76,12 +86,16 @@ class Loop:
 
     def batch(self) -> Tensor:
         self._batch += 1
-        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self._batch)).bfloat16()
+        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self._batch)).bfloat16().to(DEVICE)
 
     def backward(self, by: float = 1.0) -> None:
         loss = self.model(self.batch()).float().pow(2).mean() * by
         loss.backward()
         self.seen.append(loss.detach().clone())
+        parts = self.optimizer._parts
+        if parts.step.trials is not None and not self._is_late:
+            parts.gradients.drain()
+            wait_for_all(parts.step.trials._queue)
 
     def step(self) -> None:
         before = self.optimizer.stats()
@@ -89,6 +103,14 @@ class Loop:
         after = self.optimizer.stats()
         self.kept.append(after["kept_bytes"] - before["kept_bytes"])
         self.optimizer.zero_grad()
+
+    def disk_bytes(self) -> float:
+        """What has been read and written, when the last step has been made."""
+        self.optimizer.synchronize()
+        for store in self.optimizer._parts.stores.all:
+            store.drain()
+        stats = self.optimizer.stats()
+        return float(stats["nvme_read_bytes"] + stats["nvme_written_bytes"])
 
     def end(self) -> Loop:
         for param in self.model.parameters():
@@ -119,6 +141,15 @@ def require_same(one: object, other: object) -> None:
             require_same(value, other[key])  # type: ignore[index]
     else:
         assert one == other
+
+
+def halved(loop: Loop) -> None:
+    """The learning rate of one group, as schedulers do it: in place, where it is a tensor."""
+    lr = loop.optimizer.param_groups[0]["lr"]
+    if isinstance(lr, Tensor):
+        lr.mul_(0.5)
+    else:
+        loop.optimizer.param_groups[0]["lr"] = lr / 2
 
 
 ALL, SOME, NONE = "all", "some", "none"
@@ -235,6 +266,7 @@ EVENTS = {
     "betas of one group": option(1, "betas", (0.8, 0.95)),
     "weight decay of one group": option(0, "weight_decay", 0.3),
     "eps of one group": option(0, "eps", 1e-6),
+    "lr halved": Event(halved, SOME),
 }
 
 
@@ -267,6 +299,103 @@ def test_whatever_comes_between_backward_and_step_changes_no_bit(event: str, tmp
     assert kept.kept[AT - 1] == every
 
 
+@pytest.mark.parametrize(
+    "event", often(EVENTS, "nothing", "clipped by torch", "clamped", "assigned", "begun anew", "committed", "read")
+)
+def test_no_bit_changes_where_gradients_come_late_from_a_device(
+    event: str, tmp_path: Path, copied_by: CopiedBy
+) -> None:
+    expected = trained("cpu", tmp_path, {AT: event}, commit_every=0)
+    copied_by(lambda: LateCopier(3))
+    kept = trained("nvme", tmp_path, {AT: event}, commit_every=0, param_tier="device", is_late=True)
+    require_same(kept.seen, expected.seen)
+    assert kept.kept[AT - 1] > 0  # not always of all: the last gradients come after backward
+    assert EVENTS[event].keeps != NONE or kept.kept[AT] == 0
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_parameters_that_stream_to_a_device_get_what_was_kept(
+    param_tier: str, tmp_path: Path, copied_by: CopiedBy
+) -> None:
+    expected = trained("cpu", tmp_path, {1: "clipped", 3: "clamped"}, commit_every=0)
+    copied_by(lambda: LateCopier(4))
+    kept = trained("nvme", tmp_path, {1: "clipped", 3: "clamped"}, commit_every=2, param_tier=param_tier, is_late=True)
+    require_same(kept.seen, expected.seen)
+    assert [bool(one) for one in kept.kept] == [False, False, False, True]
+
+
+def test_a_gradient_that_comes_beside_a_commit_is_not_tried(tmp_path: Path, copied_by: CopiedBy) -> None:
+    """A commit writes what is there, with nothing leased: no trial may begin before it has ended."""
+    copier = HeldCopier(holds=False)
+    loops = [Loop("cpu", tmp_path / "cpu", commit_every=0)]
+    copied_by(lambda: copier)
+    loops.append(Loop("nvme", tmp_path / "nvme", commit_every=0, param_tier="device", is_late=True))
+    for loop in loops:
+        for step in range(STEPS):
+            copier.holds = step == AT
+            loop.backward()
+            tried = loop.optimizer.stats()["tried_bytes"]
+            if step == AT:
+                loop.optimizer.commit()
+                copier.let_go()
+                loop.optimizer._parts.gradients.drain()
+                assert loop.optimizer.stats()["tried_bytes"] == tried
+            loop.step()
+        loop.end()
+    require_same(loops[1].seen, loops[0].seen)
+    assert [bool(kept) for kept in loops[1].kept] == [False, True, False, True]
+
+
+class Lion(torch.optim.Optimizer):
+    """arXiv 2302.06675, algorithm 2. Its first step makes what it keeps."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - lr * group["weight_decay"]).sub_(m.lerp(p.grad, 1 - beta1).sign_(), alpha=lr)
+                    m.lerp_(p.grad, 1 - beta2)
+
+
+RULES: dict[str, Rule] = {
+    "sgd with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "radam": partial(torch.optim.RAdam, lr=1e-2),
+    "adagrad with a tensor as lr": lambda groups: torch.optim.Adagrad(groups, lr=torch.tensor(0.05)),
+    "lion of a user": Lion,
+    "adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "amsgrad run by torch": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+}
+
+
+EVENTS_OF_RULES = {1: "committed", 2: "lr halved", 3: "clamped", 4: "clipped"}
+
+
+@pytest.mark.parametrize("rule", often(RULES, "lion of a user", "adagrad with a tensor as lr"))
+def test_steps_of_any_rule_of_single_elements_are_tried(rule: str, tmp_path: Path) -> None:
+    kept, plain = (
+        trained(where, tmp_path, EVENTS_OF_RULES, steps=5, commit_every=0, rule=RULES[rule])
+        for where in ("nvme", "cpu")
+    )
+    require_same(kept.seen, plain.seen)
+    first, every, of_biases, but_for_one, clipped = kept.kept
+    assert first == clipped == 0 < of_biases < but_for_one < every
+
+
+@pytest.mark.parametrize("states", ["8bit", "bf16"])
+def test_small_states_are_tried_with_the_random_bits_of_the_step(states: str, tmp_path: Path) -> None:
+    events = {2: "lr halved", 3: "clipped"}
+    kept, plain = (trained(where, tmp_path, events, commit_every=0, states=states) for where in ("nvme", "cpu"))
+    require_same(kept.seen, plain.seen)
+    assert kept.kept[1] > kept.kept[2] > kept.kept[3] == 0
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
 def test_events_in_any_order_change_no_bit(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
@@ -285,6 +414,7 @@ def test_events_in_any_order_change_no_bit(seed: int, tmp_path: Path) -> None:
     assert any(both[0].kept)
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("kind", "accumulation", "interval", "options"),
     [
@@ -325,10 +455,10 @@ def test_a_step_that_raises_keeps_nothing_and_the_loop_goes_on(tmp_path: Path) -
                 loop.step()
         loop.end()
     require_same(loops[0].seen, loops[1].seen)
-    assert all(loops[0].kept)
+    assert [bool(kept) for kept in loops[0].kept] == [False, True, True]
 
 
-def test_where_every_step_clips_nothing_is_tried_any_more_and_then_again(tmp_path: Path) -> None:
+def test_where_every_step_clips_nothing_is_ever_tried_and_then_it_is(tmp_path: Path) -> None:
     loop = Loop("nvme", tmp_path, commit_every=None)
     tried = []
     for step in range(40):
@@ -338,28 +468,64 @@ def test_where_every_step_clips_nothing_is_tried_any_more_and_then_again(tmp_pat
         tried.append(loop.optimizer.stats()["tried_bytes"])
     loop.end()
     per_step = [after - before for before, after in zip([0.0, *tried], tried, strict=False)]
-    assert per_step[0] > 0
-    assert not any(per_step[11:20])
-    assert all(per_step[30:])
-    assert all(loop.kept[31:])
+    assert not any(per_step[:20])
+    assert all(per_step[24:])
+    assert all(loop.kept[24:])
+
+
+@pytest.mark.parametrize("by", [1e4, 1e-4], ids=["no step clips", "every step clips"])
+def test_as_many_bytes_move_as_without_trials(by: float, tmp_path: Path) -> None:
+    moved = []
+    for where in ("nvme", "nvme without"):
+        loop = Loop(where, tmp_path / where, commit_every=None)
+        bytes_before = 0.0
+        for step in range(8):
+            if step == 2:
+                bytes_before = loop.disk_bytes()
+            loop.backward()
+            loop.optimizer.clip_grad_norm_(by)
+            loop.step()
+        moved.append((loop.disk_bytes() - bytes_before) / 6)
+        assert loop.optimizer.stats()["streamed_chunks"] == 25
+        assert (loop.optimizer.stats()["tried_bytes"] > 0) is (where == "nvme" and by > 1)
+        loop.end()
+    assert moved[0] == moved[1]
+
+
+def test_where_most_steps_come_to_clip_nothing_is_tried_any_more(tmp_path: Path) -> None:
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    tried = [0.0]
+    for step in range(24):
+        loop.backward()
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e4 if step < 8 else 1e-4)
+        loop.step()
+        tried.append(loop.optimizer.stats()["tried_bytes"])
+    loop.end()
+    assert loop.kept[0] == 0  # before a first step nobody knows whether it clips
+    assert all(loop.kept[1:8])
+    assert not any(loop.kept[8:])
+    assert tried[9] > tried[8]
+    assert tried[-1] == tried[20]
 
 
 def test_nothing_more_is_tried_once_gradients_exceed_what_they_were_clipped_to(tmp_path: Path) -> None:
     loop = Loop("nvme", tmp_path, commit_every=None)
     tried = [0.0]
-    for _ in range(3):
+    for step in range(4):
         loop.backward()
         tried.append(loop.optimizer.stats()["tried_bytes"])
-        loop.optimizer.clip_grad_norm_(1e-4)
+        loop.optimizer.clip_grad_norm_(1e4 if step == 0 else 1e-4)
         loop.step()
     loop.end()
-    assert tried[1] > 0
-    assert tried[1] == tried[2] == tried[3]  # the first gradient of a step exceeds it
+    assert tried[2] > 0
+    assert tried[2] == tried[3] == tried[4]  # the first gradient of a step exceeds it
 
 
 def test_probes_without_a_step_switch_trials_off(tmp_path: Path) -> None:
     loop = Loop("nvme", tmp_path, commit_every=None)
     tried = []
+    loop.backward()
+    loop.step()
     for _ in range(16):
         loop.backward()
         loop.optimizer.zero_grad()
@@ -372,8 +538,9 @@ def test_probes_without_a_step_switch_trials_off(tmp_path: Path) -> None:
 def test_a_trial_that_fails_in_its_own_way_is_a_step_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is refused in the worker, say: the lease ends, and the step makes the chunk as always."""
     loop = Loop("nvme", tmp_path / "nvme", commit_every=0)
-    loop.backward()
-    loop.step()
+    for _ in range(2):
+        loop.backward()
+        loop.step()
     trials = loop.optimizer._parts.step.trials
     assert trials is not None
 
@@ -384,12 +551,11 @@ def test_a_trial_that_fails_in_its_own_way_is_a_step_later(tmp_path: Path, monke
         patch.setattr(trials, "_tasks", refused)
         loop.backward()
         loop.step()
-    for _ in range(2):
-        loop.backward()
-        loop.step()
+    loop.backward()
+    loop.step()
     loop.end()
     require_same(loop.seen, trained("cpu", tmp_path, {}, commit_every=0).seen)
-    assert [bool(kept) for kept in loop.kept] == [True, False, True, True]
+    assert [bool(kept) for kept in loop.kept] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("first", "then"), [("nvme", "nvme without"), ("nvme without", "nvme"), ("nvme", "nvme")])
@@ -423,14 +589,14 @@ def test_a_run_is_resumed_with_trials_or_without_between_a_backward_and_its_step
         ({"tier": "cpu"}, 'speculate=True with tier="cpu"'),
         ({"tier": "nvme", "grad_tier": "nvme"}, 'speculate=True with grad_tier="nvme"'),
         ({"tier": "nvme", "split": True}, "speculate=True with Tuning.split_master=True"),
-        ({"tier": "nvme", "optimizer": torch.optim.SGD}, "speculate=True with SGD"),
+        ({"tier": "nvme", "optimizer": torch.optim.Muon}, "speculate=True with Muon"),
         ({"tier": "nvme", "speculate": "auto"}, "speculate='auto'"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_made(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 8, bias=False)
     plain = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
     tuning = Tuning(speculate=options.pop("speculate", True), split_master=options.pop("split", None))
     with pytest.raises(ConfigError, match=message):

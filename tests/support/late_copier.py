@@ -152,3 +152,37 @@ class LateCopier(Copier):
 
     def unpin(self, memory: Tensor) -> None:
         return None
+
+
+class HeldCopier(LateCopier):
+    """Its copies to the host end in their order, each when its gate is open.
+
+    Attributes: gates: of the copies that were started while `holds`.
+    """
+
+    def __init__(self, *, holds: bool = True) -> None:
+        super().__init__()
+        self.holds = holds
+        self.gates: list[threading.Event] = []
+
+    def let_go(self) -> None:
+        for gate in self.gates:
+            gate.set()
+
+    def hurry(self, waited: _LateCopy) -> None:
+        return
+
+    def _start(self, src: Tensor, dst: Tensor, *, is_kept: bool, parts: Sequence[Part] = ()) -> Copy:
+        made = super()._start(src, dst, is_kept=is_kept, parts=parts)
+        if is_kept or not self.holds:
+            return made
+        gate = threading.Event()
+        self.gates.append(gate)
+        wait = made.wait
+
+        def wait_until_let_go() -> None:
+            assert gate.wait(60)
+            wait()
+
+        made.wait = wait_until_let_go  # type: ignore[method-assign]
+        return made

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -222,6 +223,7 @@ class TorchRule(Rule):
         # Adam's own kernels keep other progress, and a user's class may have its name.
         self.name = f"{blank.name} run by torch" if blank.name in KERNELS_OF else blank.name
         self.states, self.is_whole, self._has_slices = found.states, found.is_whole, found.has_slices
+        self.can_try = not self.is_whole
         self.initial = initial
         self.block = LARGE_BLOCK if has_large_blocks else BLOCK
         self._blank = blank
@@ -322,6 +324,10 @@ class TorchRule(Rule):
     def scalars(self, group: Mapping[str, Any], before: Progress, scale: float) -> Any:
         """See Rule.scalars."""
         return _with_copies(group), before, scale
+
+    def scalar_bytes(self, scalars: Any) -> bytes:
+        """See Rule.scalar_bytes. Of an option that is no plain value nobody can say that it is the same again."""
+        return repr(_told(scalars)).encode()
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """See Rule.flops. A subclass may compute something else."""
@@ -680,6 +686,21 @@ def _with_copies(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value if _is_plain(value) else copy.deepcopy(value) for name, value in group.items() if name != "params"
     }
+
+
+_unlike = itertools.count()
+
+
+def _told(value: Any) -> object:
+    """A value whose `repr` has all of its bits. What has other parts than plain ones is unlike everything else."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [_told(one) for one in value]
+    if isinstance(value, Mapping):
+        return [(name, _told(one)) for name, one in sorted(value.items())]
+    plain = (int, float, complex, str, bool, torch.dtype, NoneType)
+    return value if type(value) in plain else ("unlike", next(_unlike))
 
 
 def structure_of(group: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
