@@ -333,8 +333,7 @@ class StreamedUnits(HeldUnits):
         if is_pass:
             self._forget_calls()
             self._begin_pass()
-            if not torch.is_grad_enabled():
-                self._tokens.pass_begins()
+            self._tokens.pass_begins()
         self._forward_begins(self._root)
 
     @entry

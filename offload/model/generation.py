@@ -10,16 +10,18 @@ import sys
 import warnings
 from types import FrameType
 
+import torch
+
 from offload.profiling import Timeline
 from offload.sizes import format_bytes
 
 TOKENS = 16
-"""After so many in one call the warning comes. Fewer are nobody's concern."""
+"""After so many in a row the warning comes. Fewer are nobody's concern."""
 NAME = "generate"
 
 
 class TokenWatch:
-    """Counts the passes of a call of `generate`, and what they move.
+    """Counts the passes in a row that are a token's, and what they move.
 
     Args:
         timeline: counts what is moved.
@@ -27,21 +29,18 @@ class TokenWatch:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._call = 0
         self._passes = 0
         self._moved_before = 0
         self._is_settled = False
 
     def pass_begins(self) -> None:
-        """Called when a pass without gradients begins."""
+        """Called when a pass of the whole model begins."""
         if self._is_settled:
             return
-        frame = _caller()
+        frame = None if torch.is_grad_enabled() else _caller()
         if frame is None:
-            self._call = 0
+            self._passes = 0
             return
-        if id(frame) != self._call:
-            self._call, self._passes = id(frame), 0
         moved = self._timeline.counted("gathered_bytes")
         if not self._passes:
             self._moved_before = moved

@@ -137,8 +137,11 @@ def test_experts_in_tiles_move_fewer_bytes_than_whole_layers_where_few_have_toke
     experts.main(tokens="1", width=16, experts=8, rounds=1, as_json=True, save=True)
     whole, *tiles = json.loads(capsys.readouterr().out)["rows"]
     assert (whole["x_whole"], whole["x_bytes"]) == (1, 1)
-    assert len(tiles) == 2
-    for one in tiles:
+    *in_ram, stepped, late = tiles
+    assert len(in_ram) == 2
+    assert (stepped["what"], late["what"]) == ("NVMe, all stepped", "NVMe, idle ones late")
+    assert 0 < late["disk_mib"] < 0.7 * stepped["disk_mib"]
+    for one in in_ram:
         assert one["x_bytes"] < 0.5
         assert one["peak_mib"] < whole["peak_mib"]
     assert "whole layers" in (results / "experts.md").read_text()

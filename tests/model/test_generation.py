@@ -43,7 +43,7 @@ def held() -> Iterator[tuple[Words, OffloadZero]]:
         yield model, optimizer
 
 
-def test_a_call_of_many_tokens_warns_once_with_what_each_moves(held: tuple[Words, OffloadZero]) -> None:
+def test_many_tokens_warn_once_with_what_each_moves(held: tuple[Words, OffloadZero]) -> None:
     model, optimizer = held
     model.generate(TOKENS)
     before = optimizer.stats()["gathered_bytes"]
@@ -70,6 +70,7 @@ def test_evaluations_and_short_texts_are_no_generation(held: tuple[Words, Offloa
             model(torch.zeros(1, 8, dtype=torch.long))
     for _ in range(4):
         model.generate(TOKENS // 2)
+        model(torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_a_model_that_does_not_stream_is_no_concern() -> None:

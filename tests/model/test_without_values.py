@@ -69,7 +69,11 @@ class OneParameter:
 
     def __init__(self, param: nn.Parameter, *, streams: bool = False) -> None:
         self.layout: Any = SimpleNamespace(
-            specs=[SimpleNamespace(name="weight", unit="unit", tile=0)], flats=[], slices=[], ranks=1
+            specs=[SimpleNamespace(name="weight", unit="unit", tile=0)],
+            flats=[],
+            slices=[],
+            ranks=1,
+            shard_group_size=1,
         )
         self.units, self.tiles = {"unit": UNIT}, {}
         self.params, self.locals, self.trained = (param,), (param,), 1
