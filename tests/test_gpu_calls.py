@@ -102,6 +102,7 @@ def test_a_killed_call_loses_one_case_which_is_run_when_asked_for_again(calls: C
     assert set(calls.statuses().values()) == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_case_that_the_end_of_a_call_cuts_off_begins_anew_in_the_next_one(calls: Calls) -> None:
     says = calls.run("--only", "good,slow", "--minutes", "0.15")
     assert "1 cases are left: call again" in says

@@ -197,6 +197,7 @@ def test_the_kernel_alone_is_that_of_the_form(form: str) -> None:
             assert np.array_equal(scale.numpy(), of_blocks)
 
 
+@pytest.mark.slow
 def test_losses_trains_each_form_once_and_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,6 +278,7 @@ def test_rows_of_small_states_are_as_small(states: str, moment: float, split_mas
     assert whole < bytes_per_param(placed, planned.layout) < whole + 2 * 6 * 4096 / 65_536
 
 
+@pytest.mark.slow
 def test_the_page_on_small_states_says_what_the_plan_counts() -> None:
     page = (ROOT / "docs" / "small-states.md").read_text()
     command = re.search(r"^offload plan (.*?)```", page, re.DOTALL | re.MULTILINE)

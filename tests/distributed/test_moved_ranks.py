@@ -106,7 +106,7 @@ def numbers_in(base: Path) -> list[list[int]]:
     [
         pytest.param((0, 1), (1, 0), {"stage": 2, "cpu_memory": "least", "tuning": SPLIT}, marks=pytest.mark.slow),
         ((0, 1, 2), (2, 0, 1), {"stage": 3, "param_tier": "nvme", "compute_dtype": torch.float32}),
-        ((0, 0, 1, 1), (1, 1, 0, 0), {"stage": 3, "mesh": (2, 2)}),
+        pytest.param((0, 0, 1, 1), (1, 1, 0, 0), {"stage": 3, "mesh": (2, 2)}, marks=pytest.mark.slow),
     ],
 )
 def test_machines_in_another_order_go_on_with_the_bits_of_those_in_their_own(

@@ -38,6 +38,7 @@ from offload.io.files import Files
 from offload.planner import least_cpu_memory
 from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
+from tests.support.cases import often
 from tests.support.damage import flip
 from tests.support.disks import SwitchedFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
@@ -72,7 +73,7 @@ def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp
     run_killed("killed", seed, kills, tmp_path, paths, states, *([each] if each else []))
 
 
-@pytest.mark.parametrize("states", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
+@pytest.mark.parametrize("states", often(["fp32", "bf16", "8bit"], "fp32"))
 def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, states: str) -> None:
     kill(tmp_path, 2, 2, seed=2, states=states)
 
@@ -264,7 +265,7 @@ def cut_power(training: Cuts, cuts: int, seed: int) -> None:
     assert begun or training.least, "nothing was ever committed"
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("states", often(["fp32", "8bit"], "fp32"))
 def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, states: str) -> None:
     cut_power(Cuts(partial(make, states=states), path), 20, seed=1)
 

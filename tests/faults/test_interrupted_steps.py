@@ -178,7 +178,7 @@ def interrupted_method(path: Path, options: dict[str, Any], instruction: int, ou
     return False
 
 
-@pytest.mark.parametrize("placement", often(PLACEMENTS, "cpu", "streamed"))
+@pytest.mark.parametrize("placement", often(PLACEMENTS, "streamed"))
 def test_a_method_is_applied_or_not_or_says_so(placement: str, tmp_path: Path) -> None:
     instruction, number, outcomes = 1, 0, Counter[str]()
     while not interrupted_method(tmp_path / str(number), PLACEMENTS[placement], instruction, outcomes):

@@ -25,6 +25,7 @@ from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED
+from tests.support.cases import often
 from tests.support.faulty_engine import FaultyEngine, aligned
 from tests.support.interrupted import interrupted_at
 from tests.support.processes import holds_in_child, open_files
@@ -221,7 +222,7 @@ def test_close_waits_then_leaves_neither_descriptor_nor_thread(make: str, tmp_pa
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("make", QUEUED)
+@pytest.mark.parametrize("make", often(QUEUED, "threads", "uring"))
 def test_an_interrupt_anywhere_in_an_engines_life_leaves_no_thread(make: str) -> None:
     """A thread that is started and not told to end would be waited for, for ever."""
     before, instruction, is_over = set(threading.enumerate()), 1, False

@@ -310,7 +310,7 @@ def test_the_line_of_a_resumed_run_says_from_when_it_is(tmp_path: Path, capsys: 
     assert f"committed {datetime.fromtimestamp(86_400):%Y-%m-%d %H:%M}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tile", [0, None])
+@pytest.mark.parametrize("tile", [pytest.param(0, marks=pytest.mark.slow), None])
 def test_whatever_the_device_has_it_is_enough_or_refused(tile: int | None) -> None:
     """Units that are single modules cannot be made smaller, and have gaps between their parameters."""
     refused: list[tuple[int, BudgetError]] = []
