@@ -100,7 +100,7 @@ def workers_have_clocks(adam_s: float) -> Iterator[None]:
     run, wait_for, drain = Step._run, Step._wait_for, LocalGradients.drain
     ends: dict[Future[Any], float] = {}
 
-    def submit_clocked(self: Workers, work: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit_clocked(self: Workers, work: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
         began = simulated_device.host_s()
         future: Future[Any] = Future()
 
@@ -108,7 +108,7 @@ def workers_have_clocks(adam_s: float) -> Iterator[None]:
             clock = CLOCKS.get(threading.current_thread().name.rpartition("_")[0], 0)
             simulated_device.use_clock(clock)
             simulated_device.host_until(began)
-            result = work(*args)
+            result = work(*args, **options)
             ends[future] = simulated_device.host_s(clock)
             return result
 
@@ -348,9 +348,13 @@ def measured_with_another(options: dict[str, Any], *args: Any) -> tuple[float, l
     return measured(options | {"process_group": group}, f"simulated:{dist.get_rank()}", *args)
 
 
+A_UNIT_EACH = Tuning(chunk="8KiB", bucket="2304B")
+"""As where units are not small: these would travel together, and the last ones' gradients wait for one another."""
+A_UNIT_EACH = Tuning(chunk="8KiB", bucket="4608B")
+"""As where units are not small: these would travel together, and the last ones' gradients wait for one another."""
 SHARED_CASES: dict[str, dict[str, Any]] = {
-    "resident, stage 2": {"stage": 2},
-    "streamed, stage 3": {"stage": 3, "param_tier": "cpu"},
+    "resident, stage 2": {"stage": 2, "tuning": A_UNIT_EACH},
+    "streamed, stage 3": {"stage": 3, "param_tier": "cpu", "tuning": A_UNIT_EACH},
 }
 
 
