@@ -270,6 +270,7 @@ class HeldModel:
     def remove(self) -> None:
         """Lets go of the model when all that is under way has ended, also if that fails."""
         with ExitStack() as last_first:
+            last_first.callback(self._parts.params.let_go)
             if self._guards is not None:
                 last_first.callback(self._guards.stop, are_here=not self._parts.parameters.streams_any)
             if self._hooks is not None:

@@ -575,11 +575,15 @@ class OffloadZero(torch.optim.Optimizer):
             active: the numbers of the parameters that have a gradient.
             update: what the step does; None: it is skipped.
         """
-        if update is None:
-            self._skipped += 1
-        else:
-            self._begin_step(active, update)
-        self._consume(active)
+        try:
+            if update is None:
+                self._skipped += 1
+            else:
+                self._begin_step(active, update)
+            self._consume(active)
+        except BaseException as error:
+            self._health.fail(error)  # what another thread throws in comes between any two of these changes
+            raise
 
     def _expected(self) -> Expected:
         """What is expected of the step whose first gradient comes: what clips nothing, and unscales as the last one."""
@@ -597,12 +601,8 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _begin_step(self, active: Sequence[int], update: _Update) -> None:
         keys = {n: self._key_of(n) for n in active}
-        try:
-            flats = self._held.pending.begin(active)
-            self._parts.step.begin(self._step + 1, keys, self.param_groups, update.factor, flats)
-        except BaseException as error:
-            self._health.fail(error)
-            raise
+        flats = self._held.pending.begin(active)
+        self._parts.step.begin(self._step + 1, keys, self.param_groups, update.factor, flats)
         self._step += 1
         self._parts.scale.step_begins(update.factor)
         self._make_changes(active, update.changes)

@@ -16,6 +16,10 @@ from offload.layout import Chunk, Layout
 from offload.storage.chunk_cache import Store, Use
 
 
+def _nobody(chunk: Chunk, values: Tensor) -> None:
+    """Nobody has other copies of a chunk's values."""
+
+
 class ParamStore(ABC):
     """The trained parameters that this rank makes new, by chunk.
 
@@ -28,7 +32,7 @@ class ParamStore(ABC):
     in_model: bool
 
     def __init__(self) -> None:
-        self.chunk_updated: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
+        self.chunk_updated: Callable[[Chunk, Tensor], None] = _nobody
 
     @abstractmethod
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Tensor]:
@@ -56,6 +60,10 @@ class ParamStore(ABC):
 
     def move(self) -> None:  # noqa: B027
         """Takes note that the model's parameters have other memory now."""
+
+    def let_go(self) -> None:
+        """No values come any more: the held model is let go of, which would be in a cycle with this."""
+        self.chunk_updated = _nobody
 
 
 class ResidentParams(ParamStore):

@@ -228,6 +228,22 @@ def test_what_another_thread_throws_in_is_no_error_of_the_disk_and_rollback_goes
     assert sweep(tmp_path, placement, what, "before", 7, 997, by=timeout_thrown_in).total() > 1
 
 
+@pytest.mark.parametrize("change", ["_make_changes", "_consume"])
+def test_what_is_thrown_in_between_two_changes_of_a_step_ends_the_run(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So few instructions lie there that places far apart seldom meet them."""
+    model, optimizer = build(tmp_path, "cpu")
+    with optimizer:
+        train(model, optimizer)
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizer, change, lambda *_: timeout_thrown_in())
+            with pytest.raises(TimeoutError, match="thrown in"):
+                train(model, optimizer)
+        with pytest.raises(InterruptedStepError):
+            optimizer.step()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("placement", "what"), THROWN)
