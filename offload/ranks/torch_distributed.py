@@ -273,9 +273,9 @@ class Group(Communicator):
         quiet = [work.arrives_by(self._ends) for work in self._shared.under_way]
         if self._everyone is not None:
             self._everyone.close()
-        # Unless it is of the whole world in its order, a group is named by its ranks and by how many groups there are.
-        # If it went, or another that was made before it, the next of the same ranks would get the name of one that was
-        # there, and would meet at its addresses.
+        # Unless it is of the whole world, a group is named by its ranks and by how many groups there are. If it went,
+        # or another that was made before it, the next of the same ranks would get the name of one that was there, and
+        # would meet at its addresses.
         is_newest = torch_private.live_groups() == self._live_groups
         if (
             self._own is not None
@@ -643,9 +643,12 @@ def require_backend(backends: str, device: torch.device, current: int | None) ->
 
 def _new_group(ranks: list[int], **options: Any) -> object:
     """Makes a new group of `ranks`, in this order. All of them call this, and no other ranks do."""
+    # One of the whole world gets a number, which is the same on all ranks. Any other is named by how many groups this
+    # process has, and those that have another number of them do not meet.
+    options["use_local_synchronization"] = not _is_whole(ranks)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
-        return dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False, **options)
-    return dist.new_group(torch_2_11.in_this_order(ranks), use_local_synchronization=True, **options)
+        return dist.new_group(ranks, sort_ranks=False, **options)
+    return dist.new_group(torch_2_11.in_this_order(ranks), **options)
 
 
 def _advice() -> str:
@@ -664,17 +667,13 @@ def _advice() -> str:
 
 
 def _is_whole(ranks: list[int]) -> bool:
-    """Whether these are all ranks of the world, in its order."""
-    return ranks == list(range(dist.get_world_size()))
+    """Whether these are all ranks of the world, in any order."""
+    return len(ranks) == dist.get_world_size()
 
 
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Makes another group of `ranks`, in this order. All of them call this."""
-    timeout = timedelta(seconds=timeout_s)
-    if _is_whole(ranks):
-        made = dist.new_group(timeout=timeout, backend=backend)
-    else:
-        made = _new_group(ranks, timeout=timeout, backend=backend)
+    made = _new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -339,6 +339,22 @@ def test_a_rank_outside_the_group_is_told_so(worlds: Worlds) -> None:
     assert "rank 1 is not in it" in outside
 
 
+def _in_another_order() -> list[float]:
+    """The ranks of a group in another order, and of the one beside it, where rank 0 has a group more than rank 1."""
+    dist.new_group([0])
+    group = comm.connect().in_order([1, 0])
+    assert group is not None
+    own = torch.tensor([float(dist.get_rank())])
+    found = [*group.all_gather(own).flatten().tolist(), *group.side_group.all_gather(own).flatten().tolist()]
+    group.close()
+    return found
+
+
+def test_ranks_that_have_other_groups_meet_in_another_order(worlds: Worlds) -> None:
+    for _ in range(2):
+        assert worlds(2).run(_in_another_order) == [[1, 0, 1, 0]] * 2
+
+
 # Mistakes.
 
 

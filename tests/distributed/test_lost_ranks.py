@@ -35,6 +35,8 @@ from tests.support.ranks import World, Worlds
 from tests.support.toy import take_step
 
 TIMEOUT_S = 2.0
+UNIT_BYTES = 16 << 10
+"""Of a bucket: no two units of the model fit in it, so each is gathered when it is entered."""
 CALLS = ["reduce_scatter", "all_gather", "broadcast", "gather"]
 pytestmark = pytest.mark.timeout(120)
 
@@ -224,7 +226,7 @@ def test_ctrl_c_ends_a_wait(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds(3).run(_interrupted, tmp_path) == ["interrupted", "met", "met"]
 
 
-def _impatient(stage: int) -> tuple[OffloadZero, Iterator[Callable[[], torch.Tensor]]]:
+def _impatient(stage: int, **tuning: Any) -> tuple[OffloadZero, Iterator[Callable[[], torch.Tensor]]]:
     """A training that waits for TIMEOUT_S, and its losses."""
     made = comm.connect
 
@@ -233,7 +235,7 @@ def _impatient(stage: int) -> tuple[OffloadZero, Iterator[Callable[[], torch.Ten
 
     model = models.build("gpt")
     with patch.object(comm, "connect", connect):
-        return OffloadZero(model, stage=stage, tuning=Tuning(threads=1)), models.losses("gpt", model)
+        return OffloadZero(model, stage=stage, tuning=Tuning(threads=1, **tuning)), models.losses("gpt", model)
 
 
 def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
@@ -375,7 +377,7 @@ def test_gradients_dropped_on_some_ranks_are_an_error_on_all_and_they_go_on(
 
 def _backward_on_some(way: str) -> tuple[str, int]:
     """The error, and the steps that were made."""
-    optimizer, batches = _impatient(3)
+    optimizer, batches = _impatient(3, bucket=UNIT_BYTES)
     take_step(optimizer, next(batches)())
     said = "nothing"
     try:
@@ -400,6 +402,30 @@ def test_at_stage_3_a_backward_on_one_rank_alone_is_an_error_and_no_step(way: st
     with World(2, group_timeout_s=TIMEOUT_S + 2) as world:
         for said, steps in world.run(_backward_on_some, way, timeout_s=30):
             assert (said, steps) == ("RankError", 1)
+
+
+def _step_of_one(stage: int) -> tuple[int, list[torch.Tensor]]:
+    """The steps that were made, the last of them with a gradient on one rank alone, and the parameters."""
+    model = models.build("gpt")
+    batches = models.losses("gpt", model)
+    with OffloadZero(model, stage=stage, tuning=Tuning(threads=1)) as optimizer:
+        take_step(optimizer, next(batches)())
+        loss = next(batches)()
+        if dist.get_rank() == 0:
+            loss.backward()
+        optimizer.step()
+        with optimizer.gathered(model):
+            return optimizer.stats()["step"], [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_backward_on_one_rank_alone_that_gathers_nothing_is_the_step_of_all_ranks_at_every_stage(
+    worlds: Worlds,
+) -> None:
+    """At stage 3 the whole model stays gathered after its forward, where it is no larger than a bucket."""
+    (_, expected), *_ = worlds(2).run(_step_of_one, 2)
+    for steps, params in worlds(2).run(_step_of_one, 3):
+        assert steps == 2
+        assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
 
 
 def _not_finite(skip: bool) -> tuple[int, str]:
