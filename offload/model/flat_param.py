@@ -322,9 +322,8 @@ class FlatParameters:
 
     @torch_private.goes_past_subclasses
     def version_of(self, number: int) -> int:
-        """The version of a parameter, which grows with each write. It is known without memory, too."""
-        one = self.held[number]
-        return one.version_now if one.is_here else one.version
+        """What `p._version` gives, which grows with each write. It is known without memory, too."""
+        return self.held[number].own_version
 
     def allocate(self, unit: Unit) -> DeviceEvent:
         """Gives a unit, which was freed, memory again. Its values are undefined.

@@ -7,7 +7,8 @@ which they can get at as well (`weight.quant_state.absmax`). Both are one object
 [Note: sharded parameters]
 Of a DTensor the flat parameter holds this rank's part, which is a plain tensor inside of it, its *local* tensor. That
 one is pointed into the flat parameter, and autograd, guards and the module go on with the DTensor. Each of the two has
-a version of its own, and writes bump the one, the other, or both: their sum tells whether anybody wrote.
+a version of its own, and writes bump the one, the other, or both: their sum tells whether anybody wrote. `p._version`
+is the DTensor's own, as in torch, so that it is the same whether the unit runs, where nobody sees that it is asked.
 
 [Note: wrappers]
 A wrapper has no memory, and none of its inner tensors is what the module uses. So a HeldWrapper lies beside the
@@ -262,6 +263,17 @@ class HeldParam:
         version = self.tensor._version
         return version + self.local._version if self.is_sharded else version
 
+    @property
+    def returned_version(self) -> int:
+        """The version of `tensor`, which is released, that it gets back with its memory."""
+        # Of a sharded parameter the local tensor has a part of it.
+        return self.version - self.local._version if self.is_sharded else self.version
+
+    @property
+    def own_version(self) -> int:
+        """The version of `tensor` alone, which is known while it is released, too."""
+        return self.tensor._version if self.is_here else self.returned_version
+
     def data(self) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
         if self._alias is None:
@@ -370,9 +382,5 @@ def set_versions(held: Iterable[HeldParam], version: int | None) -> None:
         version: one for all of them; None: the one that each had before.
     """
     params = tuple(held)
-    versions = []
-    for one in params:
-        # Of a sharded parameter the local tensor has a part of it.
-        own = one.local._version if one.is_sharded and version is None else 0
-        versions.append(one.version - own if version is None else version)
-    torch_private.set_version_counters(tuple(one.tensor for one in params), tuple(versions))
+    versions = tuple(one.returned_version if version is None else version for one in params)
+    torch_private.set_version_counters(tuple(one.tensor for one in params), versions)

@@ -132,6 +132,34 @@ def test_a_held_dtensor_answers_as_one(worlds: Worlds, param_tier: str) -> None:
     assert worlds(2).run(_read, param_tier, False) == [[], []]
 
 
+def _versions(param_tier: str) -> list[tuple[int, int]]:
+    """Of all parameters, while their units run and from outside, after a write to the local parts alone."""
+    model, _, _, _ = tp.made("sequence")
+    with torch.no_grad():
+        for param in model.parameters():
+            if isinstance(param, DTensor):
+                param.to_local().add_(1)
+    running: dict[str, int] = {}
+    for name, module in model.named_modules():
+        own = {f"{name}.{key}".strip("."): param for key, param in module.named_parameters(recurse=False)}
+        module.register_forward_hook(lambda *_, own=own: running.update((key, p._version) for key, p in own.items()))
+    with OffloadZero(model, param_tier=param_tier, activation_tier="cpu") as optimizer:
+        for _ in range(2):
+            loss = tp.loss_of(model, next(tp.batches(0, 1)))
+            versions = [(running[name], param._version) for name, param in model.named_parameters()]
+            loss.backward()  # what it has saved is at the versions at which it was saved
+            optimizer.step()
+            optimizer.zero_grad()
+    return versions
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_a_held_dtensor_has_one_version(worlds: Worlds, param_tier: str) -> None:
+    """Its own, as in torch, whether its unit runs or not, and whatever the version of its local part is."""
+    for versions in worlds(2).run(_versions, param_tier):
+        assert [running for running, _ in versions] == [outside for _, outside in versions]
+
+
 class Uneven(nn.Module):
     """A dimension of 3 over 2 ranks, and one of 1, of which the second rank has nothing."""
 
