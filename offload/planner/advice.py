@@ -132,7 +132,7 @@ class DeviceAdvice:
         Args:
             message: of the error, which says how much was asked for; empty: it is not known.
         """
-        use, _now = self._copier.use(), self._placement
+        use = self._copier.use()
         if use is None:
             return None
         own, asked = self._own_bytes(), _ASKED.search(message)
