@@ -212,6 +212,7 @@ class Store:
         self._announced: list[tuple[int, bool]] = []
         self._order: tuple[_Expected, ...] = ()  # of what was announced, the uses of chunks that are not resident
         self._is_between = False  # the order has been used up, and has not begun again
+        self._is_once = False  # some of what was announced was not expected again
         self._used: list[tuple[int, bool]] = []
         self._health = health.part("came while a chunk moved between RAM and disk")
         self._lock = threading.RLock()
@@ -231,6 +232,7 @@ class Store:
         with self._lock, self._books:
             self.check()
             self._announce([(chunk, False) for chunk in order], repeats=repeats)
+            self._is_once = bool(once)
             if once:
                 self._announced = []  # what repeats is another order
                 self._order = tuple(use for use in self._order if use.chunk not in once)
@@ -603,6 +605,8 @@ class Store:
             self._drop(self._chunks[index])
         elif not any(chunk.state is Residency.WRITING for chunk in self._in_buffers):
             dirty = [chunk.index for chunk in self._in_buffers if chunk.state is Residency.DIRTY]
+            if self._is_once:  # a step that is not known yet uses them in their order: the last of them last
+                dirty.sort(reverse=True)
             index = victim(dirty, (use.chunk for use in self._ahead))
             if index is not None:
                 self._write(self._chunks[index], Residency.STORED)
