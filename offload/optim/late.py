@@ -32,8 +32,9 @@ After `settle` the states stay in RAM, if there is a buffer for them, until the 
 A rank looks at the averages of its own shards, so it decides for its own chunks alone, and asks nobody. That is right
 because each chunk has one owner, and zeros that were averaged are zeros whoever else has others. Ranks then owe
 different steps, of parts of one tile, too. The owner makes them when it leases its part for a gather, so they are made
-before anybody gets the values. What ranks have to know alike is which tiles they fetch: they agree on those that any of
-them has tokens for (model/tiling.py), and what is fetched ahead does not go by what one of them owes (model/transfer.py).
+before anybody gets the values. What ranks have to know alike is which tiles they fetch: they agree on those that any
+of them has tokens for (model/tiling.py), and what is fetched ahead does not go by what one of them owes
+(model/transfer.py).
 
 That holds where each use of a parameter is one of all its owners: at stage 3 without replicas. Where ranks have copies
 (stages 1 and 2, and replicas) they use these alone, in orders of their own, and only the owner of the states could make

@@ -67,7 +67,7 @@ class Leg(NamedTuple):
 
 
 def _leg(path: str, experts: int, late: bool, steps: int, reads: bool) -> Leg:
-    """Goes on for `steps` steps, and commits. Args: reads: whether all that is owed is read, and then gone back from."""
+    """Goes on for `steps` steps, and commits. Args: reads: whether what is owed is read, and then gone back from."""
     model, ranks = models.build("sparse"), dist.get_world_size()
     options: dict[str, Any] = {
         "param_tier": "nvme",
@@ -78,7 +78,7 @@ def _leg(path: str, experts: int, late: bool, steps: int, reads: bool) -> Leg:
         3 << 20
     )  # a resume in another layout reads slots of the old one
     options |= {"path": path, "commit_every": 0, "resume": "auto", "cpu_memory": memory}
-    with OffloadZero(model, **options) as optimizer:
+    with sharded.communicators("ordered"), OffloadZero(model, **options) as optimizer:
         batches = sharded.batches_of("sparse", model, dist.get_rank(), ranks)
         done = optimizer.resumed.step if optimizer.resumed else 0
         for _ in range(done):
@@ -87,6 +87,7 @@ def _leg(path: str, experts: int, late: bool, steps: int, reads: bool) -> Leg:
             next(batches)().backward()
             optimizer.step()
             optimizer.zero_grad()
+            optimizer.synchronize()  # so no update is pending, and units are fetched ahead
         optimizer.commit()
         owing = optimizer.stats()["owing_chunks"]
         if reads:
