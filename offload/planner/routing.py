@@ -96,10 +96,11 @@ def routed_bytes(planned: Planned, names: Collection[str], routing: Routing, tok
             continue
         in_tile = min(spec.tile * routing.experts // spec.numel, routing.experts)
         stepped = routing.likelihood(micro_batches * of_all, in_tile) if spec.is_late else 1.0
-        for chunk in () if spec.is_frozen else layout.trained.chunks_of[number]:
-            of_chunk = 2.0 * placement.states.sizes[chunk] * _streamed(placement.states)
-            states[0] += of_chunk
-            states[1] += of_chunk * _moves(stepped, most_owed(chunk))
+        for chunk, piece in () if spec.is_frozen else layout.trained.pieces_of(number):
+            size = placement.states.sizes[chunk.index] * piece.numel / chunk.numel
+            of_piece = 2 * size * _streamed(placement.states)
+            states[0] += of_piece
+            states[1] += of_piece * _moves(stepped, most_owed(chunk.index))
         tier = choice.params.tier_of(is_frozen=spec.is_frozen)
         if tier == DEVICE:
             continue

@@ -140,5 +140,6 @@ def test_a_mixture_of_experts_has_its_routing(tmp_path: Path) -> None:
     assert "Of their states" not in shown  # which are in RAM
     on_disk = [*options, "--tier", "nvme", "--cpu-memory", "least"]
     found = printed(CliRunner().invoke(app, ["plan", "--json", *on_disk]))["experts"]
-    assert 0 < found["states_expected"] == found["states"] <= 2 * 12 * found["nbytes"] // 2  # whole layers
+    assert found["states_expected"] == found["states"]  # whole layers
+    assert 0 < found["states"] == pytest.approx(2 * 12 * found["nbytes"] / 2, rel=0.01)
     assert "Of their states a step reads and writes" in CliRunner().invoke(app, ["plan", *on_disk]).stdout
