@@ -278,14 +278,15 @@ class LateSteps:
             return
         one, steps = self._layout.chunks[chunk], self._scalars(chunk)
         try:
-            # FILL: whoever asks reads the parameters next, and a step may follow, so neither is written yet.
-            with (
-                self._params.lease(chunk, Use.FILL, step=self._step) as values,
-                self._store.lease(chunk, Use.FILL, step=self._step) as lease,
-                self._timeline.span("adam_s"),
-                self._timeline.event(ADAM, "late steps", chunk=chunk),
-            ):
-                self.run(one, steps, lease.arrays, values, is_split=lease.master.dtype is torch.int16)
+            # Whoever asks reads the parameters next, and a step may follow, so neither is written yet.
+            with self._store.lease(chunk, Use.FILL, step=self._step) as lease:
+                is_split = lease.master.dtype is torch.int16  # then half of each master is in the parameters
+                with (
+                    self._params.lease(chunk, Use.FILL if is_split else Use.REFILL, step=self._step) as values,
+                    self._timeline.span("adam_s"),
+                    self._timeline.event(ADAM, "late steps", chunk=chunk),
+                ):
+                    self.run(one, steps, lease.arrays, values, is_split=is_split)
             del self._owed[chunk]
             self._settled.add(chunk)
             self._shorten(one.pieces[0].param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import comb
 from typing import NamedTuple
 
@@ -115,8 +115,14 @@ def routed_bytes(planned: Planned, names: Collection[str], routing: Routing, tok
         for found, moved in ((link, over_link), (disk, from_disk)):
             found[0] += moved
             found[1] += chance * moved
-    pairs = (link, disk, states)
-    return RoutedBytes(nbytes, *(round(figure) for pair in pairs for figure in pair), together)
+    (all_link, link_expected), (all_disk, disk_expected) = map(_rounded, (link, disk))
+    return RoutedBytes(nbytes, all_link, link_expected, all_disk, disk_expected, *_rounded(states), together)
+
+
+def _rounded(figures: Sequence[float]) -> tuple[int, int]:
+    """What all take, and what is expected, in whole bytes."""
+    all_take, expected = figures
+    return round(all_take), round(expected)
 
 
 def _moves(chance: float, most: int) -> float:

@@ -50,6 +50,8 @@ class Use(Enum):
     unless the lease was of the buffer that held them."""
     FILL = "fill"
     """As UPDATE, and more of it comes soon. It is written back when another use ends, or when its buffer is needed."""
+    REFILL = "refill"
+    """As OVERWRITE, and more uses of it come soon. It is written back as after FILL."""
     TRY = "try"
     """As UPDATE, for a step that may not be made. What is written goes to a place beside the last version, which stays
     the chunk's until `keep`. Of chunks that never leave RAM, and those that no slot has yet, nothing can be tried."""
@@ -479,7 +481,7 @@ class Store:
         """
         chunk = self._chunks[lease.chunk]
         with self._books:
-            overwrites = lease.use is Use.OVERWRITE
+            overwrites = lease.use in (Use.OVERWRITE, Use.REFILL)
             if not self._make_ready(chunk, overwrites=overwrites, tries=lease.use is Use.TRY):
                 return False
             lease.is_blank = overwrites and chunk.state in (Residency.EMPTY, Residency.STORED)
@@ -560,7 +562,7 @@ class Store:
                         self._drop(chunk)
                 else:
                     chunk.change(Residency.DIRTY)
-                    is_wanted = is_new and use is not Use.FILL
+                    is_wanted = is_new and use not in (Use.FILL, Use.REFILL)
                     if chunk.is_resident:
                         is_wanted = use in (Use.UPDATE, Use.OVERWRITE) and self._is_due(step)
                     if is_wanted:
@@ -603,7 +605,7 @@ class Store:
         index = victim(clean, (use.chunk for use in self._ahead if not use.overwrites))
         if index is not None:
             self._drop(self._chunks[index])
-        elif not any(chunk.state is Residency.WRITING for chunk in self._in_buffers):
+        elif not any(chunk.state in (Residency.READING, Residency.WRITING) for chunk in self._in_buffers):
             dirty = [chunk.index for chunk in self._in_buffers if chunk.state is Residency.DIRTY]
             if self._is_once:  # a step that is not known yet uses them in their order: the last of them last
                 dirty.sort(reverse=True)
