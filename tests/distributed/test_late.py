@@ -46,7 +46,7 @@ def test_ranks_that_owe_different_steps_have_the_bits_of_one_process(
 ) -> None:
     """Also where one of them has tokens for an expert that another one has to step first, and in one order."""
     options = on_disk(tmp_path, tuning=tiles(ranks), accumulation=accumulation, grad_tier=grad_tier)
-    runs = trained(worlds, "sparse", ranks, 8, stage=3, wire="ordered", **options)
+    runs = trained(worlds, "sparse", ranks, 6, stage=3, wire="ordered", **options)
     late = [run.stats["late_bytes"] for run in runs]
     assert all(late)
     assert len(set(late)) > 1
@@ -108,7 +108,7 @@ def _values(model: torch.nn.Module, optimizer: OffloadZero) -> dict[str, Tensor]
 
 def test_a_run_goes_on_with_other_ranks_and_tiles(worlds: Worlds, tmp_path: Path) -> None:
     """What is committed says what each rank owes, and whoever reads it makes these steps."""
-    legs = [(2, 2), (2, 2), (4, 4), (2, 4), (1, 1), (2, 2)]
+    legs = [(2, 2), (2, 2), (4, 4), (1, 1)]
     for number, (ranks, experts) in enumerate(legs):
         both = [
             worlds(ranks).run(_leg, str(tmp_path / str(late)), experts, late, 3, number == 1, timeout_s=170)
