@@ -29,6 +29,7 @@ from offload.model.state_dict import Access
 from offload.model.torch_helpers import call_hidden
 from offload.model.transfer import StreamedStores, TransferLimits, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
+from offload.model.weights import Weights
 from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, require_same
 from offload.native.memory import return_freed
 from offload.optim.method import MethodCall
@@ -88,6 +89,7 @@ class HeldModel:
         units: fetches and updates units when they are used.
         answers: makes gradients answer as gradients.
         access: lets users read and write parameters.
+        weights: hands parameters over.
         initial_bytes: what was written to swap files before the first step.
     """
 
@@ -126,6 +128,7 @@ class HeldModel:
         names |= {one.param: one.spec.unit for one in parameters.held}
         unit_of = {param: parameters.units[name] for param, name in names.items()}
         self.access = Access(parameters, unit_of, self.units, placement.budget_bytes, owner)
+        self.weights = Weights(model, parameters, unit_of, self.access, owner)
         self._hooks = Hooks(model, choice.model, parameters, unit_of, self.units, self.access, self.answers)
         if choice.activations.tier is not None:
             partitions = Partitions(run.comm, parts.activations) if choice.activations.partitioned else None
