@@ -221,16 +221,18 @@ class HeldModel:
         if device != parameters.device:
             self._owner.require_usable()
             self.pending.apply_all()
-            if parameters.is_parked:
-                if memory is not None:
-                    memory.bring_back()
-            else:
-                self.answers.take_changes()
-                self._parts.gradients.drain()
-            self.units.take_outside_writes()
-            self._move(device)
-            if memory is not None and parameters.is_parked:
-                memory.park()
+            copied = parameters.resident_bytes
+            with self._run.timeline.span("park_s"):
+                if parameters.is_parked:
+                    copied += 0 if memory is None else memory.bring_back()
+                else:
+                    self.answers.take_changes()
+                    self._parts.gradients.drain()
+                self.units.take_outside_writes()
+                self._move(device)
+                if memory is not None and parameters.is_parked:
+                    copied += memory.park()
+            self._run.timeline.count("parked_bytes", copied)
             if self._parts.activations is not None:
                 self._parts.activations.drop_spare()
         return True

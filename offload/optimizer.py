@@ -106,7 +106,7 @@ HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
 _VARIANT = ("decoupled_weight_decay",)
 """The options of Adam's groups in which a commit has to be as the run: AdamW, or Adam."""
-_SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
+_SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s", "park_s")
 
 
 class OffloadZero(torch.optim.Optimizer):
@@ -1217,6 +1217,8 @@ class OffloadZero(torch.optim.Optimizer):
         - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
+        - park_s: time spent in moving the model to the CPU and back (`model.cpu()`, `model.to(device)`), while an engine
+          generates there; parked_bytes: what these moves copied of parameters, states and buffers for gradients.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
           device_budget_bytes: the same for parameters, buffers and states on the device. What torch takes for a moment
           in the step of an optimizer that it runs is counted as it was planned.
@@ -1257,6 +1259,7 @@ class OffloadZero(torch.optim.Optimizer):
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
             "gathered_bytes": counted("gathered_bytes"),
+            "parked_bytes": counted("parked_bytes"),
             "peak_cpu_bytes": memory.ram.used + placement.temporary_bytes(CPU),
             "cpu_budget_bytes": placement.budget_bytes,
             "peak_device_bytes": beside + parts.parameters.peak_bytes + memory.device_bytes,
