@@ -1217,8 +1217,8 @@ class OffloadZero(torch.optim.Optimizer):
         - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
-        - park_s: time spent in moving the model to the CPU and back (`model.cpu()`, `model.to(device)`), while an engine
-          generates there; parked_bytes: what these moves copied of parameters, states and buffers for gradients.
+        - park_s: time spent in moving the model to the CPU and back (`model.cpu()`, `model.to(device)`), while an
+          engine generates there. parked_bytes: what that copied of parameters, states and buffers for gradients.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
           device_budget_bytes: the same for parameters, buffers and states on the device. What torch takes for a moment
           in the step of an optimizer that it runs is counted as it was planned.

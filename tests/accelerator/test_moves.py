@@ -215,7 +215,7 @@ def test_a_model_that_is_parked_frees_the_device_and_goes_on_with_the_same_bits(
 
     expected = trained(place, tmp_path)
     assert_alike(trained(place, tmp_path, each=counts, name="parked"), expected)
-    # There and back; with masters, moments and gradients where these are there, too. Buffers of the run are whole pages.
+    # There and back; with masters, moments and gradients where these are there, too. Buffers are whole pages.
     params = 2 * sum(param.nbytes for param in Mixed().parameters() if param.requires_grad)
     least = {"ram": params, "device": 5 * params}.get(place, 0)
     assert all(nbytes >= least and (least or nbytes % 4096 == 0) for nbytes in moved)

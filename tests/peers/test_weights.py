@@ -138,6 +138,7 @@ def test_a_merge_takes_the_copy_of_one_layer(place: str, tmp_path: Path, monkeyp
         planned = optimizer.stats()["peak_device_bytes"]
         monkeypatch.setattr(linear, "merge", noted)
         for _, tensor in optimizer.weights(merged=True):
+            made.append(weakref.ref(tensor))
             del tensor
         assert made
         assert optimizer.stats()["peak_device_bytes"] == planned
