@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -318,6 +319,7 @@ class StreamedUnits(HeldUnits):
         self._tokens = TokenWatch(run.timeline)
         self._ranks = run.comm.shard_group
         self._replicas = run.layout.replicas
+        self._has_warned = False
 
     # Forward and backward.
 
@@ -765,8 +767,10 @@ class StreamedUnits(HeldUnits):
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._units[self._layout.flats[flat].unit])  # refuses what an update would overwrite
-        for number in numbers:
-            self._parameters.held[number].was_written = True
+        held = [self._parameters.held[number] for number in numbers]
+        merged = next((one for one in held if not one.was_written and one.is_under_adapter), None)
+        for one in held:
+            one.note_write(self._owner.step())
         if self._masters.takes_writes_late:
             self._masters.note_stored_writes(numbers)
         else:
@@ -775,6 +779,14 @@ class StreamedUnits(HeldUnits):
         for flat in flats:
             if self._parameters.streams(self._layout.flats[flat].params[0]):
                 self.transfers.store_flat(flat)
+        if merged is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{merged.spec.name} is frozen, and was written to, as merge_adapter() of peft does: every commit "
+                "carries it from now on, and in 16 bits unmerge_adapter() does not bring its bits back; "
+                "optimizer.weights(merged=True) hands merged weights over, and leaves it as it is",
+                stacklevel=2,
+            )
 
     def _refuse_writes(self, numbers: Sequence[int]) -> None:
         """Takes back what somebody wrote to parameters of a kept base.
