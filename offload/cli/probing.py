@@ -337,14 +337,11 @@ def save(file: Path, rates: Rates, drives: Sequence[Drive], together: Rate | Non
     Raises:
         ConfigError: the file cannot be written.
     """
-    of_drives = [
-        machine_file.Drive(
-            str(drive.path.resolve()),
-            *(machine_file.of_rate(drive.rates[operation]) for operation in ("read", "write", "mixed")),
-            capacity=machine_file.Size(shutil.disk_usage(drive.path).free, "free when it was measured", measured=True),
-        )
-        for drive in drives
-    ]
+    of_drives = []
+    for drive in drives:
+        free = machine_file.Size(shutil.disk_usage(drive.path).free, "free when it was measured", measured=True)
+        read, write, mixed = (machine_file.of_rate(drive.rates[operation]) for operation in OPERATIONS)
+        of_drives.append(machine_file.Drive(str(drive.path.resolve()), read, write, mixed, free))
     machine = machine_file.described(rates, of_drives, together, name=platform.node() or "a machine")
     try:
         with file.open("x", encoding="utf-8", errors="replace") as opened:

@@ -203,18 +203,18 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         ]
         return min(known) if known and len(known) == len(self.drives) else None
 
-    def elements_per_s(self, step: str, bytes_an_element: float) -> Figure | None:
+    def elements_per_s(self, step: str, bytes_an_element: float | None) -> Figure | None:
         """How many elements an optimizer steps in RAM a second.
 
         Args:
             step: what `rates.step_name` calls the optimizer.
-            bytes_an_element: what a step of it reads and writes. A kernel that steps in one pass takes what RAM takes
-                for that, if nothing better is known.
+            bytes_an_element: what a kernel reads and writes that steps in one pass. It takes what RAM takes for that,
+                if nothing better is known. None: there is no such kernel.
 
         Returns:
             None if it is unknown.
         """
-        if step in self.steps or self.memory is None:
+        if step in self.steps or self.memory is None or bytes_an_element is None:
             return self.steps.get(step)
         found = self.memory
         return Figure(found.value / bytes_an_element, f"{bytes_an_element:g} bytes an element, {found.source}")
@@ -334,6 +334,11 @@ def here(paths: Sequence[Path]) -> Machine:
         together=None if together is None else Figure(together.median, PROBED, True, together.lowest, together.highest),
         **measured,
     )
+
+
+def unused() -> str | None:
+    """Why the rates that are remembered are not used; None: there are none, or they are used."""
+    return remembered.why_not(rates.SECTION, device_name(accelerator()), rates.Rates)
 
 
 def described(found: rates.Rates, drives: Sequence[Drive], together: Rate | None, *, name: str) -> Machine:
