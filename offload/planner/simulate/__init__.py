@@ -172,8 +172,6 @@ def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | 
         return "an optimizer that steps whole parameters is not simulated yet"
     if any(spec.tile for spec in held.specs):
         return "weights in tiles are not simulated yet"
-    if choice.params.streams:
-        return "parameters that stream are not simulated yet"
     if choice.activations.tier is not None:
         return "an activation tier is not simulated yet"
     if choice.states.tries_steps:

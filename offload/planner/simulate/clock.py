@@ -104,7 +104,6 @@ class Clock:
             self.now, _, call = heapq.heappop(self._coming)
             call()
 
-
     def run_out(self) -> None:
         """Lets time pass until nothing is coming."""
         while self._coming:
@@ -198,9 +197,7 @@ class Channel:
         busy_s: for how many seconds anything was under way, up to the last change.
     """
 
-    def __init__(
-        self, clock: Clock, name: str, rates: dict[str, float], both: float, *, is_shared: bool
-    ) -> None:
+    def __init__(self, clock: Clock, name: str, rates: dict[str, float], both: float, *, is_shared: bool) -> None:
         self._clock = clock
         self.name = name
         self._rates = rates

@@ -14,20 +14,25 @@ something else makes that slower, but for transfers on one drive and one link.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offload.grads.local import UNITS_LEAVING
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import dtypes_of, use_of
 from offload.layout import Chunk, Layout, segments
 from offload.model.pending import order_of_updates
+from offload.model.transfer import HOST_LEADS_UNITS
+from offload.model.unit import Presence, Unit
 from offload.model.units import ROOT
-from offload.planner.placement import Placement
+from offload.planner.placement import Placement, tiers_of
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
 from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.stores import TimedStores
+from offload.planner.simulate.units import TimedUnits, ToCopy
 from offload.storage.chunk_cache import Use
 from offload.storage.slot_map import ChunkKind
 from offload.tiers import DEVICE
@@ -84,7 +89,8 @@ class Rank:
     """
 
     def __init__(self, held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> None:
-        self._layout = layout = held.trained
+        self._held, self._layout = held, held.trained
+        layout = self._layout
         self._placement, self._choice = placement, placement.choice
         self._passes, self._speeds = passes, speeds
         self._direct = placement.is_direct
@@ -117,6 +123,21 @@ class Rank:
         self._pending: dict[int, list[Moment]] = {}  # of each flat parameter, when its chunks are stepped
         self._leaving: list[Moment] = []  # by unit, the copy of its last gradient
         self._summed: Moment | None = None  # the last gradient that was submitted
+        self._scheduler = TimedUnits(held, placement, self._has_update)
+        self._units = self._scheduler.units
+        firsts = {ChunkKind.PARAMS: 0, ChunkKind.FROZEN: len(layout.param_chunks)}
+        streamed = {kind: first for kind, first in firsts.items() if tiers_of(self._choice)[kind] > DEVICE}
+        self._fetched = [(self.stores[kind], first) for kind, first in streamed.items()]
+        for fetched, _ in self._fetched:
+            fetched.store.expect(())
+        leases = [max(placement.pools[kind].in_flight - 1, 1) for kind in streamed if placement.pools[kind].in_flight]
+        self._leases = min(leases, default=len(held.param_chunks))
+        self._uploads: deque[Moment] = deque()
+        self._arrived: dict[Unit, list[After]] = {}  # by unit, what the device waits for before it uses it
+        self._left: deque[Moment] = deque()  # the last uses of memory that is free
+        self._released: deque[Moment] = deque()  # the last uses of units
+        self._launched = Moment()
+        self._launched.happen()
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -149,25 +170,51 @@ class Rank:
         self._commit_at = self._step + 1
 
     def _forward(self) -> Process:
+        root = self._units[ROOT]
         for station in self._stations:
-            arrived = yield from self._apply(station.unit)
+            unit = self._units[station.unit]
+            arrived: list[After] = []
+            if not (unit is root and station.computes):  # the root is entered once
+                self._scheduler.update_begins(unit)
+                yield from self._do_what_is_to_do()
+                arrived += yield from self._apply(station.unit)
+                if unit is root:
+                    self._scheduler.pass_begins()
+                self._scheduler.forward_begins(unit)
+                yield from self._do_what_is_to_do()
             seconds = self._passes.forward_s.get(station.unit, 0.0) if station.computes else 0.0
-            yield from self._launch(seconds, f"forward {station.unit}", arrived)
+            yield from self._launch(seconds, f"forward {station.unit}", arrived + self._arrived.get(unit, []))
+            if station.computes:
+                self._scheduler.forward_ends(unit)
 
     def _backward(self) -> Process:
         for station in reversed(self._stations):
             seconds = self._passes.backward_s.get(station.unit, 0.0) if station.computes else 0.0
             leaving = [] if self._direct else self._leaving[:-UNITS_LEAVING]
             del self._leaving[: len(leaving)]
-            made = yield from self._launch(seconds, f"backward {station.unit}", [(one, LINK) for one in leaving])
+            unit = self._units[station.unit]
+            if station.computes:
+                self._scheduler.backward_begins(unit)
+                yield from self._do_what_is_to_do()
+            waits = [(one, LINK) for one in leaving] + self._arrived.get(unit, [])
+            made = yield from self._launch(seconds, f"backward {station.unit}", waits)
             copies = []
             for param in reversed(station.params):
                 copies += yield from self._gradient_comes(param, made)
             if copies:
                 self._leaving.append(copies[-1])
+        self._scheduler.backward_ends()
+        yield from self._do_what_is_to_do()
 
     def _take_step(self, *, commits: bool) -> Process:
         yield from self._apply_all()
+        self._scheduler.step_begins()
+        yield from self._do_what_is_to_do()
+        while self._uploads:
+            yield from self.host.wait(self._uploads[0], LINK)
+            self._uploads.popleft()
+        for fetched, _ in self._fetched:
+            fetched.store.repeat()
         yield from self._wait_for_gradients()
         if commits:
             self.host.begins(COMMIT)
@@ -248,6 +295,9 @@ class Rank:
 
     # The step.
 
+    def _has_update(self, unit: Unit) -> bool:
+        return any(flat.index in self._pending for flat in unit.flats)
+
     def _apply_all(self) -> Process:
         for flat in list(self._pending):
             yield from self._apply_flat(flat)
@@ -274,6 +324,11 @@ class Rank:
                     size = self._uploaded_bytes(chunk)
                     uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
         self._applied.append(flat)
+        if self._params is not None:
+            unit = self._units[self._layout.flats[flat].unit]
+            if unit.presence is not Presence.UPDATING:
+                self._scheduler.transfers.flat_updated(unit, flat)
+                yield from self._do_what_is_to_do()
         return [(one, LINK) for one in uploads]
 
     def _uploaded_bytes(self, chunk: Chunk) -> int:
@@ -296,15 +351,65 @@ class Rank:
         line.begins(KERNELS)
         yield self.kernels.submit(chunk.numel / self._speeds.elements_per_s, f"chunk {chunk.index}")
         line.begins(NOTHING)
+        if target is not None:
+            yield from self._chunk_updated(chunk, line)
         for store, lease in ((self._stored_gradients, gradient), (self._states, states), (self._params, target)):
             if store is not None and lease is not None:
                 store.release(lease)
 
+    # Units that stream.
+
+    def _do_what_is_to_do(self) -> Process:
+        """A process of the host: what the scheduler has left to it."""
+        todo = self._scheduler.transfers.todo
+        while todo:
+            one = todo.popleft()
+            if isinstance(one, ToCopy):
+                yield from self._copy_unit(one)
+                continue
+            self._arrived.pop(one, None)
+            self._left.append(self._launched)
+            self._released.append(self._launched)
+            while len(self._released) > HOST_LEADS_UNITS:
+                yield from self.host.wait(self._released.popleft(), self.device.line)
+
+    def _copy_unit(self, one: ToCopy) -> Process:
+        """A process of the host: as UnitTransfers._start_copy, for each chunk of a unit."""
+        # The memory that was left first is lent first.
+        after = self._left.popleft() if one.is_new and self._left else None
+        if one.is_new:
+            self._arrived[one.unit] = []
+        for chunk in one.chunks:
+            while len(self._uploads) >= self._leases:
+                yield from self.host.wait(self._uploads[0], LINK)
+                self._uploads.popleft()
+            store, first = next((store, first) for store, first in reversed(self._fetched) if chunk.index >= first)
+            lease = yield from store.lease(chunk.index - first, Use.READ, 0, self.host)
+            nbytes = chunk.numel * self._held.flats[chunk.flat].dtype.itemsize
+            if self._direct:
+                yield from self._copy_in_ram(nbytes, self.host)
+                store.release(lease)
+                continue
+            copied = self._copy(UP, nbytes, f"parameters of {one.unit.title}", after)
+            copied.then(partial(store.release, lease))
+            self._uploads.append(copied)
+            self._arrived.setdefault(one.unit, []).append((copied, LINK))
+
+    def _chunk_updated(self, chunk: Chunk, line: Line) -> Process:
+        """A process: as UnitTransfers.chunk_updated."""
+        unit = self._units[self._layout.flats[chunk.flat].unit]
+        if unit.presence is Presence.UPDATING:
+            yield from self._copy_in_ram(chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize, line)
+            unit.not_updated.discard(chunk.index)
+
+    def _copy_in_ram(self, nbytes: int, line: Line) -> Process:
+        line.begins(MEMORY)
+        yield self.memory.submit(2 * nbytes / self._speeds.memory, "parameters")
+        line.begins(NOTHING)
+
     # What the device does.
 
-    def _launch(
-        self, seconds: float, what: str, after: Sequence[After] = ()
-    ) -> Generator[Moment, None, Moment]:
+    def _launch(self, seconds: float, what: str, after: Sequence[After] = ()) -> Generator[Moment, None, Moment]:
         """A process of the host: has the device compute. Where that is the CPU, the host waits.
 
         Args:
@@ -323,7 +428,7 @@ class Rank:
             line.begins(COMPUTE)
             yield self.compute.submit(seconds, what)
 
-        done = self.device.submit(work())
+        done = self._launched = self.device.submit(work())
         if self._direct:
             yield from self.host.wait(done, line)
         return done
