@@ -16,6 +16,8 @@ from offload.sizes import KIB, parse_bytes
 if TYPE_CHECKING:
     import torch
 
+    from offload.planner.machine_file import Machine
+
 TIERS = ("nvme", "cpu", "device")
 PARAM_TIERS = ("device", "cpu", "nvme", "auto")
 GRAD_TIERS = ("cpu", "nvme", "auto")
@@ -162,10 +164,16 @@ class PlanOptions(RunOptions):
     ram: str | None
     flops: float | None
     disk_gb_per_s: float | None
+    machine: Machine | None = None
+    paths: tuple[Path, ...] = ()
     sweep: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.machine is not None and self.paths:
+            raise ConfigError(
+                f"--path {self.paths[0]} is of this machine, and --machine of another one: give one of the two"
+            )
         self._require_least(1, "ranks", "tensor_parallel", "layers", "width", "lora_rank")
         self._require_sizes("gpu_memory", "ram", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
         if self.quantise is not None and self.quantise not in QUANTISED:
@@ -203,13 +211,23 @@ class PlanOptions(RunOptions):
 
     @property
     def gpu_bytes(self) -> int | None:
-        """The GPU's memory in bytes; None: it was not given."""
-        return None if self.gpu_memory is None else parse_bytes(_number(self.gpu_memory), "--gpu-memory")
+        """The GPU's memory in bytes, as it was given, or as the machine has it; None: it is unknown."""
+        if self.gpu_memory is not None:
+            return parse_bytes(_number(self.gpu_memory), "--gpu-memory")
+        device = None if self.machine is None else self.machine.device
+        return None if device is None else device.memory.number
 
     @property
     def free_cpu_bytes(self) -> int | None:
         """The RAM that is free on the machine that will run it, in bytes; None: what is free here."""
-        return None if self.ram is None else parse_bytes(self.ram, "--ram")
+        if self.ram is not None:
+            return parse_bytes(self.ram, "--ram")
+        return None if self.machine is None else self.machine.ram.number
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another machine than this one will run it."""
+        return self.gpu or self.ram is not None or self.machine is not None
 
 
 @dataclass(frozen=True, kw_only=True)

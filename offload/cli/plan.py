@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from offload.cli.plan_models import Sized
     from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
-    from offload.planner.rates import Rates
+    from offload.planner.machine_file import Figure, Machine
+    from offload.planner.placement import Placement
     from offload.planner.verdict import Computing
 
+LISTED = "list"
+"""As --machine: shows the names of machines."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ASSUMED_FLOPS = 100e12
 """That a GPU achieves, if nothing is said: about a third of what an A100 could do in bf16."""
 ASSUMED_DISK_GB_PER_S = 3.0
+ASSUMED_LINK_GB_PER_S = 25.0
+"""What is assumed of the link between RAM and a GPU, each way: PCIe 4.0 with 16 lanes."""
 
 
 def plan(
@@ -104,22 +109,41 @@ def plan(
     partition_activations: Annotated[
         bool, typer.Option("--partition-activations", help="Each of these keeps a part of what enters a block.")
     ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help='Plan for this machine: a name, or a file such as `offload probe --save` writes; "list" shows names.',
+            show_default="this machine",
+        ),
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A directory on each drive that the run will use, whose rates `offload probe` measured.",
+            show_default="the current directory",
+        ),
+    ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Plan for a GPU, also where there is none.")] = False,
     gpu_memory: Annotated[
         str | None,
         typer.Option(
             help="The GPU's memory, such as 24GiB; means --gpu. What activations leave of it is --device-memory.",
+            show_default="the machine's",
         ),
     ] = None,
     ram: Annotated[
         str | None,
-        typer.Option(help="RAM that is free where it will run, such as 128GiB.", show_default="what is free here"),
+        typer.Option(
+            help="RAM that is free where it will run, such as 128GiB.",
+            show_default="the machine's, or what is free here",
+        ),
     ] = None,
     flops: Annotated[
         float | None,
         typer.Option(
             help="FLOP/s that the device achieves, such as 150e12.",
-            show_default="of products that `offload probe` measured here; of a GPU 100e12, else unknown",
+            show_default="of products, as `offload probe` measured them or the machine has them; of a GPU 100e12, else "
+            "unknown",
         ),
     ] = None,
     disk_gb_per_s: Annotated[
@@ -127,7 +151,7 @@ def plan(
         typer.Option(
             "--disk-gb-per-s",
             help="What the disks move, reads and writes together.",
-            show_default="what `offload probe` or `bench io` measured here, or 3",
+            show_default="what `offload probe` or `bench io` measured here, the machine's, or 3",
         ),
     ] = None,
     sweep: Annotated[
@@ -140,14 +164,21 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show, before anything is allocated, whether a run fits, how long a step takes, and what other budgets do."""
+    if machine == LISTED:
+        from offload.cli.plan_machines import show_machines
+
+        show_machines(json=json)
+        return
+    there = None if machine is None else _machine(machine)
     options = PlanOptions(
         preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, quantise=quantise,
         batch=batch, seq=seq, accumulation=_whole(accumulation), dtype=dtype, optimizer=optimizer, tier=tier,
         param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, activation_tier=activation_tier,
         cpu_memory=cpu_memory, chunk=chunk, states=states, split_master=split_master, speculate=speculate,
         commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
-        partition_activations=partition_activations, gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram,
-        flops=flops, disk_gb_per_s=disk_gb_per_s, sweep=sweep,
+        partition_activations=partition_activations, gpu_memory=gpu_memory, ram=ram, flops=flops,
+        gpu=gpu or gpu_memory is not None or (there is not None and there.device is not None),
+        disk_gb_per_s=disk_gb_per_s, machine=there, paths=tuple(path or ()), sweep=sweep,
     )  # fmt: skip
     from offload.cli.plan_models import sized
 
@@ -163,7 +194,7 @@ def plan(
         figures = _figures(planned, options, model, waiting)
     except BudgetError as error:
         if error.option == "cpu_memory" and not json:
-            _say_what_would(error, _what_fits(planned, options, model))
+            _say_what_would(error, _what_fits(planned, options, model) | {"endurance_bytes": endurance_of(options)})
         raise
     figures |= _what_fits(planned, options, model) | _left_out(options, model)
     if json:
@@ -175,6 +206,12 @@ def plan(
     from offload.cli.plan_tables import show
 
     show(Console(), figures, options, model)
+
+
+def _machine(wanted: str) -> Machine:
+    from offload.planner.machine_file import find
+
+    return find(wanted)
 
 
 def _left_out(options: PlanOptions, model: Sized) -> dict[str, Any]:
@@ -250,7 +287,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     rules = rules_named(options.optimizer, options.states)
     if options.split_master and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
-    direct = accelerator() is None and not options.gpu
+    direct = not options.gpu and (options.machine is not None or accelerator() is None)
     if options.speculate and not rules[0].can_try:
         raise ConfigError(
             f"--speculate with --optimizer {options.optimizer}: it steps whole parameters, and only steps of single "
@@ -266,6 +303,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         model.module,
         direct=direct,
         free_cpu_bytes=options.free_cpu_bytes,
+        cpus=threads_of(options.machine),
         rules=rules,
         states=options.states,
         tier=options.tier,
@@ -288,6 +326,11 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         **given | ({"commit_every": None} if options.no_commits else {}),
     )
     return planned.with_memory(planned.least()) if options.cpu_memory == "least" else planned
+
+
+def threads_of(machine: Machine | None) -> int | None:
+    """How many CPUs a machine has; None: that is unknown, or it is this one."""
+    return None if machine is None or machine.threads is None else machine.threads.number
 
 
 def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Computing | None:
@@ -336,7 +379,7 @@ def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) 
         way_out = "a smaller --batch or --seq"
     raise BudgetError(
         f"{format_bytes(beside)} of the GPU's memory are for CUDA, gradients on their way and the activations of "
-        f"{options.batch} x {options.seq} tokens, and --gpu-memory is {options.gpu_memory}: give {way_out}",
+        f"{options.batch} x {options.seq} tokens, and it has {format_bytes(options.gpu_bytes)}: give {way_out}",
         needed=beside,
         available=options.gpu_bytes,
         option="gpu_memory",
@@ -356,7 +399,10 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
     found |= _zero_r(planned, options, model) | speed_of(planned, options, model)
     on_gpu = options.gpu or not planned.direct
-    found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
+    found |= update_figures(
+        planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"], link=link_of(options),
+        measures=options.machine is None,
+    )  # fmt: skip
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
@@ -437,7 +483,8 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "link_up_bytes": None if link is None else link.up,
         "link_down_bytes": None if link is None else link.down,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
-        "drive_life_steps": placement.drive_life_steps,
+        "drive_life_steps": life_of(placement, options),
+        "endurance_bytes": endurance_of(options),
         "ranks": planned.layout.ranks,
         "stage": planned.choice.grads.stage,
         "held_bytes": dict(placement.held_bytes),
@@ -466,24 +513,22 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     Raises:
         BudgetError: memory or disk space does not suffice.
     """
-    from offload.io.select import recall
     from offload.planner.verdict import Work, step_time
 
-    is_other_machine = options.gpu or options.ram is not None
-    remembered = None if is_other_machine else recall(Path.cwd())
-    rates = None if is_other_machine else _rates_here()
+    there = machine_of(options)
     disk, disk_from = ASSUMED_DISK_GB_PER_S, "assumed"
     if options.disk_gb_per_s is not None:
         disk, disk_from = options.disk_gb_per_s, "given"
-    elif remembered is not None and remembered.mixed_bytes_per_s:
-        disk, disk_from = remembered.mixed_bytes_per_s / 1e9, "measured"
+    elif there is not None and there.disk is not None:
+        disk, disk_from = there.disk.value / 1e9, _known(there.disk, there)
     flops, flops_from = options.flops, "given"
-    if flops is None and rates is not None and options.dtype in rates.products:
-        flops, flops_from = rates.products[options.dtype].median, "measured"
+    if flops is None and there is not None and options.dtype in there.products:
+        product = there.products[options.dtype]
+        flops, flops_from = product.value, _known(product, there)
     elif flops is None:
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
-    steps = None if rates is None else rates.steps.get(_step_name(options))
-    elements = None if steps is None else steps.median
+    steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
+    elements = None if steps is None else steps.value
     tokens, trained = options.batch * options.seq, planned.layout.trained.numel
     recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
@@ -496,6 +541,7 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     return found | {
         "compute_seconds": time.compute,
         "kernel_seconds": None if elements is None else time.update,
+        "kernels_from": None if steps is None or there is None else _known(steps, there),
         "step_seconds": time.step,
         "tokens_per_s": of_step / time.step,
         "waits_for": time.waits_for,
@@ -503,12 +549,57 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     }
 
 
-def _rates_here() -> Rates | None:
-    """What `offload probe` measured of this machine."""
-    from offload.devices.copies import accelerator, device_name
-    from offload.planner.rates import recall
+def machine_of(options: PlanOptions) -> Machine | None:
+    """The machine that will run it; None: another one than this, of which nothing is known but what options say."""
+    from offload.planner.machine_file import here
 
-    return recall(device_name(accelerator()))
+    if options.is_elsewhere:
+        return options.machine
+    return here(options.paths or (Path.cwd(),))
+
+
+def _known(figure: Figure, machine: Machine) -> str:
+    """Where a figure is from: "measured" here, "elsewhere", or "described"."""
+    return "described" if not figure.measured else "measured" if machine.is_here else "elsewhere"
+
+
+def link_of(options: PlanOptions) -> tuple[float, float, str]:
+    """Bytes a second to the GPU and back, and where they are from."""
+    there = machine_of(options)
+    if there is None or there.link is None:
+        return 1e9 * ASSUMED_LINK_GB_PER_S, 1e9 * ASSUMED_LINK_GB_PER_S, "assumed"
+    return there.link.up.value, there.link.down.value, _known(there.link.up, there)
+
+
+def endurance_of(options: PlanOptions) -> float | None:
+    """The bytes that may be written to the machine's drives; None: that is unknown."""
+    return None if options.machine is None else options.machine.endurance
+
+
+def life_of(placement: Placement, options: PlanOptions) -> float | None:
+    """After how many steps the drives have been written as much as their warranty covers; None: never."""
+    endurance = endurance_of(options)
+    if endurance is None or not placement.written_bytes:
+        return placement.drive_life_steps
+    return endurance / placement.written_bytes
+
+
+def bytes_an_element(options: PlanOptions) -> float | None:
+    """What Adam's kernel reads and writes of an element: states both ways, a gradient, and the parameter.
+
+    Of a split master the upper half is in the parameter. None: the optimizer has no kernel of its own.
+    """
+    from offload.cli.plan_models import rules_named
+    from offload.optim.rules.adam import AdamRule
+    from offload.sizes import MASTER_ITEM_BYTES
+
+    rule, _ = rules_named(options.optimizer, options.states)
+    if not isinstance(rule, AdamRule):
+        return None
+    of_states = sum(size / block for state in rule.states for size, block in state.form.arrays)
+    itemsize = options.compute_dtype.itemsize
+    master = MASTER_ITEM_BYTES - itemsize if options.split_master else MASTER_ITEM_BYTES
+    return 2 * (master + of_states) + itemsize + (2 * itemsize if options.split_master else itemsize)
 
 
 def _step_name(options: PlanOptions) -> str:
@@ -535,9 +626,13 @@ def _verdict(
     free = free_memory() if options.free_cpu_bytes is None else options.free_cpu_bytes
     in_ram = found["peak_cpu_bytes"] + (on_device if found["device"] == "cpu" else 0)
     fits_device = options.gpu_bytes is None or on_device <= options.gpu_bytes
+    capacity = None if options.machine is None else options.machine.disk_capacity
+    fits_disk = capacity is None or found["disk_bytes"] <= capacity
     return {
-        "fits": fits_device and in_ram <= free,
+        "fits": fits_device and fits_disk and in_ram <= free,
         "fits_device": fits_device,
+        "fits_disk": fits_disk,
+        "disk_capacity_bytes": capacity,
         "activation_bytes": None if computing is None else activations,
         "output_bytes": None if computing is None else outputs,
         **beside,
@@ -579,7 +674,7 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
                 "streamed_bytes": sum(placed.states.streamed),
                 "moved_bytes": placed.read_bytes + placed.written_bytes,
                 "step_seconds": speed.get("step_seconds", speed["disk_seconds"]),
-                "drive_life_steps": placed.drive_life_steps,
+                "drive_life_steps": life_of(placed, options),
                 "fits": needed <= free,
             }
         )

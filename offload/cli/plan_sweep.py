@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.console import print_json, say, show_table
 from offload.cli.options import SWEPT, PlanOptions
-from offload.cli.plan import planned_of, speed_of, summarise
-from offload.cli.plan_updates import LINK_GB_PER_S
+from offload.cli.plan import link_of, planned_of, speed_of, summarise
+from offload.cli.plan_tables import WORDS
 from offload.cli.plots import can_draw, new_figure
 from offload.errors import BudgetError
 from offload.sizes import GIB, format_bytes
@@ -58,10 +58,9 @@ def show_sweep(options: PlanOptions, model: Sized, waiting: Waiting | None, *, j
         )
     show_table(console, table)
     counted = "compute, the disk" if has_step else "the disk"
-    say(
-        console,
-        f"Seconds are those of {counted} and a link of {LINK_GB_PER_S:.0f} GB/s each way (assumed), beside another.",
-    )
+    up, down, link_from = link_of(options)
+    rate = f"{up / 1e9:.3g} GB/s each way" if up == down else f"{up / 1e9:.3g} GB/s up and {down / 1e9:.3g} down"
+    say(console, f"Seconds are those of {counted} and a link of {rate} ({WORDS[link_from]}), beside another.")
     if can_draw():
         file = Path(f"{SWEPT}.png")
         draw(file, points)
@@ -86,7 +85,8 @@ def _point(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[
     planned = planned_of(options, model, waiting)
     found, speed = summarise(planned, options), speed_of(planned, options, model)
     states, up, down = planned.place().states, found["link_up_bytes"], found["link_down_bytes"]
-    link_seconds = 0.0 if up is None else max(up, down) / (1e9 * LINK_GB_PER_S)
+    up_rate, down_rate, _ = link_of(options)
+    link_seconds = 0.0 if up is None else max(up / up_rate, down / down_rate)
     step_seconds = speed.get("step_seconds")
     return {
         "device_memory": int(options.device_memory or 0),

@@ -11,7 +11,6 @@ from rich.table import Table
 from offload.cli.console import say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
-from offload.cli.plan_updates import LINK_GB_PER_S
 from offload.planner.placement import TYPICAL_TBW, in_words
 from offload.sizes import format_bytes, option_bytes
 from offload.tiers import CPU, DEVICE, NVME, TIERS
@@ -29,12 +28,19 @@ KINDS = {
     "rest": "headers, padding, buffers of copies",
 }
 COMMITTED_SLOTS = "a second version of each chunk, for commits"
-WORDS = {"given": "given", "assumed": "assumed", "measured": "measured here"}
+WORDS = {
+    "given": "given",
+    "assumed": "assumed",
+    "measured": "measured here",
+    "elsewhere": "measured there",
+    "described": "described, not measured",
+}
+"""Where a figure is from."""
 
 
 def show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
     """Prints the verdict, then what lies where, then what other budgets would do."""
-    for line in _verdict(summary, options):
+    for line in (*machine_lines(options), *_verdict(summary, options)):
         say(console, line)
     console.print()
     show_table(console, _placement_table(summary))
@@ -49,6 +55,26 @@ def show(console: Console, summary: dict[str, Any], options: PlanOptions, model:
         say(console, f"Frozen parameters: {left}.")
     console.print()
     show_budgets(console, summary)
+
+
+def machine_lines(options: PlanOptions) -> Iterator[str]:
+    """What machine that is, and how much is known of it."""
+    from offload.io.remembered import LONGEST_AGE_S, days
+    from offload.planner.machine_file import unused
+
+    machine = options.machine
+    if machine is None:
+        if not options.is_elsewhere and (why := unused()) is not None:
+            yield f"What `offload probe` measured {why}: it is not used. `offload probe` measures again."
+        return
+    about = f": {machine.about}" if machine.about else ""
+    age = machine.age_s()
+    if age is None:
+        yield f"For {machine.name}{about}. Nothing was measured there: figures are those of data sheets, or assumed."
+        return
+    where = "this machine" if machine.is_here else "another machine than this one"
+    old = ", which is stale: `offload probe --save` writes it anew" if age > LONGEST_AGE_S else ""
+    yield f"For {machine.name}{about}. It is {where}, measured {days(max(age, 0))} ago{old}."
 
 
 def show_budgets(console: Console, summary: dict[str, Any]) -> None:
@@ -83,13 +109,16 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
     if summary["drive_life_steps"] is not None:
         full = summary.get("budgets", [{}])[-1].get("cpu_bytes")
         way_out = "" if full is None else f"; with --cpu-memory {option_bytes(full)} no states are written"
-        yield (
-            f"A drive warranted for {TYPICAL_TBW / 1e12:.0f} TB written lasts {summary['drive_life_steps']:,.0f} "
-            f"steps{way_out}."
-        )
+        endurance = summary["endurance_bytes"]
+        warranted, last = f"A drive warranted for {TYPICAL_TBW / 1e12:.0f} TB written lasts", "steps"
+        if endurance is not None:
+            warranted = f"Its drives, warranted for {endurance / 1e12:,.0f} TB written together, last"
+        yield f"{warranted} {summary['drive_life_steps']:,.0f} {last}{way_out}."
 
 
 def _way_out(summary: dict[str, Any], options: PlanOptions) -> str:
+    if not summary["fits_disk"]:
+        return f"Its drives have {format_bytes(summary['disk_capacity_bytes'])}: have larger ones, or more of them."
     if summary["fits_device"] and options.gpu:
         return "Give less --cpu-memory, or have more RAM."
     if options.activation_tier is None and summary["activation_bytes"]:
@@ -105,7 +134,8 @@ def _step_line(summary: dict[str, Any]) -> str:
         f"{WORDS[summary['disk_from']]}"
     )
     if summary["kernel_seconds"]:
-        rates += f", and {_seconds(summary['kernel_seconds'])} of the optimizer's kernels, measured here"
+        known = WORDS[summary["kernels_from"]]
+        rates += f", and {_seconds(summary['kernel_seconds'])} of the optimizer's kernels, {known}"
     hidden = summary["hiding_tokens"]
     hides = f"; from {hidden:,} tokens a micro-batch on, the disk costs nothing" if hidden else ""
     return (
@@ -117,9 +147,13 @@ def _step_line(summary: dict[str, Any]) -> str:
 def _update_line(summary: dict[str, Any]) -> str:
     moved, rate, seconds = (summary[f"update_{name}"] for name in ("link_bytes", "flops_per_s", "seconds"))
     who = f"{summary['optimizer']} steps matrices"
+    where = summary["update_link"]
+    if not moved and seconds is None:
+        return f"{who} on the CPU: {summary['update_flops']:.3g} FLOP; --flops gives the time."
     if not moved:
-        return f"{who} on the CPU, in about {_seconds(seconds)} of a step ({rate:.3g} FLOP/s, measured here)."
-    link = f"{format_bytes(moved)} over the link ({LINK_GB_PER_S:.0f} GB/s each way, assumed)"
+        known = "measured here" if summary["update_measured"] else WORDS[summary["flops_from"]]
+        return f"{who} on the CPU, in about {_seconds(seconds)} of a step ({rate:.3g} FLOP/s, {known})."
+    link = f"{format_bytes(moved)} over the link ({where['up_gb_per_s']:.3g} GB/s to the GPU, {WORDS[where['from']]})"
     if seconds is None:
         return f"{who} on the GPU: {summary['update_flops']:.3g} FLOP, and {link}; --flops gives the time."
     given = f"{rate:.3g} FLOP/s, {WORDS[summary['flops_from']]}"
@@ -290,8 +324,8 @@ def _budget_table(summary: dict[str, Any]) -> Table:
     table.add_row("moved by the disk", *(format_bytes(one["moved_bytes"]) for one in budgets))
     if has_time:
         table.add_row("step, computed", *(_seconds(one["step_seconds"]) for one in budgets))
-    table.add_row(
-        f"steps of a {TYPICAL_TBW / 1e12:.0f} TB drive", *("-" if one is None else f"{one:,.0f}" for one in lives)
-    )
+    endurance = summary["endurance_bytes"]
+    whose = f"of a {TYPICAL_TBW / 1e12:.0f} TB drive" if endurance is None else "that its drives last"
+    table.add_row(f"steps {whose}", *("-" if one is None else f"{one:,.0f}" for one in lives))
     table.add_row("fits", *("yes" if one["fits"] else "no" for one in budgets))
     return table

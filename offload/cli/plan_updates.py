@@ -19,23 +19,31 @@ MEASURED = (1024, 1024)
 """The largest matrix whose step is measured. Larger ones are taken to have its rate."""
 MEASURED_S = 0.05
 """For about so many seconds a matrix is stepped, and at least three times."""
-LINK_GB_PER_S = 25.0
-"""What is assumed of the link between RAM and a GPU, each way: PCIe 4.0 with 16 lanes."""
 
 
-def update_figures(planned: Planned, optimizer: str, *, on_gpu: bool, flops_per_s: float | None) -> dict[str, Any]:
+def update_figures(
+    planned: Planned,
+    optimizer: str,
+    *,
+    on_gpu: bool,
+    flops_per_s: float | None,
+    link: tuple[float, float, str],
+    measures: bool = True,
+) -> dict[str, Any]:
     """What a step of the optimizer takes of a rank.
 
     Args:
         planned: the plan.
         optimizer: the name of the optimizer.
         on_gpu: whether matrices are stepped on a GPU.
-        flops_per_s: what a GPU achieves; None: it is unknown.
+        flops_per_s: what the device achieves; None: it is unknown.
+        link: bytes a second to the GPU and back, and where they are from.
+        measures: whether what a CPU does may be measured here, since it is this one.
 
     Returns:
         Nothing if it multiplies no matrices. Else "update_flops"; "update_link_bytes" over the link to a GPU, both ways
         together, 0 without; "update_flops_per_s"; and "update_seconds", on a GPU of whichever of the two takes longer.
-        If there is no GPU, the last two are measured here; if there is one, they are None if they are unknown.
+        If there is no GPU, the last two are measured here; else they are None if they are unknown.
     """
     specs = planned.layout.specs
     flops, up_bytes, down_bytes = 0.0, 0, 0
@@ -49,15 +57,19 @@ def update_figures(planned: Planned, optimizer: str, *, on_gpu: bool, flops_per_
             down_bytes += states
     if not flops:
         return {}
-    if on_gpu:
+    up, down, link_from = link
+    if on_gpu or not measures:
         rate = flops_per_s
-        seconds = None if rate is None else max(flops / rate, up_bytes / (1e9 * LINK_GB_PER_S))
+        over_link = max(up_bytes / up, down_bytes / down) if on_gpu else 0.0
+        seconds = None if rate is None else max(flops / rate, over_link)
     else:
         seconds = measured_seconds(optimizer, +shapes)
         rate = flops / seconds
     return {
         "update_flops": flops,
         "update_link_bytes": up_bytes + down_bytes if on_gpu else 0,
+        "update_link": {"up_gb_per_s": up / 1e9, "down_gb_per_s": down / 1e9, "from": link_from},
+        "update_measured": measures and not on_gpu,
         "update_flops_per_s": rate,
         "update_seconds": seconds,
     }

@@ -10,6 +10,7 @@ import typer
 
 from offload.cli.console import print_json, say, show_table
 from offload.cli.options import Json
+from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,10 @@ def probe(
         list[Path] | None,
         typer.Argument(help="A directory on each drive to measure.", show_default="the current directory"),
     ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write a description of this machine here, for `offload plan --machine` elsewhere."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure this machine, in about half a minute: drives, RAM, matrix products, optimizers' steps, the device's link.
@@ -39,19 +44,36 @@ def probe(
 
     stderr = Console(stderr=True)
     directories = paths or [Path()]
+    if save is not None:
+        _require_new(save)
     sizes = probing.require_drives(directories)
     with progress(stderr, "this machine:", probing.count_of_measurements()) as tell:
         found = probing.measure_rates(tell)
     drives, together = probing.measure_drives(directories, sizes, stderr)
     try:
-        file = probing.remember_all(found, drives)
+        file = probing.remember_all(found, drives, together)
         say(stderr, f'offload plan and io_engine="auto" use this for 90 days ({file})', markup=False)
     except OSError as error:
         say(stderr, f"cannot write down what was measured: {error}", markup=False)
+    if save is not None:
+        probing.save(save, found, drives, together)
+        say(stderr, f"offload plan --machine {save} plans for this machine", markup=False)
     if json:
         print_json(_as_json(found, drives, together))
         return
     _show(Console(), found, drives, together)
+
+
+def _require_new(file: Path) -> None:
+    """Requires a name in a directory under which there is nothing yet.
+
+    Raises:
+        ConfigError: there is something, or no directory.
+    """
+    if file.exists() or file.is_symlink():
+        raise ConfigError(f"--save {file}: there is something of that name; give another one")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--save {file}: there is no directory {file.absolute().parent}; make it first")
 
 
 def _as_json(found: Rates, drives: Sequence[Drive], together: Rate | None) -> dict[str, Any]:

@@ -7,7 +7,9 @@ moment is in one round.
 from __future__ import annotations
 
 import contextlib
+import platform
 import random
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +28,9 @@ from offload.cli.plan_models import optimizers, rules_named
 from offload.cli.progress import Tell
 from offload.devices.copies import HostCopier, accelerator, copier_for, device_name
 from offload.errors import BudgetError, ConfigError
-from offload.io.select import AUTO, Settings, file_system_of, recall, remember
+from offload.io.select import AUTO, Settings, Together, file_system_of, recall, remember, remember_together
 from offload.optim.rule import SegmentMemory, Span
+from offload.planner import machine_file
 from offload.planner.machine import free_memory, kernel_threads
 from offload.planner.rates import LinkRates, Rate, Rates, step_name
 from offload.planner.rates import remember as remember_rates
@@ -298,8 +301,13 @@ def measure_drives(paths: Sequence[Path], sizes: Sequence[int], console: Console
     return found, together
 
 
-def remember_all(rates: Rates, drives: Sequence[Drive]) -> Path:
+def remember_all(rates: Rates, drives: Sequence[Drive], together: Rate | None) -> Path:
     """Writes down what was measured.
+
+    Args:
+        rates: of all but the drives.
+        drives: what each does alone.
+        together: what all do at once; None: there is one.
 
     Returns:
         The file in which it stands.
@@ -311,7 +319,35 @@ def remember_all(rates: Rates, drives: Sequence[Drive]) -> Path:
         read, write, mixed = (drive.rates[operation].median for operation in OPERATIONS)
         known = drive.settings
         remember(drive.path, Settings(known.engine, known.request_bytes, known.depth, mixed, read, write))
+    if together is not None:
+        systems = [file_system_of(drive.path) for drive in drives]
+        remember_together(systems, Together(together.median, together.lowest, together.highest))
     return remember_rates(rates)
+
+
+def save(file: Path, rates: Rates, drives: Sequence[Drive], together: Rate | None) -> None:
+    """Writes a description of this machine, which `machine_file.load` reads.
+
+    Args:
+        file: under whose name there is nothing yet.
+        rates: of all but the drives.
+        drives: what each does alone.
+        together: what all do at once; None: there is one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    of_drives = []
+    for drive in drives:
+        free = machine_file.Size(shutil.disk_usage(drive.path).free, "free when it was measured", measured=True)
+        read, write, mixed = (machine_file.of_rate(drive.rates[operation]) for operation in OPERATIONS)
+        of_drives.append(machine_file.Drive(str(drive.path.resolve()), read, write, mixed, free))
+    machine = machine_file.described(rates, of_drives, together, name=platform.node() or "a machine")
+    try:
+        with file.open("x", encoding="utf-8", errors="replace") as opened:
+            opened.write(machine_file.written(machine))
+    except OSError as error:
+        raise ConfigError(f"--save {file} cannot be written: {error.strerror}") from error
 
 
 def _together(contestants: Sequence[tuple[Ours, int]]) -> Rate:

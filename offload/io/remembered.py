@@ -7,6 +7,7 @@ may be shared by machines, and each with a date, since drives change. A damaged 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import time
@@ -55,6 +56,32 @@ def recall(section: str, key: str, kind: type[T]) -> T | None:
     return found if 0 <= age_s(found) <= LONGEST_AGE_S else None
 
 
+def why_not(section: str, key: str, kind: type[T]) -> str | None:
+    """Why `recall` finds nothing under a key although something stands there; None: nothing does, or it is found.
+
+    Args:
+        section: of the file.
+        key: in the section.
+        kind: of the value.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
+        remembered = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
+        if key not in remembered.sections.get(section, {}):
+            return None
+        if remembered.machine != _machine():
+            return "is of another machine"
+        value = msgspec.convert(remembered.sections[section][key], kind)
+        if not 0 <= age_s(value) <= LONGEST_AGE_S:
+            return f"is {days(age_s(value))} old"
+    return None
+
+
+def days(seconds: float) -> str:
+    """An age in words: "3 days"."""
+    count = int(seconds // (24 * 3600))
+    return "less than a day" if count == 0 else f"{count} day{'' if count == 1 else 's'}"
+
+
 def age_s(value: msgspec.Struct) -> float:
     """How many seconds ago a value was measured."""
     return time.time() - value.measured_at  # type: ignore[attr-defined, no-any-return]
@@ -87,6 +114,11 @@ def remember(section: str, key: str, value: msgspec.Struct) -> Path:
 def cache_file() -> Path:
     """The file: $XDG_CACHE_HOME/offload/machine.json."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "machine.json"
+
+
+def identity() -> str:
+    """What tells this machine from others, for files that leave it. The number of the system itself is not for that."""
+    return hashlib.sha256(f"offload {_machine()}".encode()).hexdigest()[:16]
 
 
 def _load() -> dict[str, dict[str, Any]]:

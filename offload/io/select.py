@@ -36,6 +36,9 @@ AUTO = "auto"
 SECTION = "file_systems"
 """Of what is remembered; by mount point."""
 
+TOGETHER = "drives_together"
+"""Of what is remembered; by mount points."""
+
 _log = logging.getLogger("offload")
 _told: set[str] = set()
 
@@ -61,6 +64,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mixed_bytes_per_s: Speed = 0.0
     read_bytes_per_s: Speed = 0.0
     write_bytes_per_s: Speed = 0.0
+    measured_at: float = 0.0
+
+
+class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What several file systems move at once, reading and writing together, in bytes a second.
+
+    Attributes:
+        median, lowest, highest: of several measurements.
+        measured_at: when, in seconds since 1970.
+    """
+
+    median: Speed
+    lowest: Speed
+    highest: Speed
     measured_at: float = 0.0
 
 
@@ -112,6 +129,31 @@ def remember(path: Path, settings: Settings) -> Path:
         OSError: if the cache directory cannot be written.
     """
     return remembered.remember(SECTION, file_system_of(path), settings)
+
+
+def recall_together(systems: Sequence[str]) -> Together | None:
+    """What is remembered of several file systems at once; None if there is nothing, or it is too old.
+
+    Args:
+        systems: their names, as `file_system_of` has them, in any order.
+    """
+    return remembered.recall(TOGETHER, _key(systems), Together)
+
+
+def remember_together(systems: Sequence[str], together: Together) -> Path:
+    """Writes down what was measured of several file systems at once.
+
+    Returns:
+        The file in which it stands.
+
+    Raises:
+        OSError: if the cache directory cannot be written.
+    """
+    return remembered.remember(TOGETHER, _key(systems), together)
+
+
+def _key(systems: Sequence[str]) -> str:
+    return " + ".join(sorted(systems))
 
 
 def file_system_of(path: Path) -> str:

@@ -157,6 +157,7 @@ def plan_of(
     ranks: int = 1,
     tensor_parallel: int = 1,
     free_cpu_bytes: int | None = None,
+    cpus: int | None = None,
     rules: tuple[Rule, Rule] | None = None,
     **options: Any,
 ) -> Planned:
@@ -168,6 +169,7 @@ def plan_of(
         ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
         tensor_parallel: ranks that share the matrices of blocks.
         free_cpu_bytes: free RAM; None: what is free here.
+        cpus: usable CPUs; None: those that are here.
         rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
         **options: of OffloadZero.
 
@@ -185,7 +187,7 @@ def plan_of(
     situation = shape.situation(ranks=ranks, slices=tensor_parallel)
     situation = replace(situation, has_same_bits=all(rule.has_same_bits for rule in rules or (AdamRule(given.states),)))
     if rules is not None:
-        threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct)
+        threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct, cpus=cpus)
         situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)

@@ -68,7 +68,7 @@ LAUNCHING_THREADS = 2
 that has to wait for a CPU delays all that comes after it."""
 
 
-def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> int:
+def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool, cpus: int | None = None) -> int:
     """How many threads this rank's kernels take.
 
     Args:
@@ -76,5 +76,7 @@ def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> i
             kernels.
         ranks_on_node: how many ranks share the CPUs.
         direct: whether the model's device is the CPU, which waits while kernels run.
+        cpus: how many CPUs there are; None: those that are usable here.
     """
-    return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)
+    count = usable_cpus() if cpus is None else cpus
+    return wanted or max(count // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)

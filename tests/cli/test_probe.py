@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from offload.cli import io_speed, probing
 from offload.cli.main import app
 from offload.io import remembered, select
-from offload.planner import rates
+from offload.planner import machine_file, rates
 from offload.planner.rates import Rate, Rates
 from offload.sizes import GIB, KIB, MIB
 from tests.support.processes import open_files, own_threads
@@ -119,6 +119,11 @@ def test_several_drives_are_measured_together(drive: Path, monkeypatch: pytest.M
     found = json.loads(done.stdout)
     assert [one["path"] for one in found["drives"]] == [str(drive), str(other)]
     assert found["together"]["median"] > 0
+    known = select.recall_together(["other", "drive"])
+    assert known is not None
+    assert {name: getattr(known, name) for name in found["together"]} == found["together"]
+    assert select.recall_together(["drive"]) is None
+    assert plan("--path", str(drive), "--path", str(other))["disk_gb_per_s"] == known.median / 1e9
 
 
 def test_two_directories_of_one_drive_are_refused_before_anything_is_measured(drive: Path, tmp_path: Path) -> None:
@@ -195,3 +200,38 @@ def test_the_plan_computes_with_what_was_measured() -> None:
     assert found["waits_for"] == "update"
     assert plan("--ram", "64GiB")["flops_from"] == "unknown"  # another machine
     assert plan("--optimizer", "sgd")["kernel_seconds"] is None
+
+
+def test_what_one_machine_measured_is_planned_on_another(
+    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "measure_rates", lambda tell: some(steps=1e6))
+    file = tmp_path / "here.toml"
+    done = probe(drive, "--save", file, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert f"offload plan --machine {file}" in done.stderr
+    of_drive = json.loads(done.stdout)["drives"][0]
+    saved = machine_file.load(str(file))
+    assert saved.is_here
+    assert saved.drives[0].capacity is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
+    monkeypatch.setattr(remembered, "_machine", lambda: "another")
+    given = ("--split-master", "--machine", str(file))
+    found = plan(*given)
+    assert found["flops"] == 2e11
+    assert found["disk_gb_per_s"] == of_drive["mixed"]["median"] / 1e9
+    assert found["kernel_seconds"] == pytest.approx(found["parameters"] / 1e6)
+    assert found["free_cpu_bytes"] == saved.ram.number
+    assert {found[f"{what}_from"] for what in ("flops", "disk", "kernels")} == {"elsewhere"}
+    shown = CliRunner().invoke(app, ["plan", "--cpu-memory", "least", *given]).stdout
+    assert "It is another machine than this one, measured less than a day ago." in shown.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["there.toml", "missing/x.toml"])
+def test_what_cannot_be_saved_is_said_before_anything_is_measured(name: str, drive: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.toml").write_text("kept")
+    done = probe(drive, "--save", tmp_path / name)
+    assert done.exit_code == 2
+    assert f"--save {tmp_path / name}: there is" in done.stderr
+    assert "this machine" not in done.stderr
+    assert (tmp_path / "there.toml").read_text() == "kept"
