@@ -28,17 +28,18 @@ from tests.support.toy import Net, batch, take_step
 DISK, MEMORY, LINK = DriveSpeed(3e9, 2e9, 4e9), 2e10, LinkSpeed(2e10, 2e10, 3e10)
 SPEEDS = Speeds(1e9, MEMORY, (DISK,))
 WITH_LINK = Speeds(1e9, MEMORY, (DISK,), LINK)
+NO_COMPUTE = Passes()
 SMALL, LARGE, SPLIT = Tuning(chunk="4KiB"), Tuning(chunk="256KiB"), Tuning(chunk="4KiB", split_master=True)
 
 
-def iteration_of(planned: Planned, speeds: Speeds = SPEEDS, passes: Passes = Passes()) -> Iteration:
+def iteration_of(planned: Planned, speeds: Speeds = SPEEDS, passes: Passes = NO_COMPUTE) -> Iteration:
     found = simulate(planned.layout, planned.place(), passes, speeds)
     assert isinstance(found, Iteration), found
     return found
 
 
 class Wide(nn.Module):
-    """Blocks between layers of the root. A block's states are several chunks of the least size for gradients on NVMe."""
+    """Blocks between layers of the root, with several chunks each of the least size for gradients on NVMe."""
 
     def __init__(self, width: int = 192, blocks: int = 4) -> None:
         super().__init__()
@@ -78,10 +79,18 @@ CASES = {
     "parameters in RAM": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}),
     "parameters in RAM, of a device": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}, device=True),
     "parameters on NVMe": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0),
-    "parameters on NVMe, of a device": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0, device=True),
     "parameters on NVMe, accumulation": Case({"tier": "nvme", "param_tier": "nvme", "accumulation": 2}, 0.4),
 }
-STORED_GRADIENTS = {
+UNIT_BYTES = 2 * 1088
+THERE = {
+    "all states on the device": Case({"tier": "device"}, device=True),
+    "some states on the device": Case({"tier": "cpu", "device_memory": 8 * UNIT_BYTES + 650_000}, device=True),
+    "some there, of parameters that stream": Case(
+        {"tier": "nvme", "param_tier": "cpu", "accumulation": 2, "device_memory": 600_000}, 0.3, device=True
+    ),
+}
+TIMED = {
+    "parameters on NVMe, of a device": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0, device=True),
     "gradients on NVMe": Case({"tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
     "all on NVMe": Case({"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
 }
@@ -94,14 +103,21 @@ def test_a_simulation_moves_what_a_run_counts(name: str, copied_by: CopiedBy, tm
     assert (found.read_bytes > 0) == (CASES[name].share is not None)
 
 
-@pytest.mark.parametrize("name", STORED_GRADIENTS)
-def test_with_gradients_on_nvme_reads_differ_by_what_is_read_ahead(
+@pytest.mark.parametrize("name", THERE)
+def test_states_on_the_device_spare_the_link(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
+    found, counted, planned = _both(THERE[name], copied_by, tmp_path)
+    assert found == counted
+    assert planned.place().states.on_device
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     name: str, copied_by: CopiedBy, tmp_path: Path
 ) -> None:
-    """Which of their chunks are in RAM when a step ends depends on how fast the disk is, in a run too."""
-    found, counted, planned = _both(STORED_GRADIENTS[name], copied_by, tmp_path)
+    """Whether a chunk is still in RAM at its next use depends on how fast the disk and a worker are, in a run too."""
+    found, counted, planned = _both(TIMED[name], copied_by, tmp_path)
     buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
-    assert found.written_bytes == counted.written_bytes
+    assert found[1:] == counted[1:]
     assert abs(found.read_bytes - counted.read_bytes) <= buffers
 
 
@@ -184,8 +200,7 @@ def seconds_of(buffers: int, speeds: Speeds, passes: Passes = UNIT_S) -> float:
 
 SLOT = 37 * PAGE_BYTES
 HAND = Speeds(12288 / 4.0, drives=[DriveSpeed(SLOT / 1.5, SLOT / 2.0, SLOT / 1.0)])
-"""A chunk is read in 1.5 s, written in 2 s, and stepped in 4 s; with the other way beside it, transfers of both take 1 s
-each of the drive."""
+"""A chunk is read in 1.5 s, written in 2 s, and stepped in 4 s. One each way together take the drive 2 s."""
 
 
 def test_one_buffer_does_one_thing_after_the_other() -> None:

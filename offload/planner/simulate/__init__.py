@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.layout import Layout
@@ -17,9 +16,8 @@ from offload.planner.simulate.rank import DOWN, UP, Rank
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
-STEADY_AFTER = 3
+STEADY_AFTER = 2
 """Iterations after which each one is like the one before."""
-
 COMMITTED_BY = 3
 """Iterations that a commit delays: that of the step that it commits, the one in which it is made, and the next one."""
 
@@ -50,6 +48,7 @@ class Iteration:
         commit_s: seconds that a commit adds.
         commit_bytes: that a commit adds to what is written.
         spans: what the resources did, from the beginning of the iteration on.
+        not_counted: what takes time, too, in words.
     """
 
     seconds: float
@@ -62,6 +61,7 @@ class Iteration:
     commit_s: float = 0.0
     commit_bytes: int = 0
     spans: Sequence[Span] = ()
+    not_counted: Sequence[str] = ()
 
     @property
     def waits_for(self) -> str:
@@ -81,15 +81,18 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
     if (reason := _not_simulated(held, placement, speeds)) is not None:
         return NotPredicted(reason)
     rank = Rank(held, placement, passes, speeds)
-    ends = [_state_after(rank) for _ in range(STEADY_AFTER + 1)]
-    before, end = ends[-2:]
-    spans = rank.clock.spans[:]
-    moved = _moved_by(rank)
+    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
+    seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
+    rank.clock.run_out()
+    idle = _state_of(rank)
+    rested_s = _state_after(rank).seconds - idle.seconds
+    rank.clock.run_out()
+    moved = {name: nbytes - idle.moved[name] for name, nbytes in rank.moved.items()}
     commit_s, commit_bytes = 0.0, 0
     if placement.choice.commits.every:
-        commit_s, commit_bytes = _commit_of(rank, end.seconds - before.seconds, moved["written"])
+        commit_s, commit_bytes = _commit_of(rank, rested_s + (COMMITTED_BY - 1) * seconds, moved["written"])
     return Iteration(
-        end.seconds - before.seconds,
+        seconds,
         rank.device.line.parts(before.seconds, end.seconds),
         {name: busy - before.busy_s[name] for name, busy in end.busy_s.items()},
         moved["read"],
@@ -103,7 +106,16 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
             for span in spans
             if before.seconds < span.end_s <= end.seconds
         ],
+        tuple(_not_counted(placement)),
     )
+
+
+def _not_counted(placement: Placement) -> Iterator[str]:
+    """What takes time in a run, and none in its simulation."""
+    if not placement.is_direct and (placement.choice.states.tier == DEVICE or placement.device_flats):
+        yield "steps of states on the device, which its memory bounds"
+    if placement.choice.commits.every:
+        yield "the sync of a commit"
 
 
 @dataclass(frozen=True)
@@ -121,40 +133,31 @@ class _State:
     moved: Mapping[str, int]
 
 
-def _state_after(rank: Rank, *, commits: bool = False) -> _State:
-    """Simulates one more iteration."""
-    rank.clock.run_until(rank.clock.start(rank.iterate(commits=commits)))
+def _state_of(rank: Rank) -> _State:
     return _State(rank.clock.now, rank.busy_s, rank.moved)
 
 
-def _moved_by(rank: Rank) -> dict[str, int]:
-    """The bytes of one more iteration, between two times at which nothing is under way."""
-    rank.clock.run_out()
-    before = rank.moved
-    _state_after(rank)
-    rank.clock.run_out()
-    return {name: nbytes - before[name] for name, nbytes in rank.moved.items()}
+def _state_after(rank: Rank, *, commits: bool = False) -> _State:
+    """Simulates one more iteration."""
+    rank.clock.run_until(rank.clock.start(rank.iterate(commits=commits)))
+    return _state_of(rank)
 
 
-def _commit_of(rank: Rank, iteration_s: float, written_bytes: int) -> tuple[float, int]:
+def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, int]:
     """The seconds and written bytes that a commit adds.
 
     Args:
-        rank: simulates it.
-        iteration_s: seconds of an iteration without one.
-        written_bytes: what that writes.
+        rank: simulates it; nothing is under way.
+        plain_s: seconds of COMMITTED_BY iterations without one, from such a time on.
+        written_bytes: what one of them writes.
     """
-    before = rank.moved["written"]  # nothing is under way
-    start_s, end_s = (_iterate_and_commit(rank) for _ in range(2))
-    rank.clock.run_out()
-    added = rank.moved["written"] - before - 2 * COMMITTED_BY * written_bytes
-    return end_s - start_s - COMMITTED_BY * iteration_s, added // 2
-
-
-def _iterate_and_commit(rank: Rank) -> float:
-    """Simulates COMMITTED_BY iterations with one commit, and says when they end."""
+    start = _state_of(rank)
     rank.expect_commit()
-    return [_state_after(rank, commits=number == 1).seconds for number in range(COMMITTED_BY)][-1]
+    for number in range(COMMITTED_BY):
+        end = _state_after(rank, commits=number == 1)
+    rank.clock.run_out()
+    added = rank.moved["written"] - start.moved["written"] - COMMITTED_BY * written_bytes
+    return max(end.seconds - start.seconds - plain_s, 0.0), added
 
 
 def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | None:
@@ -164,8 +167,6 @@ def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | 
         return "several ranks are not simulated yet"
     if not direct and speeds.link is None:
         return "the speed of the link to the device is not known"
-    if not direct and (choice.states.tier == DEVICE or placement.device_flats):
-        return "how fast this device steps states that are there is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:
         return "the speed of the drives is not known"
     if any(flat.is_whole for flat in held.flats):

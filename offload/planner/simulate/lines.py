@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Generator
 
 from offload.planner.simulate.clock import Clock, Moment, Process
 

@@ -111,6 +111,8 @@ class Rank:
         self.counted = {UP: 0, DOWN: 0}
         self._states = self.stores[ChunkKind.STATES]
         self._params = self.stores.get(ChunkKind.PARAMS) if self._choice.params.tier > DEVICE else None
+        there = self._choice.states.tier == DEVICE and not self._direct
+        self._there = frozenset(flat.index for flat in layout.flats) if there else placement.device_flats
         self._stored_gradients = self.stores.get(ChunkKind.GRADS)
         self._dtypes = dtypes_of(layout, self._choice.grads.micro_batches)
         self._micro_batches = MicroBatches(layout, self._choice.grads)
@@ -218,8 +220,9 @@ class Rank:
         yield from self._wait_for_gradients()
         if commits:
             self.host.begins(COMMIT)
-            for store in self.stores.by_kind.values():
-                yield from store.flush()
+            for kind, store in self.stores.by_kind.items():
+                if self._placement.slots.committed_chunks(kind):
+                    yield from store.flush()
             self.host.begins(NOTHING)
         self._step += 1
         self._order = order_of_updates(self._layout, self._order, self._applied)
@@ -231,7 +234,7 @@ class Rank:
         self._micro_batches.clear_all()
         self._pending = {flat: [] for flat in self._order if self._chunks_of[flat]}
         if not self._direct:
-            for chunk in works:
+            for chunk in (chunk for chunk in works if chunk.flat not in self._there):
                 self._pending[chunk.flat].append(self._steps.submit(self._step_chunk(chunk, self._steps.line)))
         elif not self._placement.uses_disk:  # as HeldModel.step_ends
             yield from self._apply_all()
@@ -251,6 +254,8 @@ class Rank:
         number = self._micro_batches.count(param)
         if self._direct:
             yield from self._add(param, number, self.host)
+            return []
+        if self._layout.flat_of[param] in self._there:
             return []
         spec = self._layout.specs[param]
         copied = self._copy(DOWN, spec.numel * spec.dtype.itemsize, f"gradient of {spec.name}", made)
@@ -318,6 +323,8 @@ class Rank:
         for number, chunk in enumerate(self._chunks_of[flat]):
             if self._direct:
                 yield from self._step_chunk(chunk, self.host)
+            elif flat in self._there:
+                yield from self._bring_made(chunk)
             else:
                 yield from self.host.wait(done[number], self._steps.line)
                 if self._params is None:
@@ -330,6 +337,14 @@ class Rank:
                 self._scheduler.transfers.flat_updated(unit, flat)
                 yield from self._do_what_is_to_do()
         return [(one, LINK) for one in uploads]
+
+    def _bring_made(self, chunk: Chunk) -> Process:
+        """A process of the host: brings parameters that stream to RAM, which the device has made."""
+        if self._params is not None:
+            target = yield from self._params.lease(chunk.index, Use.OVERWRITE, self._step, self.host)
+            size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+            yield from self.host.wait(self._copy(DOWN, size, f"new chunk {chunk.index}", self._launched), LINK)
+            self._params.release(target)
 
     def _uploaded_bytes(self, chunk: Chunk) -> int:
         itemsize = self._layout.flats[chunk.flat].dtype.itemsize

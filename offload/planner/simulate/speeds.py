@@ -79,3 +79,8 @@ class Passes:
 
     forward_s: Mapping[str, float] = field(default_factory=dict)
     backward_s: Mapping[str, float] = field(default_factory=dict)
+
+    def times(self, factor: float) -> Passes:
+        """The same of so many times as many tokens."""
+        parts = ({unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s))
+        return Passes(*parts)
