@@ -20,6 +20,8 @@ STEADY_AFTER = 2
 """Iterations after which each one is like the one before."""
 COMMITTED_BY = 3
 """Iterations that a commit delays: that of the step that it commits, the one in which it is made, and the next one."""
+MOST_CHUNKS = 4096
+"""Of a rank, that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,8 @@ def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | 
         return "the speed of the link to the device is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:
         return "the speed of the drives is not known"
+    if len(held.param_chunks) > MOST_CHUNKS:
+        return f"{len(held.param_chunks):,} chunks take minutes to simulate: a larger chunk makes fewer"
     if any(flat.is_whole for flat in held.flats):
         return "an optimizer that steps whole parameters is not simulated yet"
     if any(spec.tile for spec in held.specs):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.simulate import Iteration, simulate
-from offload.planner.simulate.lines import COMPUTE, KERNELS
+from offload.planner.simulate.lines import COMPUTE, KERNELS, MEMORY
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.verdict import Work
 
 HIDDEN = 0.01
 """Less than this share of an iteration counts as nothing."""
-MOST_TIMES = 1 << 12
+MOST_TIMES = 1 << 16
 """So many times the tokens of a plan are tried."""
 
 
@@ -37,7 +35,7 @@ def passes_of(held: Layout, work: Work, flops_per_s: float) -> Passes:
 
 
 def hiding_tokens(held: Layout, placement: Placement, passes: Passes, speeds: Speeds, tokens: int) -> int | None:
-    """The tokens of a micro-batch from which on only compute takes time, and kernels where they share its CPU.
+    """The tokens of a micro-batch from which on nothing is waited for but what the device does itself.
 
     Args:
         held: the layout of all parameters that are trained or stream.
@@ -54,7 +52,7 @@ def hiding_tokens(held: Layout, placement: Placement, passes: Passes, speeds: Sp
         found = simulate(held, placement, passes.times(times), speeds)
         if not isinstance(found, Iteration):
             return False
-        own = (COMPUTE, KERNELS) if placement.is_direct else (COMPUTE,)
+        own = (COMPUTE, KERNELS, MEMORY) if placement.is_direct else (COMPUTE,)
         return sum(found.parts.get(name, 0.0) for name in own) >= (1 - HIDDEN) * found.seconds
 
     low, high = 0.0, 1.0
@@ -65,4 +63,4 @@ def hiding_tokens(held: Layout, placement: Placement, passes: Passes, speeds: Sp
     while high - low > max(high / 64, 1 / tokens):
         middle = (low + high) / 2
         low, high = (low, middle) if hides(middle) else (middle, high)
-    return round(high * tokens) if high < inf else None
+    return round(high * tokens)
