@@ -107,6 +107,9 @@ def test_a_simulation_moves_what_a_run_counts(name: str, copied_by: CopiedBy, tm
 def test_states_on_the_device_spare_the_link(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
     found, counted, planned = _both(THERE[name], copied_by, tmp_path)
     assert found == counted
+    seconds = iteration_of(planned, WITH_LINK, Passes({"blocks.0": 1.0}, {"blocks.0": 2.0})).seconds
+    computed = 3.0 * THERE[name].options.get("accumulation", 1)
+    assert computed <= seconds < computed + 0.1  # the host does not run ahead of the device
     assert planned.place().states.on_device
 
 

@@ -296,6 +296,7 @@ class Rank:
     def _wait_for_gradients(self) -> Process:
         if self._summed is not None:
             yield from self.host.wait(self._summed, self._gradients.line)
+        yield from self.host.wait(self._launched, self.device.line)  # whose sums of squares the step has to know
         self._leaving.clear()
 
     # The step.
