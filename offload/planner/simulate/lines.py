@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import defaultdict, deque
 
 from offload.planner.simulate.clock import Clock, Moment, Process
 
@@ -45,13 +45,13 @@ class Line:
             yield moment
             self.begins(before)
 
-    def parts(self, start: float, end: float) -> Counter[str]:
+    def parts(self, start: float, end: float) -> dict[str, float]:
         """How many seconds between two times it did what."""
-        found: Counter[str] = Counter()
+        found: defaultdict[str, float] = defaultdict(float)
         self._add_parts(found, start, end, ())
-        return found
+        return dict(found)
 
-    def _add_parts(self, found: Counter[str], start: float, end: float, within: tuple[Line, ...]) -> None:
+    def _add_parts(self, found: defaultdict[str, float], start: float, end: float, within: tuple[Line, ...]) -> None:
         at = bisect_right(self._times, start) - 1
         while start < end:
             until = min(self._times[at + 1], end) if at + 1 < len(self._times) else end
