@@ -288,6 +288,8 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         gradients: is told which units a backward has left, where ranks share the parameters.
     """
 
+    transfers: UnitTransfers
+
     def __init__(
         self,
         run: Run,

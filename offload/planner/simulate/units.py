@@ -105,13 +105,15 @@ class TimedUnits(UnitScheduler):
         units: the units.
     """
 
+    transfers: TimedMoves
+
     def __init__(self, held: Layout, placement: Placement, is_pending: Callable[[Unit], bool]) -> None:
         params, limit = placement.choice.params, placement.device_budget_bytes
         if limit is not None:
             limit += placement.streamed_bytes - placement.device_bytes
         streamed = {flat.index for flat in held.flats if params.tier_of(is_frozen=flat.is_frozen) > DEVICE}
         self.units = Units(held, streamed, placement.staying, placement.tiled_in_ram)
-        self.transfers: TimedMoves = TimedMoves(held, limit, direct=placement.is_direct)
+        self.transfers = TimedMoves(held, limit, direct=placement.is_direct)
         self._root = self.units[ROOT]
         self._policy = UnitPolicy(Ahead(params.prefetch_units, placement.choice.ahead_bytes))
         self._pending = is_pending
