@@ -315,8 +315,8 @@ def draw(results: Sequence[Result]) -> Callable[[Path], None]:
         axes.plot(span, span, color="#555555", linewidth=1)
         axes.fill_between(span, [0.8 * end for end in span], [1.2 * end for end in span], color="#4c78a8", alpha=0.15)
         for part in sorted({one.waits_for for one in known}):
-            points = [(one.step_s, one.predicted_s) for one in known if one.waits_for == part]
-            axes.scatter(*zip(*points, strict=True), s=22, label=part)
+            there = [one for one in known if one.waits_for == part]
+            axes.scatter([one.step_s for one in there], [one.predicted_s for one in there], s=22, label=part)
         axes.set(xscale="log", yscale="log", xlim=span, ylim=span, title="An iteration; shaded: 20 %")
         axes.set(xlabel="seconds, measured", ylabel="seconds, predicted")
         axes.grid(alpha=0.3, which="both")
