@@ -78,8 +78,6 @@ CASES = {
     "8-bit states": Case({"tier": "nvme", "states": "8bit"}, 0.2),
     "parameters in RAM": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}),
     "parameters in RAM, of a device": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}, device=True),
-    "parameters on NVMe": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0),
-    "parameters on NVMe, accumulation": Case({"tier": "nvme", "param_tier": "nvme", "accumulation": 2}, 0.4),
 }
 UNIT_BYTES = 2 * 1088
 THERE = {
@@ -90,6 +88,8 @@ THERE = {
     ),
 }
 TIMED = {
+    "parameters on NVMe": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0),
+    "parameters on NVMe, accumulation": Case({"tier": "nvme", "param_tier": "nvme", "accumulation": 2}, 0.4),
     "parameters on NVMe, of a device": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0, device=True),
     "gradients on NVMe": Case({"tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
     "all on NVMe": Case({"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),

@@ -7,6 +7,9 @@ Three threads of a run are processes: the one that trains (the host), the worker
 worker that steps states in RAM for a model on a device. The device does what the host has launched. Where the device is
 the CPU, the host waits for all that it launches, and steps states itself.
 
+Where parameters or gradients are on NVMe, whether one is still in RAM at its next use depends on how fast disk and
+workers are, in a run too: reads then differ from those of a run by what the buffers hold. All other bytes are equal.
+
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
 drives, and the link. All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
 something else makes that slower, but for transfers on one drive and one link.
