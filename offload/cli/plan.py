@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offload.planner.explain import Planned
     from offload.planner.machine_file import Figure, Machine
     from offload.planner.placement import Placement
-    from offload.planner.verdict import Computing
+    from offload.planner.verdict import Computing, Work
 
 LISTED = "list"
 """As --machine: shows the names of machines."""
@@ -161,6 +161,10 @@ def plan(
             show_default="the plan of one",
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Write a PNG of what a step takes its time from, by the share of states in RAM."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show, before anything is allocated, whether a run fits, how long a step takes, and what other budgets do."""
@@ -197,6 +201,8 @@ def plan(
             _say_what_would(error, _what_fits(planned, options, model) | {"endurance_bytes": endurance_of(options)})
         raise
     figures |= _what_fits(planned, options, model) | _left_out(options, model)
+    if picture is not None:
+        _draw(picture, planned, options, model, figures)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen, "lora_rank": lora_rank}
         print_json((given if config is None else {"config": str(config), "lora_rank": lora_rank}) | figures)
@@ -206,6 +212,29 @@ def plan(
     from offload.cli.plan_tables import show
 
     show(Console(), figures, options, model)
+
+
+def _draw(file: Path, planned: Planned, options: PlanOptions, model: Sized, figures: dict[str, Any]) -> None:
+    """Draws what a step takes its time from, in this plan and with other budgets of RAM.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or no time can be predicted.
+    """
+    from offload.cli.plan_time import draw
+    from offload.tiers import NVME
+
+    if figures["predicted"] is None:
+        raise ConfigError(f"--picture: no time is predicted: {figures['not_predicted']}")
+    steps = [("this plan", figures["predicted"]["parts_s"])]
+    for budget in figures["budgets"]:
+        other = planned.on(NVME).with_memory(budget["cpu_bytes"])
+        other = replace(
+            other, room=replace(other.room, free_cpu_bytes=max(budget["cpu_bytes"], figures["free_cpu_bytes"]))
+        )
+        found = predicted_of(other, options, model, figures["flops"], hides=False)["predicted"]
+        if found is not None:
+            steps.append((f"{budget['share']:.0%}", found["parts_s"]))
+    draw(file, f"{figures['parameters']:,} trained parameters: what a step takes its time from", steps)
 
 
 def _machine(wanted: str) -> Machine:
@@ -403,6 +432,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
         planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"], link=link_of(options),
         measures=options.machine is None,
     )  # fmt: skip
+    found |= predicted_of(planned, options, model, found["flops"])
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
@@ -513,7 +543,7 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     Raises:
         BudgetError: memory or disk space does not suffice.
     """
-    from offload.planner.verdict import Work, step_time
+    from offload.planner.verdict import step_time
 
     there = machine_of(options)
     disk, disk_from = ASSUMED_DISK_GB_PER_S, "assumed"
@@ -529,9 +559,7 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
     steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
     elements = None if steps is None else steps.value
-    tokens, trained = options.batch * options.seq, planned.layout.trained.numel
-    recomputes = options.activation_tier is not None and planned.choice.activations.recompute
-    work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
+    tokens, work = options.batch * options.seq, work_of(planned, options, model)
     time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk, elements_per_s=elements)
     of_step = tokens * planned.choice.grads.micro_batches
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
@@ -547,6 +575,33 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
         "waits_for": time.waits_for,
         "hiding_tokens": time.hiding_tokens,
     }
+
+
+def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:
+    """What a micro-batch computes."""
+    from offload.planner.verdict import Work
+
+    trained = planned.layout.trained.numel
+    recomputes = options.activation_tier is not None and planned.choice.activations.recompute
+    frozen = max(model.numel // options.tensor_parallel - trained, 0)
+    return Work(trained, frozen, options.batch * options.seq, recomputes)
+
+
+def predicted_of(
+    planned: Planned, options: PlanOptions, model: Sized, flops_per_s: float | None, *, hides: bool = True
+) -> dict[str, Any]:
+    """How long a simulated step takes; see `plan_time.predicted`.
+
+    Raises:
+        BudgetError: memory or disk space does not suffice.
+    """
+    from offload.cli.plan_time import predicted, speeds_of
+
+    there = machine_of(options)
+    steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
+    disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
+    speeds = speeds_of(there, elements_per_s=None if steps is None else steps.value, disk_bytes_per_s=disk)
+    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, hides=hides)
 
 
 def machine_of(options: PlanOptions) -> Machine | None:

@@ -42,6 +42,10 @@ def show(console: Console, summary: dict[str, Any], options: PlanOptions, model:
     """Prints the verdict, then what lies where, then what other budgets would do."""
     for line in (*machine_lines(options), *_verdict(summary, options)):
         say(console, line)
+    for line in _predicted_lines(summary):
+        say(console, line)
+    if summary["predicted"] is not None:
+        show_table(console, _parts_table(summary["predicted"]))
     console.print()
     show_table(console, _placement_table(summary))
     if summary["ranks"] > 1:
@@ -114,6 +118,35 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
         if endurance is not None:
             warranted = f"Its drives, warranted for {endurance / 1e12:,.0f} TB written together, last"
         yield f"{warranted} {summary['drive_life_steps']:,.0f} {last}{way_out}."
+
+
+def _predicted_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """What a simulated step takes, or why that is not predicted."""
+    found = summary["predicted"]
+    if found is None:
+        yield f"Not predicted: {summary['not_predicted']}."
+        return
+    every = summary["commit_every"]
+    commits = f", with {_seconds(found['commit_s'])} of each commit" if every and found["commit_s"] else ""
+    yield (
+        f"Predicted by simulation: {_seconds(found['seconds'])} a step{commits}, {_rate(found['tokens_per_s'])} "
+        f"tokens/s; most of it is {found['waits_for']}. It reads {format_bytes(round(found['read_bytes']))} and writes "
+        f"{format_bytes(round(found['written_bytes']))}, commits included."
+    )
+    if found["not_counted"]:
+        yield f"Not counted: {', '.join(found['not_counted'])}."
+    if found.get("hiding_tokens") is not None:
+        yield f"From {found['hiding_tokens']:,} tokens a micro-batch on, nothing waits for anything but compute."
+
+
+def _parts_table(found: dict[str, Any]) -> Table:
+    """A stacked bar of a step, a row for each part."""
+    from offload.cli.plan_time import bar
+
+    table = Table("of a step", "seconds", "", title="What a step takes its time from, predicted", title_justify="left")
+    for name, seconds, blocks in bar(found["parts_s"]):
+        table.add_row(name, _seconds(seconds), blocks)
+    return table
 
 
 def _way_out(summary: dict[str, Any], options: PlanOptions) -> str:

@@ -80,11 +80,11 @@ def measure_rates(tell: Tell) -> Rates:
     with contextlib.ExitStack() as stack:
         threads = kernel_threads(None, ranks_on_node=1, direct=device is None)
         kernels = stack.enter_context(contextlib.closing(native.load(threads)))
-        jobs: dict[str, Measured] = {"memory": _copies()}
+        jobs: dict[str, Measured] = {"memory": copies()}
         jobs |= {_dtype_name(dtype): _products(dtype, device) for dtype in DTYPES}
         for optimizer, form, split in STEPS:
             name = step_name(optimizer, form, split_master=split)
-            jobs[name] = _steps(kernels, optimizer, form, split=split)
+            jobs[name] = steps_of(kernels, optimizer, form, split=split)
         if device is not None:
             jobs |= _link(device, stack)
         found = in_turns(jobs, tell)
@@ -137,7 +137,8 @@ def _per_second(work: Callable[[], object], units: float) -> float:
     return count * units / taken
 
 
-def _copies() -> Measured:
+def copies() -> Measured:
+    """Copies in RAM, in bytes that are read and written."""
     source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
     return lambda: _per_second(lambda: target.copy_(source), 2 * COPIED_BYTES)
 
@@ -170,7 +171,7 @@ def _waited_for(work: Callable[[], object], device: torch.device | None) -> Call
     return run
 
 
-def _steps(kernels: native.Kernels, optimizer: str, form: str, *, split: bool) -> Measured:
+def steps_of(kernels: native.Kernels, optimizer: str, form: str, *, split: bool) -> Measured:
     """Steps of bf16 parameters by an optimizer, as a run makes them of states in RAM."""
     rule, _ = rules_named(optimizer, form)
     arrays = [_array(torch.int16 if split else torch.float32)]

@@ -336,6 +336,16 @@ class ShardsInMemory(GradShards):
         return None
 
 
+def use_of(*, is_fresh: bool, is_unfinished: bool) -> Use:
+    """What a chunk in a slot is leased for when gradients are added to it.
+
+    Args:
+        is_fresh: whether all of its elements are overwritten.
+        is_unfinished: as in `Place`.
+    """
+    return Use.OVERWRITE if is_fresh else Use.FILL if is_unfinished else Use.UPDATE
+
+
 class ShardsInSlots(GradShards):
     """Gradients that wait in the slots of a store; see [Note: gradients in slots]."""
 
@@ -370,7 +380,7 @@ class ShardsInSlots(GradShards):
 
     @contextmanager
     def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> Iterator[Tensor]:
-        use = Use.OVERWRITE if is_fresh else Use.FILL if is_unfinished else Use.UPDATE
+        use = use_of(is_fresh=is_fresh, is_unfinished=is_unfinished)
         with self._store.lease(chunk.index, use, step=0) as lease:
             yield lease.arrays[0].view(self.dtypes[chunk.flat])
 

@@ -33,6 +33,7 @@ from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
 from offload.model.policy import UnitPolicy
 from offload.model.running import RunningUnits
+from offload.model.scheduling import UnitScheduler
 from offload.model.torch_helpers import call_alive, call_hidden, graphs_of, in_backward, tensors_in
 from offload.model.transfer import UnitTransfers
 from offload.model.unit import Unit
@@ -63,7 +64,7 @@ class HeldUnits:
         self._masters = masters
         self._owner = owner
         self._units = parameters.units
-        self._root = self._units[ROOT]
+        self._root: Unit = self._units[ROOT]
         self.entries = run.entries
         self.running = RunningUnits(parameters, run.entries)
         self._tasks: dict[int, threading.Thread] = {}  # of autograd, that run now, and the thread whose backward it is
@@ -286,7 +287,7 @@ class HeldUnits:
         """Waits for what is under way."""
 
 
-class StreamedUnits(HeldUnits):
+class StreamedUnits(HeldUnits, UnitScheduler):
     """Units whose parameters are on the device only around their use; see the top of this file.
 
     Args:
@@ -298,6 +299,8 @@ class StreamedUnits(HeldUnits):
         owner: the optimizer.
         gradients: is told which units a backward has left, where ranks share the parameters.
     """
+
+    transfers: UnitTransfers
 
     def __init__(
         self,
@@ -370,16 +373,12 @@ class StreamedUnits(HeldUnits):
         self._forward_begins(unit)
 
     def _apply_on_the_way(self, unit: Unit) -> None:
-        """Applies a pending update of a unit that is about to be fetched.
-
-        If possible, each new chunk goes to the device as it is made.
-        """
-        if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
-            if not unit.is_root:
-                self._policy.order.enter(unit)
-                self._release_unused(self._root, *self._policy.wanted_with(unit))
-            self.transfers.begin_update(unit)
+        """Applies a pending update of a unit that is about to be fetched."""
+        self._make_way(unit)
         self._pending.apply(unit)
+
+    def _is_pending(self, unit: Unit) -> bool:
+        return self._pending.is_pending(unit)
 
     def _forward_begins(self, unit: Unit) -> None:
         if in_backward():
@@ -703,39 +702,6 @@ class StreamedUnits(HeldUnits):
 
     # Fetching and releasing.
 
-    def _enter(self, unit: Unit) -> None:
-        """Called when the forward or backward of a unit begins. Fetches it, releases others, and prefetches."""
-        if unit.is_root or not unit.slices:
-            self._fetch(unit)
-            return
-        self._policy.order.enter(unit)
-        self._release_unused(self._root, *self._policy.wanted_with(unit))
-        if self._policy.why_more_stays:
-            if self.transfers.missing_bytes((unit,)) > 0:
-                self._release_unused(self._root, unit)
-            self._require_room((unit,))
-        self._fetch(unit)
-        self._prefetch(unit)
-
-    def _prefetch(self, unit: Unit) -> None:
-        """Prefetches the next units, but for those whose values are not made yet and those that have no room.
-
-        Args:
-            unit: the one that was entered.
-        """
-        wanted: list[Unit] = []
-        for one, has_room in self._policy.next_to(unit):
-            if self._pending.is_pending(one.home) or self.transfers.owes(one):
-                continue  # a guess is not worth making a step for
-            if has_room or self.transfers.missing_bytes((*wanted, one)) <= 0:
-                wanted.append(one)
-        self.transfers.prefetch(wanted)
-
-    def _release_unused(self, *wanted: Unit) -> None:
-        """Releases the units that are neither in use nor wanted, also those that were prefetched for later."""
-        for unit in self._policy.unused(self.transfers.with_memory, wanted):
-            self._release(unit)
-
     def _make_room(self, units: Sequence[Unit]) -> None:
         """Makes units that stay leave, if these have no room otherwise. Only the thread that trains may.
 
@@ -743,12 +709,6 @@ class StreamedUnits(HeldUnits):
         """
         if not self.entries.is_beside() and self.transfers.missing_bytes(units) > 0:
             self._release_all_but(units)
-
-    def _release_all_but(self, wanted: Collection[Unit] = ()) -> None:
-        """Releases the units that are neither in use nor wanted, also those that stay."""
-        for unit in self._policy.idle(self.transfers.with_memory):
-            if unit not in wanted:
-                self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         if unit.is_here:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from offload.errors import StaleParameterError
+from offload.layout import Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
 from offload.model.transfer import UnitTransfers
@@ -17,6 +18,23 @@ from offload.model.unit import Unit
 from offload.model.units import ROOT
 from offload.optim.step import Step
 from offload.run import Owner, Run
+
+
+def order_of_updates(layout: Layout, before: Sequence[int], applied: Sequence[int]) -> list[int]:
+    """The order in which a step is queued.
+
+    It is that in which the last updates were applied, which is that of a forward. Over several ranks it is that of the
+    layout, the root unit's first.
+
+    Args:
+        layout: of the trained parameters.
+        before: the last order.
+        applied: the flat parameters whose updates were applied since then, in that order.
+    """
+    if layout.ranks > 1:
+        return sorted(range(len(layout.flats)), key=lambda flat: layout.flats[flat].unit != ROOT)
+    first = dict.fromkeys(applied)
+    return [*first, *(flat for flat in before if flat not in first)]
 
 
 class PendingUpdates:
@@ -60,11 +78,8 @@ class PendingUpdates:
         self._active = {flat.index: [] for flat in self._layout.flats}
         for number in active:
             self._active[self._parameters.flat_of(number)].append(number)
-        first = dict.fromkeys(self._applied)
-        self._order = [*first, *(flat for flat in self._order if flat not in first)]
+        self._order = order_of_updates(self._layout, self._order, self._applied)
         self._applied = []
-        if self._layout.ranks > 1:
-            self._order = sorted(range(len(self._layout.flats)), key=lambda flat: self._layout.flats[flat].unit != ROOT)
         return self._order
 
     def is_pending(self, unit: Unit) -> bool:

@@ -27,6 +27,7 @@ from offload.interrupts import uninterrupted
 from offload.layout import Chunk, FlatSlice
 from offload.model.flat_param import FlatParameters
 from offload.model.policy import Ahead
+from offload.model.scheduling import takes_updates
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Presence, Unit
 from offload.optim.late import LateSteps
@@ -262,17 +263,14 @@ class UnitTransfers:
         Returns:
             The event after which its memory may be written.
         """
-        wanted = unit.not_updated
+        wanted = unit.to_copy
         last_use: DeviceEvent = DONE
         if unit.presence is Presence.UPDATING:
             unit.fetch()
         else:
             last_use = self._allocate(unit)
-            wanted = unit.chunk_numbers
-        for one in unit.slices:
-            for chunk in unit.chunks[one.index]:
-                if chunk.index in wanted:
-                    self._start_copy(unit, one, chunk, last_use)
+        for one, chunk in wanted:
+            self._start_copy(unit, one, chunk, last_use)
         return last_use
 
     def release(self, unit: Unit) -> None:
@@ -458,11 +456,7 @@ class UnitTransfers:
 
         They can if the unit is released, and copies to the device need no buffers.
         """
-        if not self._copier.direct or unit.presence is not Presence.RELEASED:
-            return False
-        if all(self._layout.flats[one.flat].is_frozen for one in unit.slices):
-            return False  # what changes is on the device
-        return not any(self._layout.tile_of(one.flat) for one in unit.slices)
+        return self._copier.direct and takes_updates(unit, self._layout)
 
     def begin_update(self, unit: Unit) -> None:
         """Gives memory to a unit whose pending update is about to be applied."""

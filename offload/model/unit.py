@@ -142,6 +142,12 @@ class Unit:
         """Those of all its chunks."""
         return {chunk.index for chunks in self.chunks.values() for chunk in chunks}
 
+    @property
+    def to_copy(self) -> list[tuple[FlatSlice, Chunk]]:
+        """What a fetch has to copy from the store: all of its chunks, or what an update did not bring of them."""
+        wanted = self.not_updated if self.presence is Presence.UPDATING else self.chunk_numbers
+        return [(one, chunk) for one in self.slices for chunk in self.chunks[one.index] if chunk.index in wanted]
+
     def encloses(self, other: Unit) -> bool:
         """Whether another unit is this one or lies in it."""
         return encloses(self.name, other.name)

@@ -323,9 +323,7 @@ class Store:
 
     def acquire(self, lease: Lease) -> None:
         """Waits until the chunk of `lease` is in RAM, and gives it its arrays. For leases only."""
-        with self._lock:
-            is_there = self._acquire(lease)
-        if not is_there:
+        if not self.try_acquire(lease):
             self._want(lease.chunk)
             looks = count(1)
 
@@ -337,6 +335,15 @@ class Store:
 
             with self._waiting_for(self._chunks[lease.chunk]):
                 wait_until(self._lock, self._changed, lambda: self._acquire(lease), meanwhile=meanwhile)
+
+    def try_acquire(self, lease: Lease) -> bool:
+        """Gives a lease its arrays if its chunk is in RAM. If not, starts what can be done now to bring it there.
+
+        Returns:
+            Whether it was.
+        """
+        with self._lock:
+            return self._acquire(lease)
 
     def _want(self, chunk: int) -> None:
         if self._chunks[chunk].state not in (Residency.READING, Residency.WRITING):
@@ -352,6 +359,11 @@ class Store:
         with self._lock:
             self._release(lease, is_cut_off=is_cut_off)
             lease.is_held = False
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a chunk is being read or written."""
+        return bool(self._moving)
 
     @uninterrupted
     def drain(self) -> None:
@@ -371,19 +383,21 @@ class Store:
             Which version of each chunk is in its slot.
         """
         self.drain()
-        self._write_newer()
+        self.write_newer()
         self.drain()
-        return self._now()
+        return self.versions()
 
     @uninterrupted
-    def _write_newer(self) -> None:
+    def write_newer(self) -> None:
+        """Starts to write all chunks that are newer in RAM, resident or not, of which none moves."""
         with self._lock, self._books:
             for chunk in self._chunks:
                 if chunk.newer is not None:
                     self._write(chunk, Residency.CLEAN)
 
     @uninterrupted
-    def _now(self) -> dict[int, Version]:
+    def versions(self) -> dict[int, Version]:
+        """Which version of each chunk is in its slot, by chunk."""
         with self._lock:
             return {chunk.index: chunk.stored for chunk in self._chunks if chunk.stored is not None}
 

@@ -616,8 +616,8 @@ class SwapFile(WrittenSlots):
 
 
 def memory_of(buffer: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 CPU tensor, without a copy."""
-    return memoryview(buffer.numpy().data)
+    """The bytes of a contiguous uint8 CPU tensor, without a copy; none of one on the meta device, which has none."""
+    return memoryview(b"") if buffer.is_meta else memoryview(buffer.numpy().data)
 
 
 def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) -> None:

@@ -27,12 +27,14 @@ from bench import (
     limits,
     losses,
     peers,
+    predict,
     report,
     rules,
     step,
 )
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
+from offload import Tuning
 from offload.demo.gpt import GPT, GPTConfig
 from offload.optim import reference
 from offload.sizes import GIB, KIB
@@ -480,3 +482,24 @@ def test_the_share_of_copies_under_compute_is_of_their_time() -> None:
     others = [event("gpu_memcpy", 0, 100, "Memcpy DtoD"), event("cpu_op", 0, 100)]
     assert gpu_cases.share_under_compute([*kernels, *copies, *others]) == (5 + 3) / 16
     assert gpu_cases.share_under_compute(kernels) is None
+
+
+def test_predict_compares_a_simulation_with_a_run(
+    tmp_path: Path, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "SIZES", {"tiny": TINY})
+    monkeypatch.setattr(predict, "DISK_BYTES", 256 * KIB)
+    options = {"tier": "nvme", "commit_every": None, "tuning": Tuning(chunk="64KiB")}
+    tiny = predict.Configuration("tiny", (2, 16), 0.0, options=options)
+    tried = replace(tiny, options=options | {"tuning": Tuning(chunk="64KiB", speculate=True)})
+    monkeypatch.setattr(predict, "CONFIGURATIONS", {"tiny": tiny, "tried": tried})
+    predict.main("tiny;tried", steps=4, path=tmp_path, as_json=False, out=tmp_path, save=True)
+    page = (results / "predict.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| tiny |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    predicted, measured = (float(cells[number].split()[0]) for number in (2, 3))
+    assert predicted > 0
+    assert measured > 0
+    assert float(cells[-1].split()[0]) == pytest.approx(float(cells[-2].split()[0]), rel=0.5)
+    assert "tried: not predicted: steps that are tried" in page
+    assert is_picture(results / "predict.png")

@@ -1,0 +1,143 @@
+"""How long a step takes, for `offload plan`: simulated with the rates of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.plots import new_figure
+from offload.planner.simulate import Iteration, NotPredicted, simulate
+from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
+from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
+from offload.planner.simulate.what_if import hiding_tokens, passes_of
+
+if TYPE_CHECKING:
+    from offload.planner.explain import Planned
+    from offload.planner.machine_file import Machine
+    from offload.planner.verdict import Work
+
+COLOURS = {
+    COMPUTE: "#4c78a8",
+    KERNELS: "#f58518",
+    DISK: "#54a24b",
+    LINK: "#8f6bb3",
+    NETWORK: "#e377c2",
+    MEMORY: "#72b7b2",
+    COMMIT: "#b8423f",
+    NOTHING: "#bab0ac",
+}
+"""By part of a step."""
+PROBE = "`offload probe` measures this machine, in half a minute"
+
+
+def speeds_of(
+    machine: Machine | None, *, elements_per_s: float | None, disk_bytes_per_s: float | None
+) -> Speeds | NotPredicted:
+    """The speeds of a machine, if enough is known of it.
+
+    Args:
+        machine: what is known; None: nothing.
+        elements_per_s: that the optimizer steps in RAM; None: that is not known.
+        disk_bytes_per_s: of a disk, reads and writes together, if it is given; None: it is the machine's.
+    """
+    if machine is None:
+        return NotPredicted("nothing is known of that machine: --machine describes one")
+    if machine.memory is None:
+        return NotPredicted(f"how fast RAM is, is not known: {PROBE}")
+    if elements_per_s is None:
+        return NotPredicted(f"how fast the optimizer steps is not known: {PROBE} with the common ones")
+    drives = [
+        DriveSpeed(one.read.value, one.write.value, one.mixed_bytes_per_s)
+        for one in machine.drives
+        for _ in range(one.count)
+    ]
+    alone = sum(one.both for one in drives)
+    if machine.together is not None and alone:
+        share = machine.together.value / alone
+        drives = [DriveSpeed(share * one.read, share * one.write, share * one.both) for one in drives]
+    if disk_bytes_per_s is not None:
+        drives = [DriveSpeed(disk_bytes_per_s, disk_bytes_per_s, disk_bytes_per_s)]
+    link = machine.link
+    between = None if link is None else LinkSpeed(link.up.value, link.down.value, link.both.value)
+    return Speeds(elements_per_s, machine.memory.value, drives, between)
+
+
+def predicted(
+    planned: Planned, work: Work, flops_per_s: float | None, speeds: Speeds | NotPredicted, *, hides: bool = True
+) -> dict[str, Any]:
+    """What a simulated step takes, as --json prints it.
+
+    Args:
+        planned: the plan.
+        work: what a micro-batch computes.
+        flops_per_s: FLOP/s that the device achieves; None: that is not known.
+        speeds: of the machine.
+        hides: whether to say which number of tokens hides all else.
+
+    Returns:
+        Under "predicted" the figures, or None and under "not_predicted" the reason.
+    """
+    if flops_per_s is None:
+        speeds = NotPredicted(f"how fast this device computes is not known: --flops gives it, or {PROBE}")
+    found: Iteration | NotPredicted = speeds if isinstance(speeds, NotPredicted) else NotPredicted("")
+    if not isinstance(speeds, NotPredicted) and flops_per_s is not None:
+        layout, placement = planned.layout, planned.place()
+        passes = passes_of(layout, work, flops_per_s)
+        found = simulate(layout, placement, passes, speeds)
+    if isinstance(found, NotPredicted):
+        return {"predicted": None, "not_predicted": found.reason}
+    assert not isinstance(speeds, NotPredicted)
+    every = planned.choice.commits.every or 0
+    tokens = work.tokens * planned.choice.grads.micro_batches
+    seconds = found.seconds + (found.commit_s / every if every else 0.0)
+    figures: dict[str, Any] = {
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "waits_for": found.waits_for,
+        "parts_s": dict(found.parts),
+        "busy_s": dict(found.busy_s),
+        "read_bytes": found.read_bytes,
+        "written_bytes": found.written_bytes + (found.commit_bytes / every if every else 0),
+        "up_bytes": found.up_bytes,
+        "down_bytes": found.down_bytes,
+        "commit_s": found.commit_s,
+        "commit_bytes": found.commit_bytes,
+        "not_counted": list(found.not_counted),
+    }
+    if hides:
+        figures["hiding_tokens"] = hiding_tokens(layout, placement, passes, speeds, work.tokens)
+    return {"predicted": figures}
+
+
+def bar(parts: Mapping[str, float], width: int = 40) -> list[tuple[str, float, str]]:
+    """The parts of a step, the longest first: name, seconds, and a bar of characters."""
+    total = sum(parts.values())
+    found = sorted(((name, seconds) for name, seconds in parts.items() if seconds > 0), key=lambda one: -one[1])
+    return [(name, seconds, "█" * max(round(width * seconds / total), 1)) for name, seconds in found]
+
+
+def draw(file: Path, title: str, steps: Sequence[tuple[str, Mapping[str, float]]]) -> None:
+    """Writes a PNG: a stacked bar of each step.
+
+    Args:
+        file: the PNG.
+        title: of the picture.
+        steps: of each bar its label, and the seconds of its parts.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(1.5 + 1.3 * max(len(steps), 4), 4.5)
+    axes = figure.add_subplot()
+    bottoms = [0.0] * len(steps)
+    for name, colour in COLOURS.items():
+        heights = [parts.get(name, 0.0) for _, parts in steps]
+        if any(heights):
+            axes.bar(range(len(steps)), heights, bottom=bottoms, color=colour, label=name, width=0.6)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set_xticks(range(len(steps)), [label for label, _ in steps])
+    axes.set(title=title, ylabel="seconds of a step, predicted", xlabel="states in RAM")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
+    figure.savefig(file)

@@ -1,0 +1,184 @@
+"""What a step takes, and what it waits for: a run in virtual time.
+
+`simulate` runs some iterations of one rank; see [Note: what is simulated] in rank.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.layout import Layout
+from offload.planner.placement import Placement
+from offload.planner.simulate.clock import Span
+from offload.planner.simulate.lines import NOTHING
+from offload.planner.simulate.rank import DOWN, UP, Rank
+from offload.planner.simulate.speeds import Passes, Speeds
+from offload.tiers import DEVICE
+
+STEADY_AFTER = 2
+"""Iterations after which each one is like the one before."""
+COMMITTED_BY = 3
+"""Iterations that a commit delays: that of the step that it commits, the one in which it is made, and the next one."""
+MOST_CHUNKS = 4096
+"""Of a rank, that are simulated."""
+
+
+@dataclass(frozen=True)
+class NotPredicted:
+    """Why no time can be predicted.
+
+    Attributes:
+        reason: in words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """An iteration, from the end of one step to the end of the next, when each is like the one before.
+
+    Attributes:
+        seconds: that it takes.
+        parts: these seconds, by what the device did or waited for.
+        busy_s: for how long each resource worked, by its name.
+        read_bytes: read from drives.
+        written_bytes: written to drives.
+        up_bytes: from RAM to the device.
+        down_bytes: from the device to RAM.
+        commit_s: seconds that a commit adds.
+        commit_bytes: that a commit adds to what is written.
+        spans: what the resources did, from the beginning of the iteration on.
+        not_counted: what takes time, too, in words.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    busy_s: Mapping[str, float]
+    read_bytes: int
+    written_bytes: int
+    up_bytes: int
+    down_bytes: int
+    commit_s: float = 0.0
+    commit_bytes: int = 0
+    spans: Sequence[Span] = ()
+    not_counted: Sequence[str] = ()
+
+    @property
+    def waits_for(self) -> str:
+        """What most of its time is spent on, or waited for."""
+        return max(self.parts, key=lambda name: self.parts[name], default=NOTHING)
+
+
+def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> Iteration | NotPredicted:
+    """Predicts an iteration.
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        placement: what is where.
+        passes: what a micro-batch computes.
+        speeds: of the machine.
+    """
+    if (reason := _not_simulated(held, placement, speeds)) is not None:
+        return NotPredicted(reason)
+    rank = Rank(held, placement, passes, speeds)
+    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
+    seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
+    rank.clock.run_out()
+    idle = _state_of(rank)
+    rested_s = _state_after(rank).seconds - idle.seconds
+    rank.clock.run_out()
+    moved = {name: nbytes - idle.moved[name] for name, nbytes in rank.moved.items()}
+    commit_s, commit_bytes = 0.0, 0
+    if placement.choice.commits.every:
+        commit_s, commit_bytes = _commit_of(rank, rested_s + (COMMITTED_BY - 1) * seconds, moved["written"])
+    return Iteration(
+        seconds,
+        rank.device.line.parts(before.seconds, end.seconds),
+        {name: busy - before.busy_s[name] for name, busy in end.busy_s.items()},
+        moved["read"],
+        moved["written"],
+        moved[UP],
+        moved[DOWN],
+        commit_s,
+        commit_bytes,
+        [
+            span._replace(start_s=span.start_s - before.seconds, end_s=span.end_s - before.seconds)
+            for span in spans
+            if before.seconds < span.end_s <= end.seconds
+        ],
+        tuple(_not_counted(placement)),
+    )
+
+
+def _not_counted(placement: Placement) -> Iterator[str]:
+    """What takes time in a run, and none in its simulation."""
+    if not placement.is_direct and (placement.choice.states.tier == DEVICE or placement.device_flats):
+        yield "steps of states on the device, which its memory bounds"
+    if placement.choice.commits.every:
+        yield "the sync of a commit"
+
+
+@dataclass(frozen=True)
+class _State:
+    """How much there was up to the end of an iteration.
+
+    Attributes:
+        seconds: that have passed.
+        busy_s: for how long each resource worked.
+        moved: bytes.
+    """
+
+    seconds: float
+    busy_s: Mapping[str, float]
+    moved: Mapping[str, int]
+
+
+def _state_of(rank: Rank) -> _State:
+    return _State(rank.clock.now, rank.busy_s, rank.moved)
+
+
+def _state_after(rank: Rank, *, commits: bool = False) -> _State:
+    """Simulates one more iteration."""
+    rank.clock.run_until(rank.clock.start(rank.iterate(commits=commits)))
+    return _state_of(rank)
+
+
+def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, int]:
+    """The seconds and written bytes that a commit adds.
+
+    Args:
+        rank: simulates it; nothing is under way.
+        plain_s: seconds of COMMITTED_BY iterations without one, from such a time on.
+        written_bytes: what one of them writes.
+    """
+    start = _state_of(rank)
+    rank.expect_commit()
+    for number in range(COMMITTED_BY):
+        end = _state_after(rank, commits=number == 1)
+    rank.clock.run_out()
+    added = rank.moved["written"] - start.moved["written"] - COMMITTED_BY * written_bytes
+    return max(end.seconds - start.seconds - plain_s, 0.0), added
+
+
+def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | None:
+    """Why a run is not simulated; None: it is."""
+    choice, direct = placement.choice, placement.is_direct
+    if held.ranks > 1:
+        return "several ranks are not simulated yet"
+    if not direct and speeds.link is None:
+        return "the speed of the link to the device is not known"
+    if len(placement.choice.commits.paths) and not speeds.drives:
+        return "the speed of the drives is not known"
+    if len(held.param_chunks) > MOST_CHUNKS:
+        return f"{len(held.param_chunks):,} chunks take minutes to simulate: a larger chunk makes fewer"
+    if any(flat.is_whole for flat in held.flats):
+        return "an optimizer that steps whole parameters is not simulated yet"
+    if any(spec.tile for spec in held.specs):
+        return "weights in tiles are not simulated yet"
+    if choice.activations.tier is not None:
+        return "an activation tier is not simulated yet"
+    if choice.states.tries_steps:
+        return "steps that are tried in backward are not simulated yet"
+    return None

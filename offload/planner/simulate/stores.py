@@ -1,0 +1,148 @@
+"""The stores of a run in virtual time: the same `Store`, with memory that has no bytes and files that take time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import torch
+
+from offload.health import Health
+from offload.io.engine import IOFuture
+from offload.planner.placement import Placement
+from offload.planner.simulate.clock import Changes, Channel, Clock, Moment
+from offload.planner.simulate.lines import DISK, Line
+from offload.planner.simulate.speeds import DriveSpeed
+from offload.profiling import Timeline
+from offload.storage.cached_chunk import Version
+from offload.storage.chunk_cache import Lease, Store, Use
+from offload.storage.pool import Pool
+from offload.storage.slot_map import ChunkKind, SlotMap
+from offload.storage.swap_file import HasSlots, Slots, assign
+
+READ, WRITE = "reads", "writes"
+
+
+class TimedFile(HasSlots):
+    """The swap file of a drive, whose transfers take time and move nothing.
+
+    Args:
+        drive: the drive.
+        slots: the slots of the rank.
+        changes: is told when a transfer has ended.
+    """
+
+    def __init__(self, drive: Channel, slots: SlotMap, changes: Changes) -> None:
+        self._drive = drive
+        self._slots = slots
+        self._changes = changes
+
+    def write(self, chunk: int, data: memoryview, *, step: int, place: int = 0) -> IOFuture:
+        return self._move(WRITE, chunk)
+
+    def read(self, chunk: int, data: memoryview, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
+        return self._move(READ, chunk)
+
+    def _move(self, way: str, slot: int) -> IOFuture:
+        nbytes = self._slots.all_arrays[slot].nbytes
+        future = IOFuture()
+        future.set_running_or_notify_cancel()
+
+        def end() -> None:
+            future.set_result(nbytes)
+            self._changes.notify()
+
+        self._drive.submit(way, nbytes, f"slot {slot}").then(end)
+        return future
+
+
+class TimedStore:
+    """A store in virtual time.
+
+    Args:
+        store: the store.
+        changes: is told when a chunk was given back, and when one has moved.
+    """
+
+    def __init__(self, store: Store, changes: Changes) -> None:
+        self.store = store
+        self._changes = changes
+
+    def lease(self, chunk: int, use: Use, step: int, line: Line) -> Generator[Moment, None, Lease]:
+        """A process, of a line, that waits until a chunk is there, and returns its lease."""
+        lease = Lease(self.store, chunk, use, step)
+        while not self.store.try_acquire(lease):
+            yield from line.wait(self._changes.next, DISK)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back."""
+        self.store.release(lease, is_cut_off=False)
+        self._changes.notify()
+
+    def drain(self) -> Generator[Moment, None, None]:
+        """A process that waits until nothing is under way."""
+        while self.store.is_moving:
+            yield self._changes.next
+
+    def flush(self) -> Generator[Moment, None, None]:
+        """A process as `Store.flush`, after which what is in the slots is committed."""
+        yield from self.drain()
+        self.store.write_newer()
+        yield from self.drain()
+        self.store.set_committed(self.store.versions())
+
+
+class TimedStores:
+    """The stores of a rank in virtual time, and its drives.
+
+    Args:
+        clock: the virtual time.
+        placement: what is where.
+        drives: how fast the drives of its directories are, in their order.
+        is_due: tells of a step whether its results are known to be committed.
+
+    Attributes:
+        drives: the drives.
+        timeline: counts what moves, as that of a run.
+        by_kind: the stores.
+    """
+
+    def __init__(
+        self, clock: Clock, placement: Placement, drives: Sequence[DriveSpeed], is_due: Callable[[int], bool]
+    ) -> None:
+        self.timeline = Timeline()
+        self.drives = [
+            Channel(clock, f"drive {number}", {READ: one.read, WRITE: one.write}, one.both, is_shared=True)
+            for number, one in enumerate(drives)
+        ]
+        changes, health, slots = Changes(), Health(), placement.slots
+        files = [TimedFile(drive, slots, changes) for drive in self.drives]
+        chosen = assign([one.nbytes for one in slots.all_arrays], [one.both for one in drives]) if drives else []
+        of_slot = {slot: files[path] for slot, path in enumerate(chosen)}
+        self.by_kind: dict[ChunkKind, TimedStore] = {}
+        for kind, pool in placement.pools.items():
+            found = Slots(of_slot, slots.of(kind)) if of_slot else None
+            due = is_due if kind is ChunkKind.STATES else _never
+            memory, buffers = _without_bytes(pool)
+            store = Store(placement.arrays[kind], memory, buffers, found, self.timeline, health, due)
+            if kind is not ChunkKind.GRADS:  # values are made before training, and gradients by it
+                store.reset({chunk: Version(0, 0) for chunk in range(len(pool.sizes)) if chunk not in memory})
+            self.by_kind[kind] = TimedStore(store, changes)
+
+    def __getitem__(self, kind: ChunkKind) -> TimedStore:
+        return self.by_kind[kind]
+
+    def get(self, kind: ChunkKind) -> TimedStore | None:
+        return self.by_kind.get(kind)
+
+
+def _never(step: int) -> bool:
+    return False
+
+
+def _without_bytes(pool: Pool) -> tuple[Mapping[int, torch.Tensor], Sequence[torch.Tensor]]:
+    """The memory of the resident chunks of a pool, by chunk, and of its buffers, on the meta device."""
+    stay = sorted(pool.resident | pool.on_device)
+    memory = {chunk: torch.empty(pool.sizes[chunk], dtype=torch.uint8, device="meta") for chunk in stay}
+    buffers = [torch.empty(pool.largest, dtype=torch.uint8, device="meta") for _ in range(pool.in_flight)]
+    return memory, buffers

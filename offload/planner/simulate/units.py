@@ -1,0 +1,168 @@
+"""The units of a model whose parameters stream, in virtual time: the same units and the same policy as in a run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from offload.layout import Chunk, Layout
+from offload.model.policy import Ahead, UnitPolicy
+from offload.model.scheduling import UnitScheduler, takes_updates
+from offload.model.unit import Presence, Unit, Units
+from offload.model.units import ROOT
+from offload.planner.placement import Placement
+from offload.tiers import DEVICE
+
+
+class ToCopy(NamedTuple):
+    """What has to be copied to the device.
+
+    Attributes:
+        unit: the unit.
+        chunks: of it.
+        is_new: whether the unit has just got memory, of which others may still use a part.
+    """
+
+    unit: Unit
+    chunks: Sequence[Chunk]
+    is_new: bool
+
+
+class TimedMoves:
+    """Changes the presence of units at once, and leaves what takes time to the host.
+
+    Args:
+        layout: of all parameters that are trained or stream.
+        limit: how many bytes units may take on the device; None: any number.
+        direct: whether the device is the CPU.
+
+    Attributes:
+        todo: what the host has to do before it goes on: copies, and units that have left.
+    """
+
+    def __init__(self, layout: Layout, limit: int | None, *, direct: bool) -> None:
+        self.todo: deque[ToCopy | Unit] = deque()
+        self._layout, self._limit, self._direct = layout, limit, direct
+        self._with_memory: dict[Unit, None] = {}
+
+    @property
+    def with_memory(self) -> Collection[Unit]:
+        return tuple(self._with_memory)
+
+    def missing_bytes(self, units: Iterable[Unit]) -> int:
+        together = {*units, *self._with_memory}
+        return 0 if self._limit is None else sum(unit.nbytes for unit in together) - self._limit
+
+    def owes(self, unit: Unit) -> bool:
+        return False
+
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            chunks = [chunk for _, chunk in unit.to_copy]
+            is_new = unit.presence is Presence.RELEASED
+            unit.fetch()
+            self._with_memory[unit] = None
+            self.todo.append(ToCopy(unit, chunks, is_new))
+
+    def fetch(self, unit: Unit) -> None:
+        if unit.is_missing:
+            self.prefetch([unit])
+        if unit.presence is Presence.FETCHING:
+            unit.arrive()
+
+    def release(self, unit: Unit) -> None:
+        if unit.presence is not Presence.RELEASED and unit.slices:
+            unit.release()
+            self._with_memory.pop(unit, None)
+            self.todo.append(unit)
+
+    def can_begin_update(self, unit: Unit) -> bool:
+        return self._direct and takes_updates(unit, self._layout)
+
+    def begin_update(self, unit: Unit) -> None:
+        unit.expect_update()
+        self._with_memory[unit] = None
+
+    def flat_updated(self, unit: Unit, flat: int) -> None:
+        """As UnitTransfers.flat_updated."""
+        if unit.presence is Presence.FETCHING:
+            unit.arrive()
+        if unit.presence is Presence.AVAILABLE and flat in unit.chunks:
+            self.todo.append(ToCopy(unit, unit.chunks[flat], is_new=False))
+
+
+class TimedUnits(UnitScheduler):
+    """When units come and leave, as StreamedUnits (model/fetch.py).
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        placement: what is where.
+        is_pending: whether an update of a unit is to be applied.
+
+    Attributes:
+        transfers: what has to be done for that.
+        units: the units.
+    """
+
+    transfers: TimedMoves
+
+    def __init__(self, held: Layout, placement: Placement, is_pending: Callable[[Unit], bool]) -> None:
+        params, limit = placement.choice.params, placement.device_budget_bytes
+        if limit is not None:
+            limit += placement.streamed_bytes - placement.device_bytes
+        streamed = {flat.index for flat in held.flats if params.tier_of(is_frozen=flat.is_frozen) > DEVICE}
+        self.units = Units(held, streamed, placement.staying, placement.tiled_in_ram)
+        self.transfers = TimedMoves(held, limit, direct=placement.is_direct)
+        self._root = self.units[ROOT]
+        self._policy = UnitPolicy(Ahead(params.prefetch_units, placement.choice.ahead_bytes))
+        self._pending = is_pending
+
+    def pass_begins(self) -> None:
+        """A forward of the model begins, and the root's update has been applied."""
+        self._policy.forget_calls()
+        self._policy.order.begin_pass()
+
+    def update_begins(self, unit: Unit) -> None:
+        """A pending update of a unit is about to be applied, and then the unit used."""
+        self._make_way(unit)
+
+    def forward_begins(self, unit: Unit) -> None:
+        """A unit is used."""
+        self._enter(unit)
+        unit.forwards += 1
+
+    def forward_ends(self, unit: Unit) -> None:
+        """The unit's forward ends."""
+        unit.forwards -= 1
+
+    def backward_begins(self, unit: Unit) -> None:
+        """The backward of a unit begins."""
+        if not unit.is_root:
+            self._policy.backward_begins(unit)
+        self._enter(unit)
+
+    def backward_ends(self) -> None:
+        """The backward of the model ends."""
+        self._policy.backward_ends()
+        self._release_unused()
+
+    def step_begins(self) -> None:
+        """The last step was applied, and the next one begins."""
+        self._policy.forget_graphs()
+        self.pass_begins()
+        self._release_all_but([unit for unit in self.units.values() if unit.stays and unit.is_frozen])
+
+    def _is_pending(self, unit: Unit) -> bool:
+        return self._pending(unit)
+
+    def _fetch(self, unit: Unit) -> None:
+        self._policy.give_back(unit)
+        self.transfers.fetch(unit)
+
+    def _release(self, unit: Unit) -> None:
+        self._policy.give_back(unit)
+        self.transfers.release(unit)
+
+    def _require_room(self, units: Sequence[Unit]) -> None:
+        raise AssertionError("no graph keeps units here")

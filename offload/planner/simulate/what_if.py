@@ -1,0 +1,66 @@
+"""What a run is asked before it begins: what a micro-batch computes, and how many tokens hide all else."""
+
+from __future__ import annotations
+
+from offload.layout import Layout
+from offload.planner.placement import Placement
+from offload.planner.simulate import Iteration, simulate
+from offload.planner.simulate.lines import COMPUTE, KERNELS, MEMORY
+from offload.planner.simulate.speeds import Passes, Speeds
+from offload.planner.verdict import Work
+
+HIDDEN = 0.01
+"""Less than this share of an iteration counts as nothing."""
+MOST_TIMES = 1 << 16
+"""So many times the tokens of a plan are tried."""
+
+
+def passes_of(held: Layout, work: Work, flops_per_s: float) -> Passes:
+    """What a micro-batch computes, shared out over the units by their elements.
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        work: what the model computes.
+        flops_per_s: FLOP/s that the device achieves; inf: compute takes no time.
+    """
+    numels: dict[str, int] = {}
+    for spec in held.specs:
+        numels[spec.unit] = numels.get(spec.unit, 0) + spec.numel
+    total = max(sum(numels.values()), 1)
+    forward_s, backward_s = work.forward_flops / flops_per_s, (work.flops - work.forward_flops) / flops_per_s
+    return Passes(
+        {unit: forward_s * numel / total for unit, numel in numels.items()},
+        {unit: backward_s * numel / total for unit, numel in numels.items()},
+    )
+
+
+def hiding_tokens(held: Layout, placement: Placement, passes: Passes, speeds: Speeds, tokens: int) -> int | None:
+    """The tokens of a micro-batch from which on nothing is waited for but what the device does itself.
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        placement: what is where.
+        passes: what a micro-batch of `tokens` computes.
+        speeds: of the machine.
+        tokens: of that micro-batch.
+
+    Returns:
+        None: with many times as many tokens there still is a wait, or compute takes no time.
+    """
+
+    def hides(times: float) -> bool:
+        found = simulate(held, placement, passes.times(times), speeds)
+        if not isinstance(found, Iteration):
+            return False
+        own = (COMPUTE, KERNELS, MEMORY) if placement.is_direct else (COMPUTE,)
+        return sum(found.parts.get(name, 0.0) for name in own) >= (1 - HIDDEN) * found.seconds
+
+    low, high = 0.0, 1.0
+    while not hides(high):
+        low, high = high, 2 * high
+        if high > MOST_TIMES:
+            return None
+    while high - low > max(high / 64, 1 / tokens):
+        middle = (low + high) / 2
+        low, high = (low, middle) if hides(middle) else (middle, high)
+    return round(high * tokens)

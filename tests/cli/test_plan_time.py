@@ -1,0 +1,103 @@
+"""`offload plan` says what a simulated step takes, or why that is not predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offload.cli.main import app
+from offload.cli.plan_time import bar
+from offload.planner.placement import TYPICAL_TBW
+from tests.support.command import printed
+
+MACHINE = """
+name = "a machine"
+ram = { value = "64GiB", source = "made up" }
+memory = { value = 2e10, source = "made up" }
+
+[products]
+fp32 = { value = 1e12, source = "made up" }
+
+[steps]
+"adamw, fp32" = { value = 1e9, source = "made up" }
+
+[[drives]]
+name = "a drive"
+read = { value = 2e9, source = "made up" }
+write = { value = 1e9, source = "made up" }
+mixed = { value = 1.5e9, source = "made up" }
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    file = tmp_path / "machine.toml"
+    file.write_text(MACHINE)
+    return str(file)
+
+
+def run(machine: str, *options: str) -> Result:
+    given = ("--machine", machine, "--preset", "1m", "--dtype", "fp32", "--chunk", "512KiB", *options)
+    return CliRunner().invoke(app, ["plan", *given])
+
+
+def figures(machine: str, *options: str) -> dict[str, Any]:
+    return printed(run(machine, "--json", *options))
+
+
+def test_a_step_on_nvme_moves_what_the_plan_counts_and_takes_no_less_than_its_parts(machine: str) -> None:
+    found = figures(machine, "--cpu-memory", "least", "--no-commits", "--batch", "1", "--seq", "16")
+    predicted = found["predicted"]
+    assert (predicted["read_bytes"], predicted["written_bytes"]) == (found["read_bytes"], found["written_bytes"])
+    moved = found["read_bytes"] + found["written_bytes"]
+    assert predicted["seconds"] >= moved / 2e9
+    assert predicted["waits_for"] == "disk"
+    assert sum(predicted["parts_s"].values()) == pytest.approx(predicted["seconds"])
+    assert found["drive_life_steps"] == pytest.approx(TYPICAL_TBW / predicted["written_bytes"])
+    # So many tokens compute for as long as the disk works; beside a forward, a third of that does.
+    assert predicted["hiding_tokens"] > 16
+    hidden = figures(
+        machine, "--cpu-memory", "least", "--no-commits", "--batch", "1", "--seq", str(2 * predicted["hiding_tokens"])
+    )["predicted"]
+    assert hidden["parts_s"].get("disk", 0.0) < 0.02 * hidden["seconds"]
+
+
+def test_states_in_ram_are_written_for_commits_alone(machine: str) -> None:
+    found = figures(machine, "--commit-every", "10")["predicted"]
+    assert found["read_bytes"] == 0
+    assert found["written_bytes"] == found["commit_bytes"] / 10 > 0
+    assert found["commit_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--activation-tier", "cpu"], "an activation tier is not simulated yet"),
+        (["--ranks", "2"], "several ranks are not simulated yet"),
+        (["--optimizer", "muon"], "the optimizer steps is not known"),
+        (["--dtype", "bf16"], "how fast this device computes is not known"),
+    ],
+)
+def test_what_is_not_predicted_is_said(machine: str, options: list[str], reason: str) -> None:
+    found = figures(machine, *options)
+    assert found["predicted"] is None
+    assert reason in found["not_predicted"]
+
+
+def test_people_see_a_bar_and_a_picture(machine: str, tmp_path: Path) -> None:
+    file = tmp_path / "step.png"
+    result = run(machine, "--cpu-memory", "least", "--picture", str(file))
+    assert result.exit_code == 0, result.output
+    assert "Predicted by simulation" in result.output
+    assert "\u2588" in result.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bar_is_as_long_as_its_share() -> None:
+    assert [(name, len(blocks)) for name, _, blocks in bar({"disk": 1.0, "compute": 3.0, "link": 0.0}, width=8)] == [
+        ("compute", 6),
+        ("disk", 2),
+    ]
