@@ -5,7 +5,6 @@ Devices count as having memory of their own, and copies end as late as they may.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from offload import Tuning
-from offload.native.torch_kernels import scratch_bytes
-from offload.planner.explain import plan_of
-from offload.planner.placement import Placement
 from tests.distributed import test_loss_scale as scaled
 from tests.distributed.test_resharding import _goes_on
 from tests.distributed.test_training import TUNING, trained
-from tests.support import models, sharded
+from tests.support import sharded
 from tests.support.cases import products, some
+from tests.support.device_memory import memory_for, placed
 from tests.support.ranks import Worlds
 from tests.support.training import Run
 
@@ -28,24 +25,6 @@ SHARES = (0.0, 1 / 7, 1 / 2, 1.0)
 IN_SLOTS = Tuning(chunk="256KiB", threads=1, bucket=4096)
 """Chunks of gradients on NVMe are whole blocks of sums."""
 TILES = Tuning(chunk=4096, threads=1, bucket=512, tile=512)
-
-
-@cache
-def planned(kind: str, ranks: int, options: tuple[tuple[str, Any], ...], memory: int | None) -> Placement:
-    """What is on rank 0, which has most."""
-    given: dict[str, Any] = {"tuning": TUNING, "keep_fp32": models.keep_fp32(kind), "device_memory": memory}
-    given |= dict(options) | ({"path": "."} if ("tier", "nvme") in options else {})
-    return plan_of(models.build(kind), direct=False, ranks=ranks, **given).place()
-
-
-def memory_for(kind: str, share: float, ranks: int = 2, **options: Any) -> int:
-    """The `device_memory` with room for a share of what would be used of it: states, gradients, units that stay.
-
-    That is beside what the device's kernels take.
-    """
-    none, everything = (planned(kind, ranks, tuple(options.items()), memory) for memory in (None, 1 << 40))
-    least = none.device_bytes + scratch_bytes(1)
-    return int(least + share * (everything.device_bytes - least))
 
 
 def require_share(runs: list[Run], share: float, memory: int) -> None:
@@ -69,8 +48,8 @@ def require_share(runs: list[Run], share: float, memory: int) -> None:
 )
 def test_no_share_changes_a_bit(worlds: Worlds, kind: str, stage: int, accumulation: int, share: float) -> None:
     """Gradients are clipped in each step."""
-    options: dict[str, Any] = {"tier": "cpu", "stage": stage, "accumulation": accumulation}
-    memory = memory_for(kind, share, **options)
+    options: dict[str, Any] = {"tier": "cpu", "stage": stage, "accumulation": accumulation, "tuning": TUNING}
+    memory = memory_for(kind, share, 2, **options)
     runs = trained(worlds, kind, 2, 4, apart=True, wire="late", device_memory=memory, **options)
     require_share(runs, share, memory)
 
@@ -104,8 +83,8 @@ STREAMED = {
 def test_and_their_parameters_may_stream(
     worlds: Worlds, kind: str, streamed: str, accumulation: int, share: float, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"tier": "nvme", "accumulation": accumulation} | STREAMED[streamed]
-    memory = memory_for(kind, share, **options)
+    options: dict[str, Any] = {"tier": "nvme", "accumulation": accumulation, "tuning": TUNING} | STREAMED[streamed]
+    memory = memory_for(kind, share, 2, **options)
     given = options | {"path": str(tmp_path / "run"), "device_memory": memory, "cpu_memory": "2MiB"}
     runs = trained(worlds, kind, 2, 3, apart=True, wire="late", **given)
     for run in runs:
@@ -124,7 +103,7 @@ def test_and_their_parameters_may_stream(
 def test_so_may_tiles(worlds: Worlds, use: str, stage: int, accumulation: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tier": "nvme", "param_tier": "cpu", "stage": stage, "accumulation": accumulation}
     options["tuning"] = TILES
-    memory = memory_for(use, 1 / 2, **options)
+    memory = memory_for(use, 1 / 2, 2, **options)
     given = options | {"path": str(tmp_path / "run"), "device_memory": memory, "cpu_memory": "2MiB"}
     for run in trained(worlds, use, 2, 4, apart=True, wire="late", **given):
         assert run.stats["peak_device_bytes"] <= memory
@@ -136,16 +115,16 @@ def test_all_ranks_skip_a_step_whose_gradients_are_not_finite(
     worlds: Worlds, stage: int, accumulation: int, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"stage": stage, "accumulation": accumulation, "tier": "nvme" if stage == 3 else "cpu"}
-    memory = memory_for("mlp", 1 / 2, **options)
+    memory = memory_for("mlp", 1 / 2, 2, tuning=TUNING, **options)
     paths = {"path": str(tmp_path / "run")} if stage == 3 else {}
     scaled.trained(worlds, "mlp", apart=True, wire="late", device_memory=memory, **options, **paths)
 
 
 def test_a_share_is_that_of_the_rank_with_the_least_room(worlds: Worlds) -> None:
-    options: dict[str, Any] = {"tier": "cpu", "stage": 2}
-    less, more = (memory_for("gpt", share, **options) for share in (1 / 3, 1.0))
+    options: dict[str, Any] = {"tier": "cpu", "stage": 2, "tuning": TUNING}
+    less, more = (memory_for("gpt", share, 2, **options) for share in (1 / 3, 1.0))
     runs = trained(worlds, "gpt", 2, 3, apart=True, device_memory=[more, less], **options)
-    there = planned("gpt", 2, tuple(options.items()), less).states.on_device
+    there = placed("gpt", less, 2, **options).states.on_device
     assert runs[0].stats["device_chunks"] == len(there)
     assert all(0 < run.stats["device_chunks"] < run.stats["chunks"] for run in runs)
     assert all(run.stats["peak_device_bytes"] <= less for run in runs)
