@@ -460,7 +460,8 @@ class OffloadZero(torch.optim.Optimizer):
         placed = partial(place, plan.held, choice, direct=plan.copier.direct, room=plan.room, reserved=reserved)
         with together(self._everyone):
             placement = placed()
-        if self._comm.size == 1 or not (choice.params.streams or choice.states.shares):
+        may_differ = choice.params.streams or (choice.states.shares and not plan.copier.direct)
+        if self._comm.size == 1 or not may_differ:
             return placement
         rows = self._on_devices(placement)
         while bool((rows[1:] != rows[0])[:, 1:].any()):  # each turn some rank has less there
