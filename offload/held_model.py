@@ -29,6 +29,7 @@ from offload.model.state_dict import Access
 from offload.model.torch_helpers import call_hidden
 from offload.model.transfer import StreamedStores, TransferLimits, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
+from offload.model.weights import Weights
 from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, require_same
 from offload.native.memory import return_freed
 from offload.optim.method import MethodCall
@@ -88,6 +89,7 @@ class HeldModel:
         units: fetches and updates units when they are used.
         answers: makes gradients answer as gradients.
         access: lets users read and write parameters.
+        weights: hands parameters over.
         initial_bytes: what was written to swap files before the first step.
     """
 
@@ -126,6 +128,7 @@ class HeldModel:
         names |= {one.param: one.spec.unit for one in parameters.held}
         unit_of = {param: parameters.units[name] for param, name in names.items()}
         self.access = Access(parameters, unit_of, self.units, placement.budget_bytes, owner)
+        self.weights = Weights(model, parameters, unit_of, self.access, owner)
         self._hooks = Hooks(model, choice.model, parameters, unit_of, self.units, self.access, self.answers)
         if choice.activations.tier is not None:
             partitions = Partitions(run.comm, parts.activations) if choice.activations.partitioned else None
@@ -218,16 +221,18 @@ class HeldModel:
         if device != parameters.device:
             self._owner.require_usable()
             self.pending.apply_all()
-            if parameters.is_parked:
-                if memory is not None:
-                    memory.bring_back()
-            else:
-                self.answers.take_changes()
-                self._parts.gradients.drain()
-            self.units.take_outside_writes()
-            self._move(device)
-            if memory is not None and parameters.is_parked:
-                memory.park()
+            copied = parameters.resident_bytes
+            with self._run.timeline.span("park_s"):
+                if parameters.is_parked:
+                    copied += 0 if memory is None else memory.bring_back()
+                else:
+                    self.answers.take_changes()
+                    self._parts.gradients.drain()
+                self.units.take_outside_writes()
+                self._move(device)
+                if memory is not None and parameters.is_parked:
+                    copied += memory.park()
+            self._run.timeline.count("parked_bytes", copied)
             if self._parts.activations is not None:
                 self._parts.activations.drop_spare()
         return True

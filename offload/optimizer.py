@@ -70,6 +70,7 @@ from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
+from offload.model.weights import Changes, Part
 from offload.native import codes
 from offload.optim.adopt import (
     defaults_of,
@@ -105,7 +106,7 @@ HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
 _VARIANT = ("decoupled_weight_decay",)
 """The options of Adam's groups in which a commit has to be as the run: AdamW, or Adam."""
-_SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
+_SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s", "park_s")
 
 
 class OffloadZero(torch.optim.Optimizer):
@@ -317,6 +318,7 @@ class OffloadZero(torch.optim.Optimizer):
                     at = f"step {self._step}, committed {found.committed_at}"
                     print(f"offload: resumed at {at}{states}", file=sys.stderr)
             self._held.take_others()
+            self._changes = Changes(self._parts.parameters, self._model.parameters(), self._step)
             if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
                 self._parts.slots.make_permanent()
             self._advice.model_is_taken()
@@ -612,6 +614,7 @@ class OffloadZero(torch.optim.Optimizer):
         flats = self._held.pending.begin(active)
         self._parts.step.begin(self._step + 1, keys, self.param_groups, update.factor, flats)
         self._step += 1
+        self._changes.step_ends(active, self._step)
         self._parts.scale.step_begins(update.factor)
         self._make_changes(active, update.changes)
 
@@ -708,6 +711,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _apply(self, call: MethodCall) -> None:
         try:
             self._commits.is_outdated = True
+            self._changes.all_changed()
             self._held.run(call, self._step)
             self._make_all_changes(call)
         except BaseException as error:
@@ -1101,6 +1105,66 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         return self._held.access.gathered(module_or_params, writable=writable)
 
+    def weights(self, *, merged: bool = False, since: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Hands over the weights, tensor by tensor, as they are after the last step: to an engine that generates.
+
+        Units come one after the other, in the order of the store, and each is on the device while its tensors are
+        taken. So this takes the memory of one unit beside what is held, or less:
+
+            for name, tensor in optimizer.weights(merged=True):
+                engine.load_weights([(name, tensor)])
+
+        All have to be taken before the next step. Over several ranks all call it, and each takes all of them.
+
+        Args:
+            merged: False: everything that `model.state_dict()` has. True: what `model.merge_and_unload().state_dict()`
+                of a plain copy has, with the same bits. One layer after the other is copied, and peft merges the copy,
+                so the model is not changed, as it is by `merge_adapter()`.
+            since: leaves out parameters whose values are those after this step, such as `stats()["step"]` at the last
+                hand-over. What was written to after that step is handed over, though it may be the same. Buffers
+                always are. None: leaves out nothing.
+
+        Returns:
+            An iterator of names and tensors. Each tensor is a copy, in the dtype and the shape that it has in the
+            state dict: on the device, or in RAM if it runs in tiles. A quantised weight is what it is there, too, and a
+            DTensor this rank's part.
+
+        Raises:
+            ConfigError: `merged`, and the model has no adapters of peft, or peft cannot merge them, which the iterator
+                says of a single layer; `since` is no step so far; the ranks call it differently; or, by the iterator,
+                a step was made meanwhile.
+            StaleParameterError: a parameter was written to, through a view from before the last step, while its new
+                value was pending.
+            BudgetError: a unit does not fit on the device beside what `gathered` holds.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            RankError: another rank does not take part.
+        """
+        return self._held.weights.hand_over(self._parts_since(since, merged=merged), self._step)
+
+    @exclusive_entry("weights")
+    def _parts_since(self, since: int | None, *, merged: bool) -> list[Part]:
+        """What `weights` hands over, the same on all ranks."""
+        self._require_usable()
+        newest = self._changes.newest
+        is_step = isinstance(since, int) and not isinstance(since, bool) and 0 <= since <= newest
+        if since is not None and not is_step:
+            raise ConfigError(
+                f"weights(since={since!r}): give a step from 0 to {newest}, the last one, or None for all"
+            )
+        if since is not None:
+            self._held.take_outside_writes()
+        parts = self._held.weights.parts(
+            lambda param: since is None or self._changes.of(param, self._step) >= since, merged=bool(merged)
+        )
+        everyone = self._everyone
+        if everyone.size > 1 and not everyone.all_equal(repr((self._step, [part.names for part in parts]))):
+            raise ConfigError(
+                f"weights(merged={merged}, since={since}): the ranks would hand over different parameters: call it "
+                "with the same arguments on every rank, and write alike to parameters; nothing was moved"
+            )
+        return parts
+
     @exclusive_entry("state_of")
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """Copies the states of a parameter.
@@ -1152,6 +1216,8 @@ class OffloadZero(torch.optim.Optimizer):
           then.
         - tried_bytes, kept_bytes: states of steps that were tried in backward, and those of them that `step()` kept
           (`Tuning.speculate`).
+        - owing_chunks: chunks of idle experts that owe steps now. late_bytes: states on NVMe that steps neither read
+          nor wrote, as their chunks owe these steps (`Tuning.late`).
         - host_to_device_bytes, device_to_host_bytes: parameters and gradients copied between RAM and the device, those
           of streamed units, too. gathered_bytes: parameters of streamed units brought to where they are used, wherever
           the model is.
@@ -1161,6 +1227,8 @@ class OffloadZero(torch.optim.Optimizer):
         - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
+        - park_s: time spent in moving the model to the CPU and back (`model.cpu()`, `model.to(device)`), while an
+          engine generates there. parked_bytes: what that copied of parameters, states and buffers for gradients.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
           device_budget_bytes: the same for parameters, buffers and states on the device. What torch takes for a moment
           in the step of an optimizer that it runs is counted as it was planned.
@@ -1198,9 +1266,12 @@ class OffloadZero(torch.optim.Optimizer):
             "nvme_written_bytes": counted("nvme_written_bytes") - initial,
             "tried_bytes": counted("tried_bytes"),
             "kept_bytes": counted("kept_bytes"),
+            "owing_chunks": len(parts.masters.late.owed),
+            "late_bytes": counted("late_bytes"),
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
             "gathered_bytes": counted("gathered_bytes"),
+            "parked_bytes": counted("parked_bytes"),
             "peak_cpu_bytes": memory.ram.used + placement.temporary_bytes(CPU),
             "cpu_budget_bytes": placement.budget_bytes,
             "peak_device_bytes": beside + parts.parameters.peak_bytes + memory.device_bytes,
@@ -1500,6 +1571,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._health.require_mendable()
         self._commits.require_last()
         try:
+            self._changes.all_changed()
             self._held.abandon()
             carried = self._commits.carried() if self._attached else Carried()
             self._take_progress(self._commits.restore())

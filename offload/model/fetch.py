@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -177,6 +178,17 @@ class HeldUnits:
             tiles: at least one, all of one weight.
         """
 
+    def on_any_rank(self, used: Sequence[bool]) -> list[bool]:
+        """Which tiles of a weight some rank uses. The ranks that share it have to call this alike.
+
+        Args:
+            used: for each tile, whether this one uses it.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+        return list(used)
+
     def refuse_whole(self, unit: Unit, what: str) -> NoReturn:
         """Refuses an operation that needs all of a tiled weight on the device.
 
@@ -305,7 +317,9 @@ class StreamedUnits(HeldUnits):
         self._backward_order = BackwardOrder() if has_order else None
         self._policy = UnitPolicy(transfers.ahead)
         self._tokens = TokenWatch(run.timeline)
+        self._ranks = run.comm.shard_group
         self._replicas = run.layout.replicas
+        self._has_warned = False
 
     # Forward and backward.
 
@@ -544,6 +558,11 @@ class StreamedUnits(HeldUnits):
         if not in_backward() and not self.entries.is_beside():
             self._policy.order.expect_tiles(tiles)
 
+    def on_any_rank(self, used: Sequence[bool]) -> list[bool]:
+        rows = call_hidden(self._ranks.all_gather, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+        found: list[bool] = rows.any(0).tolist()
+        return found
+
     def _borrow(self, units: Sequence[Unit]) -> None:
         """Fetches units for a thread beside the one that trains.
 
@@ -748,8 +767,10 @@ class StreamedUnits(HeldUnits):
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._units[self._layout.flats[flat].unit])  # refuses what an update would overwrite
-        for number in numbers:
-            self._parameters.held[number].was_written = True
+        held = [self._parameters.held[number] for number in numbers]
+        merged = next((one for one in held if not one.was_written and one.is_under_adapter), None)
+        for one in held:
+            one.note_write(self._owner.step())
         if self._masters.takes_writes_late:
             self._masters.note_stored_writes(numbers)
         else:
@@ -758,6 +779,14 @@ class StreamedUnits(HeldUnits):
         for flat in flats:
             if self._parameters.streams(self._layout.flats[flat].params[0]):
                 self.transfers.store_flat(flat)
+        if merged is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{merged.spec.name} is frozen, and was written to, as merge_adapter() of peft does: every commit "
+                "carries it from now on, and in 16 bits unmerge_adapter() does not bring its bits back; "
+                "optimizer.weights(merged=True) hands merged weights over, and leaves it as it is",
+                stacklevel=2,
+            )
 
     def _refuse_writes(self, numbers: Sequence[int]) -> None:
         """Takes back what somebody wrote to parameters of a kept base.
@@ -793,6 +822,7 @@ class StreamedUnits(HeldUnits):
         unchanged = [unit for unit in self._units.values() if unit.stays and unit.is_frozen]
         self._release_all_but(unchanged)
         self._parameters.arrange(unchanged)
+        self.transfers.step_begins()
         self.store_outside_writes()  # to what `gathered` holds: the step is to see it
         self.drain()
         self.transfers.expect_same_order()

@@ -465,8 +465,7 @@ class FlatParameters:
         self.device = device
         for one in self.held:
             one.forget_data()
-        resident = [flat for index, flat in enumerate(self.flats) if index not in self._streamed]
-        self._bytes = 0 if self.is_parked else sum(flat.numel() * flat.element_size() for flat in resident)
+        self._bytes = 0 if self.is_parked else self.resident_bytes
 
     def _count(self, index: int, change: int) -> None:
         if not self.is_parked and self._counts(index):
@@ -479,6 +478,12 @@ class FlatParameters:
 
     def _is_in_ram(self, flat: int) -> bool:
         return self.units[self.layout.flats[flat].unit].is_in_ram
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of those that do not stream."""
+        resident = (flat for index, flat in enumerate(self.flats) if index not in self._streamed)
+        return sum(flat.numel() * flat.element_size() for flat in resident)
 
     @property
     def nbytes(self) -> int:

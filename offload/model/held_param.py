@@ -116,6 +116,7 @@ class HeldParam:
             follow yet.
         digest: of its values when the model was taken, if it has no states and commits say so (written_frozen.py).
         was_written: whether others wrote to it since then, as far as that was looked for.
+        changed_after: the step after whose end its values changed last; see [Note: changed after] in weights.py.
         is_shared: whether it is in a kept base, which other runs read, so that nobody may write to it.
     """
 
@@ -126,6 +127,7 @@ class HeldParam:
         "_kind",
         "_pin",
         "_watched",
+        "changed_after",
         "digest",
         "flat",
         "gradient",
@@ -172,6 +174,7 @@ class HeldParam:
         self.has_stored_write = False
         self.digest: str | None = None
         self.was_written = False
+        self.changed_after = -1
         self.is_shared = False
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
@@ -280,6 +283,16 @@ class HeldParam:
             alias = DATA.__get__(self.tensor)
             self._alias = alias, alias._version
         return self._alias[0].detach()
+
+    @property
+    def is_under_adapter(self) -> bool:
+        """Whether it is a frozen weight to which adapters of peft are merged."""
+        return self.spec.is_frozen and ".base_layer." in f".{self.spec.name}"
+
+    def note_write(self, step: int) -> None:
+        """Records that others wrote to it after a step."""
+        self.was_written = True
+        self.changed_after = max(self.changed_after, step)
 
     def forget_data(self) -> None:
         """Forgets what `p.data` gave: the parameter lies elsewhere from now on."""

@@ -279,6 +279,8 @@ class MasterWeights:
             changed = set(self._parameters.find_outside_writes(numbers))
         if changed:
             self._require_known(changed)
+            for number in changed:
+                self._held[number].note_write(step)
             for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
                 pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param in changed]
                 self._settle(index)

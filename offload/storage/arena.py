@@ -68,11 +68,21 @@ class Lender:
         self._used = end
         return self._slab[start : start + nbytes]
 
-    def park(self) -> None:
-        """Frees memory of a device until `bring_back`; its content waits in RAM. For RAM this does nothing."""
+    def park(self) -> int:
+        """Frees memory of a device until `bring_back`; its content waits in RAM. For RAM this does nothing.
 
-    def bring_back(self) -> None:
-        """Undoes `park`."""
+        Returns:
+            How many bytes were copied.
+        """
+        return 0
+
+    def bring_back(self) -> int:
+        """Undoes `park`.
+
+        Returns:
+            How many bytes were copied.
+        """
+        return 0
 
 
 class Reserved:

@@ -52,16 +52,20 @@ class DeviceArena(Lender):
         super().__init__(slab)
         self._parked: Tensor | None = None
 
-    def park(self) -> None:
-        if self._parked is None:
-            self._parked = self._slab.cpu()
-            self._slab.untyped_storage().resize_(0)
-
-    def bring_back(self) -> None:
+    def park(self) -> int:
         if self._parked is not None:
-            self._slab.untyped_storage().resize_(self._slab.numel())
-            self._slab.copy_(self._parked)
-            self._parked = None
+            return 0
+        self._parked = self._slab.cpu()
+        self._slab.untyped_storage().resize_(0)
+        return self._slab.numel()
+
+    def bring_back(self) -> int:
+        if self._parked is None:
+            return 0
+        self._slab.untyped_storage().resize_(self._slab.numel())
+        self._slab.copy_(self._parked)
+        self._parked = None
+        return self._slab.numel()
 
     def close(self) -> None:
         """Gives the memory back. What was lent must not be used any more."""

@@ -204,8 +204,21 @@ def test_a_model_that_is_parked_frees_the_device_and_goes_on_with_the_same_bits(
         assert model.to(DEVICE) is model
         model.calls -= 2
 
+    moved: list[int] = []
+
+    def counts(model: nn.Module, optimizer: OffloadZero) -> None:
+        before = optimizer.stats()
+        parks(model, optimizer)
+        after = optimizer.stats()
+        assert after["park_s"] > before["park_s"]
+        moved.append(after["parked_bytes"] - before["parked_bytes"])
+
     expected = trained(place, tmp_path)
-    assert_alike(trained(place, tmp_path, each=parks, name="parked"), expected)
+    assert_alike(trained(place, tmp_path, each=counts, name="parked"), expected)
+    # There and back; with masters, moments and gradients where these are there, too. Buffers are whole pages.
+    params = 2 * sum(param.nbytes for param in Mixed().parameters() if param.requires_grad)
+    least = {"ram": params, "device": 5 * params}.get(place, 0)
+    assert all(nbytes >= least and (least or nbytes % 4096 == 0) for nbytes in moved)
     for value in values:
         torch.testing.assert_close(value, torch.zeros_like(value), rtol=0, atol=1e-5)
 

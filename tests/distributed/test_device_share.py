@@ -24,7 +24,7 @@ from tests.support.training import Run
 SHARES = (0.0, 1 / 7, 1 / 2, 1.0)
 IN_SLOTS = Tuning(chunk="256KiB", threads=1, bucket=4096)
 """Chunks of gradients on NVMe are whole blocks of sums."""
-TILES = Tuning(chunk=4096, threads=1, bucket=512, tile=512)
+TILES = Tuning(chunk=4096, threads=1, bucket=512, tile=512, late=False)
 
 
 def require_share(runs: list[Run], share: float, memory: int) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from offload import OffloadZero, Tuning
+from offload import ConfigError, OffloadZero, Tuning
 from tests.support import models, sharded
 from tests.support.cases import some
 from tests.support.ranks import Worlds
@@ -46,6 +46,11 @@ def _used(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
 
         step()
         note("saved")
+        found.update({f"saved.handed.{name}": value for name, value in optimizer.weights()})
+        assert {name for name, _ in optimizer.weights(since=0)} == {name for name, _ in model.named_parameters()}
+        assert list(optimizer.weights(since=1)) == []
+        with pytest.raises(ConfigError, match="the ranks would hand over different parameters"):
+            optimizer.weights(since=dist.get_rank())
         with optimizer.gathered(model.blocks[1], writable=True), torch.no_grad():
             for param in model.blocks[1].parameters():
                 param.mul_(0.5)
@@ -78,6 +83,9 @@ def test_all_uses_have_the_bits_of_resident_parameters(worlds: Worlds, tmp_path:
         for name, options in PLACES.items()
     }
     wanted = runs["resident"][0]
+    handed = {key: value for key, value in wanted.items() if ".handed." in key}
+    assert handed
+    assert all(torch.equal(value, wanted[key.replace("handed.", "")]) for key, value in handed.items())
     for name, ranks in runs.items():
         for found in ranks:
             assert found.keys() == wanted.keys()
