@@ -93,7 +93,7 @@ from offload.optim.rules.adam import MOST_OF_CODES
 from offload.options import Options, PathLike, Tuning
 from offload.planner.advice import DeviceAdvice
 from offload.planner.decide import commits_of
-from offload.planner.placement import Placement, place
+from offload.planner.placement import Most, Placement, place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import all_gather_shards, require_alike, together
@@ -447,7 +447,7 @@ class OffloadZero(torch.optim.Optimizer):
         return original
 
     def _place(self, reserved: int) -> Placement:
-        """Decides what is where. On each rank as many units stay on the device as where the fewest do.
+        """Decides what is where. On the device ranks have alike what each of them has room for.
 
         Ranks that share parameters fetch them in one order, so they apply the updates of a step at one place, too.
 
@@ -458,23 +458,31 @@ class OffloadZero(torch.optim.Optimizer):
             BudgetError: if there is no room.
             RankError: another rank failed.
         """
-        plan = self._plan
-        placed = partial(place, plan.held, self._choice, direct=plan.copier.direct, room=plan.room, reserved=reserved)
+        plan, choice = self._plan, self._choice
+        placed = partial(place, plan.held, choice, direct=plan.copier.direct, room=plan.room, reserved=reserved)
         with together(self._everyone):
             placement = placed()
-        if self._comm.size > 1 and self._choice.params.streams:
-            counts, uses = self._asked(placement)
-            if counts.min() < counts.max():
-                with together(self._comm):  # the RAM that is free may be less by now
-                    placement = placed(most_staying=int(counts.min()))
-                _, uses = self._asked(placement)
-            placement = replace(placement, uses_disk=bool(uses.any()))
-        return placement
+        may_differ = choice.params.streams or (choice.states.shares and not plan.copier.direct)
+        if self._comm.size == 1 or not may_differ:
+            return placement
+        rows = self._on_devices(placement)
+        while bool((rows[1:] != rows[0])[:, 1:].any()):  # each turn some rank has less there
+            on_all = frozenset(rows[:, 2:].all(0).nonzero().flatten().tolist())
+            with together(self._comm):  # the RAM that is free may be less by now
+                placement = placed(most=Most(int(rows[:, 1].min()), on_all))
+            rows = self._on_devices(placement)
+        return replace(placement, uses_disk=bool(rows[:, 0].any()))
 
-    def _asked(self, placement: Placement) -> Tensor:
-        """How many units stay on the device of each rank, and which ranks' steps use a disk, shape (2, ranks)."""
-        own = torch.tensor([len(placement.staying), placement.uses_disk], device="cpu")
-        return self._comm.all_gather(own).T
+    def _on_devices(self, placement: Placement) -> Tensor:
+        """What each rank has on its device.
+
+        Returns:
+            Shape (ranks, 2 + flats): whether its steps use a disk; how many units stay; for each flat parameter,
+            whether its states and gradients are there.
+        """
+        flats = [flat.index in placement.device_flats for flat in self._layout.flats]
+        own = torch.tensor([placement.uses_disk, len(placement.staying), *flats], device="cpu")
+        return self._comm.all_gather(own)
 
     # Step.
 

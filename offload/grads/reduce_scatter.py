@@ -5,10 +5,12 @@ A rank keeps the gradients of its own shards only. When the gradients of all par
 (ranks/buckets.py), they are copied into a communication buffer of constant size and sent. What comes back is the
 average over the ranks of the bucket's part of this rank's shards, which goes to where gradients wait (shards.py). Until
 a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
-averaged there, and the averages are copied to RAM. All of this is queued at once, beside what computes, and the device
-puts it in order: a bucket waits for the buffer of an earlier one, and its gradients wait for that. The device goes on
-with backward meanwhile, and waits for the gradients of UNITS_WAITING units ago, whose memory it then uses again. The
-host waits only for averages that it has to add to others in RAM, and for buckets of UNITS_AHEAD units ago.
+averaged there, and the averages are copied to RAM. Where states are on the device, with the averages of their gradients
+(`Run.device_flats`), these are written, or added, to where they wait there. All of this is queued at once, beside what
+computes, and the device puts it in order: a bucket waits for the buffer of an earlier one, and its gradients wait for
+that. The device goes on with backward meanwhile, and waits for the gradients of UNITS_WAITING units ago, whose memory
+it then uses again. The host waits only for averages that it has to add to others in RAM, and for buckets of UNITS_AHEAD
+units ago.
 
 [Note: taking turns]
 All ranks have to launch the collectives of all groups in one order: on GPUs they are kernels that wait for one another.
@@ -110,7 +112,8 @@ class _Reduction:
         is_in_place: whether `averages` are the memory in which gradients wait.
         round: the number of its round.
         turn: the number of its unit, in the order in which units are sent.
-        copy: the copies of the averages from the device, if there are any.
+        copy: the copies of the averages from the device, if there are any; or the event after which they are where they
+            wait there.
         moving: their event in the timeline.
     """
 
@@ -121,7 +124,7 @@ class _Reduction:
     is_in_place: bool
     round: int
     turn: int
-    copy: Copy | None = None
+    copy: DeviceEvent | None = None
     moving: Event | None = None
 
 
@@ -140,7 +143,7 @@ class _Waiting:
     grads: list[Tensor]
 
 
-_abandoned: list[Copy | _Waiting] = []
+_abandoned: list[DeviceEvent | _Waiting] = []
 """Kept for ever, with their memory: to drop a copy is to wait for it, and a rank that is gone keeps it from ending."""
 
 
@@ -149,7 +152,7 @@ class ReducedGradients(GradientBuffer):
 
     def __init__(self, run: Run, choice: GradChoice, shards: GradShards | None = None) -> None:
         super().__init__(run, choice, shards)
-        self._plan = ReductionPlan(run.layout, choice, direct=self._copier.direct)
+        self._plan = ReductionPlan(run.layout, choice, direct=self._copier.direct, device_flats=run.device_flats)
         self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
         pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
@@ -428,7 +431,7 @@ class ReducedGradients(GradientBuffer):
         self._wait_for_others(bucket.units[-1])
         self._launch(bucket)
         if not self._copier.direct:
-            self._start_copy(self._reducing[-1])
+            self._start(self._reducing[-1])
 
     def _wait_for_others(self, unit: str) -> None:
         """Waits for earlier buckets, before one is sent whose last gradients are of `unit`.
@@ -465,7 +468,8 @@ class ReducedGradients(GradientBuffer):
             buffer, lender.buffer, is_free = lender.buffer, None, lender.copy
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire_of(bucket)
         full = buffer.full[: numel * wire.itemsize].view(wire)
-        memory = self._memory_for(bucket, self._round) if self._copier.direct else None
+        is_there = self._copier.direct or self._plan.is_on_device(bucket)
+        memory = self._memory_for(bucket, self._round) if is_there else None
         averages = self._in_buffer(buffer.average, bucket) if memory is None else memory
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         with self._copier.beside():
@@ -518,10 +522,29 @@ class ReducedGradients(GradientBuffer):
         first.work.wait()
         if not self._copier.direct:
             if first.copy is None:
-                self._start_copy(first)  # an interrupt came before it
+                self._start(first)  # an interrupt came before it
             self._finish_copy(first)
         self._reducing.popleft()
         self._add_to_shards(first)
+
+    def _start(self, reduction: _Reduction) -> None:
+        """Queues what brings averages to where they wait, on a device with memory of its own."""
+        if self._plan.is_on_device(reduction.bucket):
+            self._start_adding(reduction)
+        else:
+            self._start_copy(reduction)
+
+    @uninterrupted  # what is added once must not be added again
+    def _start_adding(self, reduction: _Reduction) -> None:
+        """Queues the averages of a bucket whose states are on the device: they stay there, or are added there."""
+        with self._copier.ahead_of_downloads():
+            reduction.work.wait_on_device()
+            if not reduction.is_in_place:
+                for one, average in zip(reduction.bucket.ranges, reduction.averages, strict=True):
+                    memory = self._shards.range_memory(one)
+                    assert memory is not None
+                    write_or_add(None, average, memory, is_first=False)  # kernels have temporaries of one stream
+            reduction.copy, reduction.is_in_place = self._copier.mark(), True
 
     def _start_copy(self, reduction: _Reduction) -> None:
         """Queues copies of averages from the device to where they wait, or to a buffer from which they are added."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 
 from offload.choices import GradChoice
@@ -27,6 +29,7 @@ class ReductionPlan:
         layout: of the trained parameters.
         choice: what was decided for the gradients, with a stage.
         direct: whether kernels can write where the model's gradients are.
+        device_flats: see `Run`. No bucket has others, too.
 
     Attributes:
         sums_locally: whether micro-batches are summed before they are sent, not after.
@@ -39,24 +42,34 @@ class ReductionPlan:
         whole_bytes: for each flat parameter, of the sums of its whole gradient; empty without `sums_locally`.
     """
 
-    def __init__(self, layout: Layout, choice: GradChoice, *, direct: bool) -> None:
+    def __init__(self, layout: Layout, choice: GradChoice, *, direct: bool, device_flats: Collection[int] = ()) -> None:
         stage, accumulation, stored = choice.stage, choice.micro_batches, choice.tier.is_durable
         assert stage is not None
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation
         self._layout = layout
         self._average_dtypes = shards.dtypes_of(layout, accumulation)
-        self.buckets = cut_buckets(layout, choice.bucket_bytes // 4)
+        self._device_flats = frozenset(device_flats)
+        self.buckets = cut_buckets(layout, choice.bucket_bytes // 4, self._device_flats)
         self.buffers = min(BUFFERS, len(self.buckets))
         sent = (layout.ranks * bucket.numel * self.wire_of(bucket).itemsize for bucket in self.buckets)
         self.full_bytes = max(sent, default=0)
-        averages = (bucket.numel * self.average_dtype_of(bucket).itemsize for bucket in self.buckets)
-        is_added = self.rounds > 1 or stored
-        self.average_bytes = max(averages, default=0) if is_added or not direct else 0
-        self.copied_bytes = self.average_bytes if is_added and not direct else 0
+        there, others = ([one for one in self.buckets if self.is_on_device(one) is which] for which in (True, False))
+        leaves, is_added = not direct, self.rounds > 1 or stored
+        passing = [*(others if leaves or is_added else ()), *(there if self.rounds > 1 else ())]
+        self.average_bytes = self._most_averaged(passing)
+        self.copied_bytes = self._most_averaged(others) if is_added and leaves else 0
         self.whole_bytes = [4 * flat.numel for flat in layout.flats] if self.sums_locally else []
-        self._shards = shards.regions(layout, choice)
+        self._shards = shards.regions(layout, choice, self._device_flats)
         self._memory = choice.tier.memory
+
+    def is_on_device(self, bucket: Bucket) -> bool:
+        """Whether the averages of a bucket wait on the device, and those of others do not."""
+        return bucket.ranges[0].within.flat in self._device_flats
+
+    def _most_averaged(self, buckets: Sequence[Bucket]) -> int:
+        """The most bytes of the averages of one of these buckets."""
+        return max((bucket.numel * self.average_dtype_of(bucket).itemsize for bucket in buckets), default=0)
 
     def wire_of(self, bucket: Bucket) -> torch.dtype:
         """The dtype in which the gradients of a bucket travel."""

@@ -1,9 +1,10 @@
-"""Where the gradients of a rank's own shards wait for the step: in memory, or in the slots of a store.
+"""Where the gradients of a rank's own shards wait for the step: in memory, in the slots of a store, or some in each.
 
 [Note: gradients in slots]
 With `grad_tier="nvme"` the gradients of each chunk are one item of a store. What comes is added to the chunks it lies
 in; a chunk stays in RAM until its last elements of the micro-batch have come, is written, and is read again by the
 next micro-batch or the step. The squares are summed while the values are in RAM: [Note: sums of squares] in sums.py.
+Gradients whose states are on the device (`Run.device_flats`) wait there all the same, and their slots are not used.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def regions(layout: Layout, choice: GradChoice, device_flats: Collection[int] = 
     """
     dtypes = dtypes_of(layout, choice.micro_batches)
     reserved = sums.regions(layout, choice, dtypes, device_flats)
-    if choice.tier.is_durable:
-        return reserved
     for flat in layout.flats:
-        tier = DEVICE if flat.index in device_flats else choice.tier.memory
+        is_there = flat.index in device_flats
+        if choice.tier.is_durable and not is_there:
+            continue
+        tier = DEVICE if is_there else choice.tier.memory
         size = layout.shard_numel(flat.index) * dtypes[flat.index].itemsize
         reserved.append(Region(tier, GRADIENTS, size, kind="grad"))
     return reserved
@@ -90,7 +92,9 @@ class GradShards(ABC):
     One thread at a time calls it; beside it another one may call `tile_memory` and `memory_of`.
 
     Args:
+        run: what the parts of a run share.
         micro_batches: the most micro-batches that a step may have.
+        sums: the sums of squares; None: they are made here.
 
     Attributes:
         is_in_memory: whether all gradients are in memory that the step's kernels use. Then squares are summed when all
@@ -103,12 +107,12 @@ class GradShards(ABC):
     is_in_memory: bool
     come_whole: bool = False
 
-    def __init__(self, run: Run, micro_batches: int) -> None:
+    def __init__(self, run: Run, micro_batches: int, sums: SquareSums | None = None) -> None:
         self._layout = run.layout
         self._kernels_of = run.kernels_of
         self._timeline = run.timeline
         self.dtypes = dtypes_of(run.layout, micro_batches)
-        self.sums = SquareSums(run)
+        self.sums = SquareSums(run) if sums is None else sums
         self._chunks_of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
         for chunk in reversed(run.layout.chunks):
             self._chunks_of_flat[chunk.flat].append(chunk)
@@ -139,9 +143,9 @@ class GradShards(ABC):
 
     @abstractmethod
     def range_memory(self, one: SubRange) -> Tensor | None:
-        """The memory to which the first average of a sub-range of a bucket in a step is written, shape (one.numel,).
+        """The memory of the averages of a sub-range of a bucket, shape (one.numel,), which are about to change.
 
-        It is None if the average has to come through `add_range`, because gradients are in slots.
+        It is None if they have to come through `add_range`, because they are in slots.
         """
 
     def add(self, values: Tensor, place: Place) -> None:
@@ -264,22 +268,34 @@ class GradShards(ABC):
 
 
 class ShardsInMemory(GradShards):
-    """Gradients that wait in memory: each in RAM, or on the device, with its states."""
+    """Gradients that wait in memory: each in RAM, or on the device, with its states.
+
+    Args:
+        run: what the parts of a run share.
+        micro_batches: the most micro-batches that a step may have.
+        flats: the flat parameters whose gradients these are; None: all.
+        sums: the sums of squares; None: they are made here.
+    """
 
     is_in_memory = True
 
-    def __init__(self, run: Run, micro_batches: int) -> None:
-        super().__init__(run, micro_batches)
+    def __init__(
+        self, run: Run, micro_batches: int, flats: Collection[int] | None = None, sums: SquareSums | None = None
+    ) -> None:
+        super().__init__(run, micro_batches, sums)
         layout = run.layout
-        shards = run.memory.take(GRADIENTS)
-        self._flats = [shard.view(dtype) for shard, dtype in zip(shards, self.dtypes, strict=True)]
+        own = [flat.index for flat in layout.flats if flats is None or flat.index in flats]
+        pieces = zip(own, run.memory.take(GRADIENTS), strict=True)
+        self._flats = {flat: shard.view(self.dtypes[flat]) for flat, shard in pieces}
         starts = [layout.shard_range(flat.index)[0] for flat in layout.flats]
-        self._chunks = [self._flats[c.flat][c.start - starts[c.flat] :][: c.numel] for c in layout.chunks]
-        self._params = []
-        for param in range(len(layout.specs)):
-            (flat, offset), (first, last) = layout.locations[param], layout.param_shard_range(param)
-            self._params.append(self._flats[flat][max(offset + first - starts[flat], 0) :][: last - first])
-        self._tiles = [self._tiles_of(param) for param in range(len(layout.specs))]
+        chunks = (chunk for chunk in layout.chunks if chunk.flat in self._flats)
+        self._chunks = {c.index: self._flats[c.flat][c.start - starts[c.flat] :][: c.numel] for c in chunks}
+        self._params: dict[int, Tensor] = {}
+        for param, flat in enumerate(layout.flat_of):
+            if flat in self._flats:
+                offset, (first, last) = layout.locations[param][1], layout.param_shard_range(param)
+                self._params[param] = self._flats[flat][max(offset + first - starts[flat], 0) :][: last - first]
+        self._tiles = {param: self._tiles_of(param) for param in self._params}
         self.come_whole = micro_batches == 1
 
     def _tiles_of(self, param: int) -> list[Tensor]:
@@ -351,8 +367,8 @@ class ShardsInSlots(GradShards):
 
     is_in_memory = False
 
-    def __init__(self, run: Run, micro_batches: int, store: Store) -> None:
-        super().__init__(run, micro_batches)
+    def __init__(self, run: Run, micro_batches: int, store: Store, sums: SquareSums | None = None) -> None:
+        super().__init__(run, micro_batches, sums)
         self._store = store
 
     def tile_memory(self, param: int, tile: int) -> None:
@@ -419,6 +435,65 @@ class ShardsInSlots(GradShards):
         self._store.expect(chunks)
 
 
+class ShardsInBoth(GradShards):
+    """Gradients of `Run.device_flats` on the device, and others in slots; see [Note: gradients in slots].
+
+    Each call is passed on to those whose gradient it is of.
+    """
+
+    is_in_memory = False
+
+    def __init__(self, run: Run, micro_batches: int, store: Store) -> None:
+        super().__init__(run, micro_batches)
+        there = ShardsInMemory(run, micro_batches, run.device_flats, self.sums)
+        in_slots = ShardsInSlots(run, micro_batches, store, self.sums)
+        self._by_flat = [there if flat.index in run.device_flats else in_slots for flat in run.layout.flats]
+        self._in_slots = in_slots
+
+    def _of(self, param: int) -> GradShards:
+        return self._by_flat[self._layout.flat_of[param]]
+
+    def tile_memory(self, param: int, tile: int) -> Tensor | None:
+        return self._of(param).tile_memory(param, tile)
+
+    def memory_of(self, params: Sequence[int]) -> Tensor | None:
+        return self._of(params[0]).memory_of(params)
+
+    def range_memory(self, one: SubRange) -> Tensor | None:
+        return self._by_flat[one.within.flat].range_memory(one)
+
+    def add(self, values: Tensor, place: Place) -> None:
+        self._by_flat[place.chunk.flat].add(values, place)
+
+    def _lent(self, chunk: Chunk, *, is_fresh: bool, is_unfinished: bool) -> AbstractContextManager[Tensor]:
+        raise AssertionError("`add` is passed on")
+
+    def tile_has_come(self, param: int, tile: int) -> None:
+        self._of(param).tile_has_come(param, tile)
+
+    def make_zeros(self, param: int, tile: int) -> None:
+        self._of(param).make_zeros(param, tile)
+
+    def _tile_values(self, param: int, tile: int) -> Tensor:
+        return self._of(param)._tile_values(param, tile)
+
+    def values(self, param: int) -> Tensor:
+        return self._of(param).values(param)
+
+    def _write(self, param: int, values: Tensor, start: int) -> None:
+        self._of(param)._write(param, values, start)
+
+    def chunk_memory(self, index: int) -> Tensor:
+        return self._by_flat[self._layout.chunks[index].flat].chunk_memory(index)
+
+    def shard(self, index: int) -> AbstractContextManager[Tensor]:
+        return self._by_flat[self._layout.chunks[index].flat].shard(index)
+
+    def expect(self, chunks: Iterable[int]) -> None:
+        of = self._layout.chunks
+        self._in_slots.expect(chunk for chunk in chunks if self._by_flat[of[chunk].flat] is self._in_slots)
+
+
 def _pieces_in(chunk: Chunk, start: int, stop: int) -> Iterator[Piece]:
     """The pieces of a chunk, or parts of them, which lie in its elements `start` to `stop`, in their order."""
     at = max(bisect(chunk.pieces, start, key=lambda piece: piece.chunk_offset) - 1, 0)
@@ -439,4 +514,6 @@ def open_shards(run: Run, micro_batches: int, store: Store | None) -> GradShards
         micro_batches: the most micro-batches that a step may have.
         store: where gradients in slots are; None: they are in memory.
     """
-    return ShardsInMemory(run, micro_batches) if store is None else ShardsInSlots(run, micro_batches, store)
+    if store is None:
+        return ShardsInMemory(run, micro_batches)
+    return (ShardsInBoth if run.device_flats else ShardsInSlots)(run, micro_batches, store)

@@ -50,7 +50,7 @@ def regions(
     """
     if streams and device_flats:
         there = (chunk for chunk in layout.chunks if chunk.flat in device_flats)
-        return [Region(DEVICE, MADE, max(layout.flats[c.flat].dtype.itemsize * c.numel for c in there))]
+        return [Region(DEVICE, MADE, max((layout.flats[c.flat].dtype.itemsize * c.numel for c in there), default=0))]
     if not bounces:
         return []
     copied = [chunk for chunk in layout.chunks if chunk.flat not in device_flats]
@@ -330,7 +330,10 @@ class ToDevice(NewParameters):
         del self._copies[0]
 
     def start_gather(self, flat: int, step: int) -> None:
+        is_made_there = flat in self._device_flats and self._layout.ranks > 1
+        made = self._copier.mark() if is_made_there else DONE
         with self._copier.after_uploads():
+            made.wait_on_device()
             super().start_gather(flat, step)  # the event also counts where this rank has sent nothing
 
     def send_rest(self) -> None:

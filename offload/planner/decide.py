@@ -134,7 +134,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
             temporary_bytes=situation.temporary_bytes,
             tries_steps=tuning.speculate,
-            shares=_shares(options, situation, params, wish.grads),
+            shares=_shares(options, situation, params),
             is_late=tuning.late and options.state_tier.is_durable,
         ),
         params,
@@ -199,15 +199,15 @@ def _params(options: Options, situation: Situation, wish: Wish, least: Tier = DE
     )
 
 
-def _shares(options: Options, situation: Situation, params: ParamChoice, grads: Tier) -> bool:
+def _shares(options: Options, situation: Situation, params: ParamChoice) -> bool:
     """Whether some states may be on the device while others are not.
 
     Where the parameters stream, that saves bytes of the disk only; see share.py. A split master is half in its
-    parameter, and over several ranks gradients are averaged where all of them wait.
+    parameter, and a step is tried for states that the disk moves.
     """
     states = options.state_tier
-    is_possible = params.tier == DEVICE < states or (states.is_durable and not grads.is_durable)
-    is_allowed = situation.is_alone and not options.splits_masters and not options.tuned.speculate
+    is_possible = params.tier == DEVICE < states or states.is_durable
+    is_allowed = situation.slices == 1 and not options.splits_masters and not options.tuned.speculate
     return is_possible and is_allowed and situation.has_same_bits
 
 

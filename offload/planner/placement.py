@@ -9,7 +9,9 @@ stepped there, so neither gradients nor new parameters go over the link, and not
 parameters stream, new ones go to RAM instead of gradients, so only states that would be on the disk are there, and
 share.py says whether they come before units that stay. The units are the first ones in the order of the model: a
 forward needs them first, before the CPU has stepped the others, and a backward makes their gradients last, when nothing
-is left beside which they could leave. One that does not fit is left out, and the next ones are tried.
+is left beside which they could leave. One that does not fit is left out, and the next ones are tried. So are experts
+whose steps may be late: states of those without tokens are not moved anyway. Over several ranks the states of a unit
+are on the devices of all of them, each with its own shard, or of none: a bucket of gradients goes one way on all ranks.
 """
 
 from __future__ import annotations
@@ -654,7 +656,9 @@ class Needs:
     @cached_property
     def reduction(self) -> ReductionPlan | None:
         """How gradients of several ranks are reduced; None for one rank."""
-        return ReductionPlan(self.layout, self.choice.grads, direct=self.in_place) if self.layout.ranks > 1 else None
+        if self.layout.ranks == 1:
+            return None
+        return ReductionPlan(self.layout, self.choice.grads, direct=self.in_place, device_flats=self.device_flats)
 
     @property
     def memory(self) -> Tier:
@@ -684,8 +688,8 @@ class Needs:
             streams=choice.params.tier > DEVICE,
             device_flats=self.device_flats,
         )
-        if self.on_device and not self.direct:
-            every = choice.states.tier == DEVICE
+        every = choice.states.tier == DEVICE
+        if (every or self.device_flats) and not self.direct:  # also where this rank's shards are empty
             located = zip(self.layout.specs, self.layout.flat_of, strict=True)
             there = [spec for spec, flat in located if every or flat in self.device_flats]
             found.append(Region(DEVICE, SCRATCH, scratch_bytes(max(spec.numel for spec in there))))
@@ -783,18 +787,21 @@ class Needs:
         fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
         return total_bytes([*fixed, *self.of_states(self.states_in_memory)], DEVICE)
 
-    def with_states_on_device(self, room: int) -> Needs:
+    def with_states_on_device(self, room: int, most: Collection[int] | None = None) -> Needs:
         """These needs with the states of as many units on the device as fit: [Note: states on the device].
 
         Args:
             room: the most bytes that may be reserved there.
+            most: the flat parameters whose states may be there; None: any.
         """
         if not self.choice.states.shares or self.direct:
             return self
-        tiled = {flat.unit for flat in self.layout.flats if self.layout.tile_of(flat.index)}
+        left_out = {spec.unit for spec in self.layout.specs if spec.is_late}
+        if most is not None:
+            left_out |= {flat.unit for flat in self.layout.flats if flat.index not in most}
         units, spent = [], 0
         for unit, nbytes in self._bytes_with_gradients().items():
-            if unit not in tiled and spent + nbytes <= room:
+            if unit not in left_out and spent + nbytes <= room:
                 units.append(unit)
                 spent += nbytes
         while units:
@@ -809,9 +816,10 @@ class Needs:
         """About what the states of each unit take with their gradients, in the order of the layout."""
         sizes: dict[str, int] = {}
         dtypes = gradient_dtypes(self.layout, self.choice.grads.micro_batches)
+        for flat, dtype in zip(self.layout.flats, dtypes, strict=True):
+            sizes[flat.unit] = sizes.get(flat.unit, 0) + self.layout.shard_numel(flat.index) * dtype.itemsize
         for chunk, slot in zip(self.layout.chunks, self.states, strict=True):
-            unit = self.layout.flats[chunk.flat].unit
-            sizes[unit] = sizes.get(unit, 0) + slot.nbytes + chunk.numel * dtypes[chunk.flat].itemsize
+            sizes[self.layout.flats[chunk.flat].unit] += slot.nbytes
         return sizes
 
     @property
@@ -890,6 +898,8 @@ class Needs:
             staying: the units that stay on the device.
         """
         streamed = Counter({kind: sum(pool.streamed) for kind, pool in pools.items() if self.tiers[kind].is_durable})
+        if streamed[ChunkKind.GRADS]:  # those of states on the device are there, and their slots are not used
+            streamed[ChunkKind.GRADS] -= sum(pools[ChunkKind.GRADS].sizes[chunk] for chunk in self.on_device)
         micro_batches, new = self.choice.grads.micro_batches, streamed[ChunkKind.PARAMS]
         sizes = zip(self.layout.param_chunks, self._sizes(ChunkKind.PARAMS), strict=True) if new else ()
         found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
@@ -956,7 +966,19 @@ class OnDevice(NamedTuple):
     tiled_in_ram: frozenset[str]
 
 
-def fill_device(needs: Needs, room: Room, most_staying: int | None = None) -> OnDevice:
+class Most(NamedTuple):
+    """The most that may be on the device, so that several ranks have alike there.
+
+    Attributes:
+        staying: how many streamed units stay.
+        device_flats: the flat parameters whose states and gradients are there.
+    """
+
+    staying: int
+    device_flats: frozenset[int]
+
+
+def fill_device(needs: Needs, room: Room, most: Most | None = None) -> OnDevice:
     """Decides what is on the device beside what has to be: streamed units that stay, and states.
 
     share.py says which of both come first.
@@ -964,29 +986,30 @@ def fill_device(needs: Needs, room: Room, most_staying: int | None = None) -> On
     Args:
         needs: without states there, unless all are.
         room: what the device has room for.
-        most_staying: the most units that stay on the device; None: any number.
+        most: the most that may be there; None: anything.
 
     Raises:
         BudgetError: the device has no room.
     """
+    most_staying, most_flats = (None, None) if most is None else most
     layout, choice = needs.held, needs.choice
     slab_bytes, least = needs.device_bytes, streamed_bytes(layout, choice)
     model_bytes, limit = _require_room(layout, choice, room, slab_bytes), room.device_memory
     if limit is None and choice.params.is_chosen:
         limit = room.limit
-    states_first = states_come_first(choice)
+    states_first = states_come_first(choice, layout.shard_group_size)
     if room.device_memory is not None and states_first:
-        needs = needs.with_states_on_device(room.device_memory - model_bytes)
+        needs = needs.with_states_on_device(room.device_memory - model_bytes, most_flats)
         slab_bytes = needs.device_bytes
     on_top = None if room.limit is None else room.limit - slab_bytes - model_bytes
     in_ram = tiled_in_ram(layout, on_top, direct=needs.direct)
-    staying, most = frozenset[str](), least
+    staying, at_once = frozenset[str](), least
     if limit is not None:
-        staying, most = units_that_stay(layout, choice, limit - slab_bytes - model_bytes + least, most_staying)
-        model_bytes += most - least
+        staying, at_once = units_that_stay(layout, choice, limit - slab_bytes - model_bytes + least, most_staying)
+        model_bytes += at_once - least
     if room.device_memory is not None and not states_first:
-        needs = needs.with_states_on_device(room.device_memory - model_bytes)
-    return OnDevice(needs, model_bytes, most, staying, in_ram)
+        needs = needs.with_states_on_device(room.device_memory - model_bytes, most_flats)
+    return OnDevice(needs, model_bytes, at_once, staying, in_ram)
 
 
 def place(
@@ -996,7 +1019,7 @@ def place(
     direct: bool,
     room: Room | None = None,
     reserved: int = 0,
-    most_staying: int | None = None,
+    most: Most | None = None,
 ) -> Placement:
     """Decides which chunks stay in RAM, and which units on the device.
 
@@ -1006,7 +1029,7 @@ def place(
         direct: whether the model's device is the CPU, so that copies need no buffers.
         room: what the device and the RAM have room for.
         reserved: bytes of RAM to leave free for reading a commit in another layout.
-        most_staying: the most units that stay on the device; None: any number.
+        most: the most that may be on the device; None: anything.
 
     Raises:
         ConfigError: gradients are to be on NVMe, and the parameters stay on a device with memory of its own.
@@ -1018,7 +1041,7 @@ def place(
         others = 'it needs param_tier="cpu" or "nvme" where the device has memory of its own'
         raise ConfigError(f'grad_tier="nvme": {few if choice.params.keeps_trained else others}')
     room = Room() if room is None else room
-    there, streams = fill_device(Needs(layout, choice, direct), room, most_staying), choice.states.tier.is_durable
+    there, streams = fill_device(Needs(layout, choice, direct), room, most), choice.states.tier.is_durable
     needs = there.needs
     activations = needs.of_activations(needs.activation_bytes, 0)
     fixed = [*needs.regions, *needs.of_pools(needs.pools())]

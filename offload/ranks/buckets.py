@@ -11,13 +11,14 @@ piece of each rank's own shard on that rank. Its buffer holds the sub-ranges one
     buffer  |==|==|==|
 
 Small flat parameters of one dtype share a bucket, so that there are few collectives: its buffer then holds, by rank,
-the sub-ranges of each of them. A tile of a weight is such sub-ranges, too (`FlatSlice` in layout.py), and has buckets
-of its own. A *part* is what gets a gradient of its own: a tile of a parameter, or all of one without tiles.
+the sub-ranges of each of them. Those whose averages stay on the device share it with others of them only. A tile of a
+weight is such sub-ranges, too (`FlatSlice` in layout.py), and has buckets of its own. A *part* is what gets a gradient
+of its own: a tile of a parameter, or all of one without tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -107,7 +108,7 @@ class Bucket:
         return {piece.param for piece in self.pieces if piece.chunk_offset // self.numel == rank}
 
 
-def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
+def cut_buckets(layout: Layout, bucket_numel: int, device_flats: Collection[int] = ()) -> tuple[Bucket, ...]:
     """Cuts every shard's elements into buckets, in the order in which backward makes gradients.
 
     That is from the end of the layout to its beginning. The root unit's are last: it has parameters at both ends of a
@@ -117,9 +118,10 @@ def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
         layout: the layout.
         bucket_numel: the most elements of a buffer. A bucket still has ALIGN_NUMEL elements of every rank, or all that
             the flat parameter has.
+        device_flats: see `Run`.
     """
     each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
-    filled: dict[torch.dtype, list[SubRange]] = {}
+    filled: dict[tuple[torch.dtype, bool], list[SubRange]] = {}
     cut: dict[SubRange, list[SubRange]] = {}  # by the last of them
     for one in _in_backward(layout, each):
         if not any(any(one.pieces(layout, rank)) for rank in range(layout.ranks)):
@@ -127,13 +129,13 @@ def cut_buckets(layout: Layout, bucket_numel: int) -> tuple[Bucket, ...]:
         if one.within.is_tile:
             cut[one] = [one]
             continue
-        dtype = layout.flats[one.within.flat].dtype
-        ranges = filled.get(dtype, [])
+        kind = layout.flats[one.within.flat].dtype, one.within.flat in device_flats
+        ranges = filled.get(kind, [])
         if ranges and sum(other.numel for other in ranges) + one.numel <= each:
             ranges = [*cut.pop(ranges[-1]), one]
         else:
             ranges = [one]
-        filled[dtype] = cut[one] = ranges
+        filled[kind] = cut[one] = ranges
     return tuple(_bucket_of(layout, index, tuple(ranges)) for index, ranges in enumerate(cut.values()))
 
 

@@ -43,7 +43,8 @@ class DeviceArena(Lender):
             slab = torch.zeros(max(round_up(size, PAGE_BYTES), PAGE_BYTES), dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f'{device} refuses {format_bytes(size)} ({error}): choose tier="cpu", or "nvme" with a path',
+                f'{device} refuses {format_bytes(size)} ({error}): lower device_memory, or, with tier="device", choose '
+                'tier="cpu", or "nvme" with a path',
                 needed=size,
                 available=0,
                 option="device_memory",
@@ -100,15 +101,14 @@ class DeviceStore(Store):
         self._beneath = beneath
         self._here = [chunk for chunk in self._chunks if chunk.is_resident]
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
-        self._others: list[int] = []  # of what was announced, those that stay beneath
 
     def expect(self, order: Iterable[int], *, repeats: bool = True, once: Collection[int] = ()) -> None:
         order = list(order)
-        self._others = [chunk for chunk in order if not self.is_here(chunk)]
         super().expect((chunk for chunk in order if self.is_here(chunk)), repeats=repeats, once=once)
         if self._beneath is not None:
             beneath = [chunk for chunk in order if chunk in self._below or not self.is_here(chunk)]
-            self._beneath.expect(beneath, repeats=repeats, once=once)
+            # What is brought up is needed beneath no more.
+            self._beneath.expect(beneath, repeats=repeats, once={*once, *self._below})
 
     def is_here(self, chunk: int) -> bool:
         """Whether a chunk is on the device, or is brought there by its next lease."""
@@ -143,8 +143,6 @@ class DeviceStore(Store):
             for source, into in zip(there.arrays, here.arrays, strict=True):
                 into.copy_(source)
         self._is_up(chunk, version)
-        if not self._below:
-            self._other.expect(self._others)
 
     @uninterrupted
     def _is_up(self, chunk: int, version: Version) -> None:
@@ -178,10 +176,9 @@ class DeviceStore(Store):
     def reset(self, versions: Mapping[int, Version]) -> None:
         super().reset({})
         self._below = {chunk: at for chunk, at in versions.items() if self.is_here(chunk)}
-        self._others = [chunk for chunk in versions if not self.is_here(chunk)]
         if self._beneath is not None:
             self._beneath.reset(versions)
-            self._beneath.expect(versions)
+            self._beneath.expect(self._below, repeats=False)  # the others are announced by the step that needs them
 
     def drain(self) -> None:
         super().drain()

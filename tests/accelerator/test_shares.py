@@ -14,21 +14,25 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import BudgetError, OffloadError, OffloadZero, Tuning
+from offload import BudgetError, OffloadError, OffloadZero, OtherRankError, Tuning
 from offload.devices.copies import copier_for
 from offload.planner.explain import plan_of
 from offload.sizes import parse_bytes
 from tests import simulated_device
+from tests.gpu.test_ranks import own_device
 from tests.support import models
 from tests.support.cases import products
+from tests.support.ranks import Worlds
 from tests.support.scripts import run_code
 
 pytestmark = [
@@ -250,8 +254,8 @@ class Peaks(NamedTuple):
     all: int
 
 
-def allocated(which: str) -> int:
-    return int(torch.accelerator.memory_stats(DEVICE)[f"allocated_bytes.all.{which}"])
+def allocated(which: str, device: torch.device = DEVICE) -> int:
+    return int(torch.accelerator.memory_stats(device)[f"allocated_bytes.all.{which}"])
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -268,25 +272,30 @@ def peaks(memory: int | None, accumulation: int, kind: str) -> Peaks:
         return peaks_of(accumulation, options | ({"path": path} if "tier" in options else {}))
 
 
-def peaks_of(accumulation: int, options: dict[str, Any]) -> Peaks:
-    planned = plan_of(blocks(), direct=False, tuning=SMALL, **options).place()
-    x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH).to(DEVICE)
+def peaks_of(
+    accumulation: int, options: dict[str, Any], device: torch.device = DEVICE, group: dist.ProcessGroup | None = None
+) -> Peaks:
+    """Args: group: of ranks, of which this is one, on this device; None: it is alone."""
+    ranks = 1 if group is None else group.size()
+    options = {"tuning": SMALL} | options
+    planned = plan_of(blocks(), direct=False, ranks=ranks, **options).place()
+    x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH).to(device)
     model, own, most = Recomputed(*blocks()), 0, 0
     gc.collect()
-    before = allocated("current")
-    torch.accelerator.reset_peak_memory_stats(DEVICE)
-    with OffloadZero(model, device=DEVICE, tuning=SMALL, **options) as optimizer:
+    before = allocated("current", device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    with OffloadZero(model, device=device, process_group=group, **options) as optimizer:
         for _ in range(4):
             for _ in range(accumulation):
                 model(x).float().square().mean().backward()
             optimizer.clip_grad_norm_(1.0)
-            most = max(most, allocated("peak"))
-            torch.accelerator.synchronize()
-            torch.accelerator.reset_peak_memory_stats(DEVICE)
+            most = max(most, allocated("peak", device))
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
             optimizer.step()
             optimizer.synchronize()
             optimizer.zero_grad()
-            own = max(own, allocated("peak"))
+            own = max(own, allocated("peak", device))
         counted = optimizer.stats()["peak_device_bytes"]
     rest = -planned.slab_bytes % (2 * MIB)  # segments are so large, and a MiB or less is not cut off
     padding = rest if planned.slab_bytes > 10 * MIB and rest <= MIB else 0
@@ -318,6 +327,54 @@ def test_the_device_has_what_the_plan_says_at_each_share(kind: str, accumulation
         assert found.planned >= 1.5 * none.planned
 
 
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "states": {"stage": 2, "param_tier": "device"},
+    "states of streamed units": {"stage": 3, "tier": "nvme", "param_tier": "cpu", "commit_every": None},
+}
+
+
+BUCKETS = Tuning(chunk="256KiB", bucket="1MiB")
+"""A unit's gradients are about one."""
+
+
+def peaks_on_rank(accumulation: int, options: dict[str, Any]) -> Peaks:
+    device, group = own_device()
+    return peaks_of(accumulation, options, device, group)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "share"),
+    products(
+        ON_RANKS, [1, 2], [0, 1 / 7, 1 / 2, 1], often=[("states", 2, 1 / 2), ("states of streamed units", 1, 1 / 2)]
+    ),
+)
+def test_so_does_each_of_two_ranks(worlds: Worlds, kind: str, accumulation: int, share: float, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulation": accumulation, "tuning": BUCKETS} | ON_RANKS[kind]
+    options |= {"path": str(tmp_path / "run")} if "tier" in options else {}
+    none, everything = (
+        plan_of(blocks(), direct=False, ranks=2, device_memory=memory, **options).place().device_bytes
+        for memory in (None, 1 << 40)
+    )
+    options["device_memory"] = int(none + share * (everything - none))
+    for found in worlds(2).run(peaks_on_rank, accumulation, options, timeout_s=170):
+        assert found.own <= found.padded + ROUNDED
+        assert found.counted <= found.planned
+        assert found.all <= found.padded + 6 * UNIT_BYTES + ROUNDED
+        if kind == "states":
+            assert min(found.own, found.counted) >= 0.95 * found.planned
+        else:  # the plan has room for three units and what is gathered ahead, two here; two less are there at once
+            assert found.counted >= found.planned - 2 * UNIT_BYTES
+        if share >= 1 / 2:
+            assert found.planned >= 1.2 * none
+
+
 # When it is not enough.
 
 MLP = Tuning(chunk="4KiB", prefetch_units=0, tile=0)
@@ -329,20 +386,37 @@ SHARES: dict[str, dict[str, Any]] = {
 }
 LESS: dict[str, int | None] = {"states": None, "units": 44_000, "states on NVMe": 680_000, "of streamed units": 680_000}
 """The `device_memory` to go on with."""
+STAGES: dict[str, dict[str, Any]] = {
+    "states": {"stage": 2, "tuning": replace(MLP, bucket=4096)},
+    "of streamed units": {"stage": 3, "tuning": replace(MLP, bucket=4096)},
+}
+"""How two ranks have them."""
 
 
 class Mlp:
-    """A training that may end at any allocation, and go on in another run with less."""
+    """A training that may end at any allocation, and go on in another run with less.
 
-    def __init__(self, share: str, path: Path, *, goes_on: bool = False) -> None:
+    Args: group: of ranks, of which this is one, on this device; None: it is alone.
+    """
+
+    def __init__(
+        self,
+        share: str,
+        path: Path,
+        *,
+        goes_on: bool = False,
+        device: torch.device = DEVICE,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         options = SHARES[share] | ({"device_memory": LESS[share], "resume": True} if goes_on else {})
-        self.model = models.build("mlp").to(DEVICE)
+        options |= {"process_group": group} | (STAGES[share] if group else {})
+        self.model, self.device = models.build("mlp").to(device), device
         plain = torch.optim.AdamW(models.groups(self.model), lr=1e-2)
-        self.optimizer = OffloadZero(self.model, plain, path=path, commit_every=0, tuning=MLP, **options)
+        self.optimizer = OffloadZero(self.model, plain, path=path, commit_every=0, **{"tuning": MLP} | options)
 
     def steps(self, until: int) -> list[float]:
         """Losses of the steps that are left."""
-        batches, found = models.losses("mlp", self.model, str(DEVICE)), []
+        batches, found = models.losses("mlp", self.model, str(self.device)), []
         done = self.optimizer.stats()["step"]
         for number in range(until):
             draw = next(batches)
@@ -371,7 +445,7 @@ def undisturbed(share: str) -> tuple[list[float], int, int]:
     return losses, counts["allocations"], more["allocations"]
 
 
-ERRORS = (torch.OutOfMemoryError, BudgetError)
+ERRORS = (torch.OutOfMemoryError, BudgetError, OtherRankError)
 
 
 def ends_and_goes_on(share: str, allocation: int, path: Path) -> bool:
@@ -435,3 +509,99 @@ def test_each_allocation_that_fails_does(share: str, tmp_path: Path) -> None:
     for allocation in range(1, allocations + 1):
         assert ends_and_goes_on(share, allocation, tmp_path / str(allocation))
         shutil.rmtree(tmp_path / str(allocation))
+
+
+# When it is not enough on several ranks.
+
+Disturbed = tuple[str, list[float], list[float]]
+"""The class of what was raised, and the losses before it and of the run that went on."""
+
+
+@functools.cache
+def undisturbed_on_ranks(share: str, base: str) -> tuple[list[float], int, int]:
+    """As `undisturbed`, on each of the ranks that call this."""
+    device, group = own_device()
+    with simulated_device.counted() as counts:
+        run = Mlp(share, Path(base) / "undisturbed", device=device, group=group)
+    with run.optimizer:
+        assert (run.optimizer.stats()["device_chunks"] > 0) is (share != "units")
+        losses = run.steps(2)
+        with simulated_device.counted() as more:
+            losses += run.steps(4)
+    return losses, counts["allocations"], more["allocations"]
+
+
+def disturbed(share: str, base: str, allocation: int) -> Disturbed:
+    """An allocation after step 2 fails on each rank. Then the run is committed, and another one goes on."""
+    device, group = own_device()
+    run = Mlp(share, Path(base) / str(allocation), device=device, group=group)
+    before, raised = run.steps(2), ""
+    run.optimizer.commit()
+    simulated_device.fail_allocation(allocation, device.index)
+    try:
+        run.steps(4)
+    except ERRORS as error:
+        raised = type(error).__name__
+    simulated_device.fail_allocation(0, device.index)
+    with contextlib.suppress(OffloadError):  # in the middle of a step: what there is is the commit before
+        run.optimizer.zero_grad()
+        run.optimizer.commit()
+    with contextlib.suppress(OffloadError):
+        run.optimizer.close()
+    other = Mlp(share, Path(base) / str(allocation), goes_on=True, device=device, group=group)
+    with other.optimizer:
+        assert other.optimizer.stats()["step"] >= 2
+        assert other.optimizer.stats()["peak_device_bytes"] <= (LESS[share] or SHARES[share]["device_memory"])
+        return raised, before, other.steps(4)
+
+
+def require_typed(worlds: Worlds, share: str, base: str, allocation: int) -> None:
+    expected = worlds(2).run(undisturbed_on_ranks, share, base, timeout_s=170)[0][0]
+    found = worlds(2).run(disturbed, share, base, allocation, timeout_s=170)
+    assert {raised for raised, *_ in found} <= {"OutOfMemoryError", "BudgetError"}
+    assert len({raised for raised, *_ in found}) == 1, "all ranks raise the same"
+    for _, before, after in found:
+        assert before == expected[:2]
+        assert after == expected[len(expected) - len(after) :]
+
+
+@pytest.mark.parametrize("share", STAGES)
+def test_an_allocation_that_fails_on_two_ranks_is_the_same_error_on_both(
+    worlds: Worlds, share: str, tmp_path: Path
+) -> None:
+    allocations = min(found[2] for found in worlds(2).run(undisturbed_on_ranks, share, str(tmp_path), timeout_s=170))
+    require_typed(worlds, share, str(tmp_path), 1 + allocations // 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("share", STAGES)
+def test_so_is_each_allocation_that_does(worlds: Worlds, share: str, tmp_path: Path) -> None:
+    allocations = min(found[2] for found in worlds(2).run(undisturbed_on_ranks, share, str(tmp_path), timeout_s=170))
+    for allocation in range(1, allocations + 1):
+        require_typed(worlds, share, str(tmp_path), allocation)
+        shutil.rmtree(tmp_path / str(allocation))
+
+
+def refused_on_one(base: str) -> tuple[str, str]:
+    """The class of what is raised where the first rank gets no memory for states, and what it says to lower."""
+    device, group = own_device()
+    with simulated_device.counted() as model:
+        models.build("mlp").to(device)
+    if device.index == 0:
+        simulated_device.fail_allocation(model["allocations"] + 1, 0)
+    try:
+        Mlp("states", Path(base) / "new", device=device, group=group).optimizer.close()
+        return "", ""
+    except ERRORS as error:
+        return type(error).__name__, str(error)
+    finally:
+        simulated_device.fail_allocation(0, device.index)
+
+
+def test_memory_that_one_rank_is_refused_is_told_to_the_other(worlds: Worlds, tmp_path: Path) -> None:
+    (here, says), (there, told) = worlds(2).run(refused_on_one, str(tmp_path), timeout_s=170)
+    assert (here, there) == ("BudgetError", "OtherRankError")
+    assert "lower device_memory" in says
+    assert says in told
+    assert worlds(2).run(undisturbed_on_ranks, "states", str(tmp_path), timeout_s=170)[0][0]

@@ -19,10 +19,12 @@ from offload.devices.copies import DONE, Copy, DeviceCopier, accelerator
 from offload.grads import reduce_scatter
 from offload.grads.reduce_scatter import ReducedGradients, _Waiting
 from offload.model.unit_memory import UnitMemory
+from offload.optim.new_params import NewParameters, ToDevice
 from offload.ranks.torch_distributed import _GroupWork
 from tests import simulated_device as simulated
 from tests.simulated_device import process_group
 from tests.support import models
+from tests.support.cases import some
 from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.toy import WIDTH, Mixed, take_step
 from tests.support.training import CLIP
@@ -43,6 +45,11 @@ TIERS: dict[str, dict[str, Any]] = {
     "nvme, streaming from cpu": {"tier": "nvme", "param_tier": "cpu"},
     "nvme, streaming": {"tier": "nvme", "param_tier": "nvme"},
 }
+
+
+CHUNKS = "chunks on the device"
+MEMORY = 800_000
+"""Of a device: room for a part of the states beside all else."""
 
 
 def backend_for(device: torch.device) -> str:
@@ -73,9 +80,8 @@ def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
     batches = models.losses("mlp", model, str(device))
     norms = []
     found: dict[str, Tensor] = {}
-    with OffloadZero(
-        model, process_group=group, accumulation=accumulation, tuning=Tuning(chunk=4096, bucket=4096), **options
-    ) as optimizer:
+    options = {"tuning": Tuning(chunk=4096, bucket=4096)} | options
+    with OffloadZero(model, process_group=group, accumulation=accumulation, **options) as optimizer:
         for _ in range(5):
             for _ in range(accumulation):
                 drawn = [next(batches) for _ in range(ranks)]
@@ -89,7 +95,8 @@ def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
                 state = optimizer.state_of(param)
                 found |= {f"{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
     assert_no_races(device)
-    return found | {"norms": torch.stack(norms)}
+    there = torch.tensor(optimizer.stats()["device_chunks"])
+    return found | {"norms": torch.stack(norms), CHUNKS: there}
 
 
 class _NotAwaited(Copy):
@@ -115,12 +122,19 @@ def _lends_at_once(self: ReducedGradients) -> Any:
     return lender
 
 
+def _gathers_at_once(self: ToDevice, flat: int, step: int) -> None:
+    with self._copier.after_uploads():
+        NewParameters.start_gather(self, flat, step)
+
+
 _next_lender = ReducedGradients._next_lender
 
 
 def _train_without(event: str, options: dict[str, Any]) -> None:
     """Without what orders the streams of collectives and of copies."""
     patches = {
+        "all-gathers wait for kernels": patch.object(ToDevice, "start_gather", _gathers_at_once),
+        "averages are awaited": patch.object(ReducedGradients, "_finish_copy", lambda self, reduction: None),
         "all-gathers wait for uploads": patch.object(DeviceCopier, "after_uploads", lambda self: nullcontext()),
         "kernels wait for all-gathers": patch.object(_GroupWork, "wait_on_device", lambda self: None),
         "buckets wait for gradients": patch.object(DeviceCopier, "beside", lambda self: self._on(self._beside)),
@@ -251,9 +265,49 @@ def test_every_stage_and_tier_has_the_same_bits(
     if given["tier"] == "nvme":
         given |= {"path": str(tmp_path / "run")}
     for found in worlds(RANKS).run(_train, given, accumulation, timeout_s=170):
-        first = _first.setdefault(accumulation, found)
-        assert found.keys() == first.keys()
-        assert all(torch.equal(found[key], first[key]) for key in first)
+        found.pop(CHUNKS)
+        require_same(found, accumulation)
+
+
+def require_same(found: dict[str, Tensor], accumulation: int) -> None:
+    """The bits are those of the first rank that ran with this accumulation."""
+    first = _first.setdefault(accumulation, found)
+    assert found.keys() == first.keys()
+    assert all(torch.equal(found[key], first[key]) for key in first)
+
+
+SHARES: dict[str, dict[str, Any]] = {
+    "cpu": {"tier": "cpu", "param_tier": "device"},
+    "nvme, streaming from cpu": {"tier": "nvme", "param_tier": "cpu"},
+    "nvme, streaming": {"tier": "nvme", "param_tier": "nvme"},
+    "nvme, streaming, gradients too": {
+        "tier": "nvme",
+        "param_tier": "nvme",
+        "grad_tier": "nvme",
+        "tuning": Tuning(chunk="256KiB", bucket=4096, prefetch_units=0, tile=0),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("share", "stage", "accumulation"),
+    some(
+        [
+            *(("cpu", stage, accumulation) for stage in (1, 2) for accumulation in (1, 2)),
+            *((share, stage, accumulation) for share in [*SHARES][1:] for stage in (2, 3) for accumulation in (1, 2)),
+        ],
+        [("cpu", 1, 1), ("cpu", 2, 2), ("nvme, streaming from cpu", 3, 2), ("nvme, streaming, gradients too", 3, 1)],
+    ),
+)
+def test_a_share_of_the_states_on_the_devices_has_the_same_bits(
+    worlds: Worlds, share: str, stage: int, accumulation: int, tmp_path: Path
+) -> None:
+    given = SHARES[share] | {"stage": stage, "device_memory": MEMORY}
+    if given["tier"] == "nvme":
+        given |= {"path": str(tmp_path / "run")}
+    for found in worlds(RANKS).run(_train, given, accumulation, timeout_s=170):
+        assert found.pop(CHUNKS) > 0
+        require_same(found, accumulation)
 
 
 @pytest.mark.parametrize("prefetch_units", [0, 1, 3])
@@ -292,5 +346,18 @@ def test_a_rollback_waits_for_collectives_under_way(worlds: Worlds, stage: int, 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_missing_event_between_ranks_is_a_race(worlds: Worlds, stage: int, event: str) -> None:
     options: dict[str, Any] = {"tier": "cpu", "stage": stage} | ({"param_tier": "cpu"} if stage == 3 else {})
+    require_race(worlds, event, options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not simulated.is_wanted(), reason="only the simulated accelerator sees it")
+@pytest.mark.parametrize(
+    "event", ["all-gathers wait for kernels", "buckets wait for gradients", "averages are awaited"]
+)
+def test_so_it_is_with_a_share_of_the_states_there(worlds: Worlds, event: str) -> None:
+    require_race(worlds, event, {"tier": "cpu", "param_tier": "device", "stage": 1, "device_memory": MEMORY})
+
+
+def require_race(worlds: Worlds, event: str, options: dict[str, Any]) -> None:
     with pytest.raises(RanksFailedError, match="has not waited for it"):
         worlds(RANKS).run(_train_without, event, options, timeout_s=170)

@@ -53,13 +53,14 @@ def test_every_element_is_in_one_ranks_shard(specs: list[ParamSpec], ranks: int)
 # Buckets.
 
 
-@given(specs=specs, ranks=ranks_st, bucket_numel=bucket_numels)
+@given(specs=specs, ranks=ranks_st, bucket_numel=bucket_numels, there=st.sets(st.integers(0, 20)))
 def test_every_element_is_in_one_bucket_at_its_owners_place(
-    specs: list[ParamSpec], ranks: int, bucket_numel: int
+    specs: list[ParamSpec], ranks: int, bucket_numel: int, there: set[int]
 ) -> None:
     layout = build(specs, 1 << 20, ranks=ranks)
     found = []
-    for bucket in cut_buckets(layout, bucket_numel):
+    for bucket in cut_buckets(layout, bucket_numel, there):
+        assert len({one.within.flat in there for one in bucket.ranges}) == 1
         assert 0 < bucket.numel <= max(bucket_numel // ranks, ALIGN_NUMEL)
         assert len({layout.flats[one.within.flat].dtype for one in bucket.ranges}) == 1
         inside = [(one, place) for one in bucket.ranges for place in range(one.numel)]

@@ -13,6 +13,7 @@ from offload import OffloadZero, Tuning
 from offload.native.torch_kernels import scratch_bytes
 from tests.support.cases import products
 from tests.support.device import DEVICE
+from tests.support.device_memory import memory_for as planned_memory_for
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.training import NumpyAdam, Run, train
 
@@ -136,6 +137,66 @@ def test_and_their_parameters_may_stream(
     require_share(run, share, memory)
     stats = run.stats
     assert stats["device_chunks"] + stats["streamed_chunks"] <= stats["chunks"]
+
+
+IN_SLOTS = Tuning(chunk="256KiB", tile=0)
+"""Chunks of gradients on NVMe are whole blocks of sums."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "param_tier", "accumulation", "share"),
+    products(
+        ["mlp", "gpt"],
+        ["cpu", "nvme"],
+        [1, 2],
+        SHARES,
+        often=[("gpt", "cpu", 1, 1 / 2), ("mlp", "nvme", 2, 1 / 2), ("gpt", "nvme", 2, 1.0)],
+    ),
+)
+def test_gradients_of_the_others_may_be_on_the_disk(
+    kind: str, param_tier: str, accumulation: int, share: float, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"tier": "nvme", "param_tier": param_tier, "grad_tier": "nvme", "tuning": IN_SLOTS}
+    memory = planned_memory_for(kind, share, accumulation=accumulation, **options)
+    reference = NumpyAdam(accumulation)
+    run = train(
+        kind,
+        accumulation=accumulation,
+        prepare=reference.watch,
+        each_step=reference.step,
+        path=tmp_path / "run",
+        device_memory=memory,
+        cpu_memory="8MiB",
+        **options,
+    )
+    reference.assert_same_bits(run)
+    assert run.stats["peak_device_bytes"] <= memory
+    there = run.stats["device_chunks"]
+    assert there < run.stats["chunks"] if share < 1 / 2 else there
+
+
+@pytest.mark.parametrize(
+    ("use", "late", "accumulation", "share"),
+    products(
+        ["indexed", "grouped"],
+        [False, True],
+        [1, 2],
+        [1 / 2, 1.0],
+        often=[("indexed", False, 1, 1 / 2), ("grouped", False, 2, 1.0), ("grouped", True, 1, 1.0)],
+    ),
+)
+def test_weights_in_tiles_are_units_too(use: str, late: bool, accumulation: int, share: float, tmp_path: Path) -> None:
+    """Those of experts that may be late are not, and their states stay on the disk."""
+    options: dict[str, Any] = {"tier": "nvme", "param_tier": "cpu", "accumulation": accumulation}
+    options["tuning"] = Tuning(chunk="256KiB", tile=512, late=late)
+    memory, reference = planned_memory_for(use, share, **options), NumpyAdam(accumulation)
+    prepared = {"prepare": reference.watch, "each_step": reference.step}
+    run = train(use, path=tmp_path / "run", device_memory=memory, cpu_memory="8MiB", **prepared, **options)
+    reference.assert_same_bits(run)
+    there, chunks = run.stats["device_chunks"], run.stats["chunks"]
+    assert run.stats["peak_device_bytes"] <= memory
+    assert 0 < there < chunks
+    assert (there > chunks / 2) is not late or share < 1, "most chunks are of experts"
 
 
 @pytest.mark.parametrize(

@@ -95,5 +95,10 @@ def test_what_a_byte_saves_is_what_its_parameter_moves() -> None:
     assert saved_by_units(streamed).disk == saved_by_units(streamed).link
     gradients, states, sums = 3 * (7 * 2), 7 * 3 * 4, 7 * 4
     assert saved_by_states(streamed) == (2 * states / (states + sums), (gradients - new_values) / (states + sums))
+    by_two_ranks = saved_by_units(streamed, 2)  # which fetch a half each, and have all of a unit that stays
+    assert by_two_ranks.link == saved_by_units(streamed).link / 2
+    in_slots = decide(Options(tier="nvme", path=".", param_tier="nvme", grad_tier="nvme", accumulation=3), situation)
+    written_and_read = 3 * 2 * sums
+    assert saved_by_states(in_slots).disk == (2 * states + written_and_read) / (states + sums)
     resident = decide(Options(tier="cpu", param_tier="device", accumulation=3), situation)
     assert saved_by_states(resident) == (0, (gradients + new_values) / (states + sums))

@@ -132,6 +132,25 @@ def test_only_what_changed_is_brought_down(engine: FaultyEngine, tmp_path: Path)
         assert second == first | {2: Version(2, 1)}
 
 
+def test_after_a_return_only_what_is_wanted_is_read(engine: FaultyEngine, tmp_path: Path) -> None:
+    with device_store(engine, tmp_path / "run", buffers=4, there=[1]) as store:
+        for chunk in range(len(NUMELS)):
+            put_in(store, chunk, 1.0, 1)
+        versions = store.flush()
+        store.set_committed(versions)
+        before = engine.reads
+        store.reset(versions)
+        assert found(store, 1) == 1.0
+        store.drain()
+        assert engine.reads - before == 2  # that chunk, and the one that stays in RAM
+        for step in (2, 3, 4):
+            store.expect([2, 1, 3])
+            for chunk in (2, 1, 3):
+                put_in(store, chunk, float(step), step)
+        store.drain()
+        assert engine.reads - before <= 2 + 3 * 2 + 2  # the last two are ahead of a step that does not come
+
+
 def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngine, tmp_path: Path) -> None:
     with device_store(engine, tmp_path / "run") as store:
         for chunk in range(len(NUMELS)):
