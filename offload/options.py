@@ -61,7 +61,7 @@ class Tuning:
             are expected, while the disk would wait. `step()` keeps what has the right ones, and makes the others anew:
             the bits are those of False. It takes one more slot a chunk on the disk, 12 bytes a parameter, and 2 bytes
             of RAM for most parameters, and writes more where some steps are clipped and others are not. It is for
-            optimizers that look at single elements, gradients in RAM and whole masters.
+            optimizers that look at single elements.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
             after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
             few tiles as `device_memory` allows.
@@ -293,16 +293,6 @@ class Options:
             self.tuned.speculate and not self.state_tier.is_durable,
             f'Tuning.speculate=True with tier="{self.state_tier}": it hides the disk, and no states are there; '
             'leave it out, or choose tier="nvme"',
-        )
-        yield (
-            self.tuned.speculate and bool(self.tuned.split_master),
-            "Tuning.speculate=True with Tuning.split_master=True: half of each master is in the model then, and a step "
-            "that is tried must not change it; leave one of them out",
-        )
-        yield (
-            self.tuned.speculate and self.grads.is_durable,
-            'Tuning.speculate=True with grad_tier="nvme": steps are tried with gradients that are in RAM; leave one of '
-            "them out",
         )
 
     # Tiers.

@@ -98,10 +98,12 @@ class GradShards(ABC):
         dtypes: of the gradients, for each flat parameter.
         come_whole: whether all gradients come whole.
         sums: the sums of squares.
+        read_soon: see `GradientBuffer.read_soon`.
     """
 
     is_in_memory: bool
     come_whole: bool = False
+    read_soon: Collection[int] = ()
 
     def __init__(self, run: Run, micro_batches: int) -> None:
         self._layout = run.layout
@@ -252,6 +254,14 @@ class GradShards(ABC):
         """See `GradientBuffer.chunk_memory`."""
 
     @abstractmethod
+    def lend(self, index: int) -> AbstractContextManager[Tensor]:
+        """See `GradientBuffer.lend`."""
+
+    @abstractmethod
+    def drop_chunk(self, index: int) -> None:
+        """See `GradientBuffer.drop_chunk`."""
+
+    @abstractmethod
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         """See `GradientBuffer.shard`."""
 
@@ -326,6 +336,12 @@ class ShardsInMemory(GradShards):
     def chunk_memory(self, index: int) -> Tensor:
         return self._chunks[index]
 
+    def lend(self, index: int) -> AbstractContextManager[Tensor]:
+        return nullcontext(self._chunks[index])
+
+    def drop_chunk(self, index: int) -> None:
+        return None  # what comes next overwrites it
+
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         return nullcontext(self._chunks[index])
 
@@ -352,7 +368,7 @@ class ShardsInSlots(GradShards):
         return None
 
     def tile_has_come(self, param: int, tile: int) -> None:
-        return None  # they were summed as they came
+        self.sums.have_come(param, tile)  # they were summed as they came
 
     def make_zeros(self, param: int, tile: int) -> None:
         span = self.sums.spans[param][tile]
@@ -370,6 +386,8 @@ class ShardsInSlots(GradShards):
         use = Use.OVERWRITE if is_fresh else Use.FILL if is_unfinished else Use.UPDATE
         with self._store.lease(chunk.index, use, step=0) as lease:
             yield lease.arrays[0].view(self.dtypes[chunk.flat])
+            if not is_unfinished and chunk.index in self.read_soon:
+                self._store.retain(chunk.index)
 
     def values(self, param: int) -> Tensor:
         return self._values_between(param, *self._layout.param_shard_range(param))
@@ -393,6 +411,14 @@ class ShardsInSlots(GradShards):
 
     def chunk_memory(self, index: int) -> Tensor:
         raise AssertionError("these gradients are in slots")
+
+    @contextmanager
+    def lend(self, index: int) -> Iterator[Tensor]:
+        with self._store.lease(index, Use.READ, step=0) as lease:
+            yield lease.arrays[0].view(self.dtypes[self._layout.chunks[index].flat])
+
+    def drop_chunk(self, index: int) -> None:
+        self._store.discard(index)
 
     @contextmanager
     def shard(self, index: int) -> Iterator[Tensor]:
