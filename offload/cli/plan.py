@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
+from offload.cli.options import LEAST, Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
     from offload.planner.rates import Rates
-    from offload.planner.verdict import Computing
+    from offload.planner.verdict import Computing, Work
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ASSUMED_FLOPS = 100e12
@@ -354,7 +354,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
-    found |= _zero_r(planned, options, model) | speed_of(planned, options, model)
+    found |= _zero_r(planned, options, model) | speed_of(planned, options, model) | _trials(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"])
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
@@ -466,8 +466,39 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     Raises:
         BudgetError: memory or disk space does not suffice.
     """
+    from offload.planner.verdict import step_time
+
+    found, elements = _rates(options)
+    flops, disk_bytes_per_s = found["flops"], 1e9 * found["disk_gb_per_s"]
+    work = _work(planned, options, model)
+    time = step_time(planned, work, flops=flops, disk_bytes_per_s=disk_bytes_per_s, elements_per_s=elements)
+    of_step = work.tokens * planned.choice.grads.micro_batches
+    found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
+    if flops is None:
+        return found
+    return found | {
+        "compute_seconds": time.compute,
+        "kernel_seconds": None if elements is None else time.update,
+        "step_seconds": time.step,
+        "tokens_per_s": of_step / time.step,
+        "waits_for": time.waits_for,
+        "hiding_tokens": time.hiding_tokens,
+    }
+
+
+def _work(planned: Planned, options: PlanOptions, model: Sized) -> Work:
+    """What a step computes."""
+    from offload.planner.verdict import Work
+
+    trained = planned.layout.trained.numel
+    recomputes = options.activation_tier is not None and planned.choice.activations.recompute
+    frozen = max(model.numel // options.tensor_parallel - trained, 0)
+    return Work(trained, frozen, options.batch * options.seq, recomputes)
+
+
+def _rates(options: PlanOptions) -> tuple[dict[str, Any], float | None]:
+    """How fast the disks and the device are, where that is from, and the elements a second that the optimizer steps."""
     from offload.io.select import recall
-    from offload.planner.verdict import Work, step_time
 
     is_other_machine = options.gpu or options.ram is not None
     remembered = None if is_other_machine else recall(Path.cwd())
@@ -483,24 +514,34 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     elif flops is None:
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
     steps = None if rates is None else rates.steps.get(_step_name(options))
-    elements = None if steps is None else steps.median
-    tokens, trained = options.batch * options.seq, planned.layout.trained.numel
-    recomputes = options.activation_tier is not None and planned.choice.activations.recompute
-    work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
-    time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk, elements_per_s=elements)
-    of_step = tokens * planned.choice.grads.micro_batches
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
-    found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
-    if flops is None:
-        return found
-    return found | {
-        "compute_seconds": time.compute,
-        "kernel_seconds": None if elements is None else time.update,
-        "step_seconds": time.step,
-        "tokens_per_s": of_step / time.step,
-        "waits_for": time.waits_for,
-        "hiding_tokens": time.hiding_tokens,
-    }
+    return found, None if steps is None else steps.median
+
+
+def _trials(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """How many times as fast steps are that are tried in backward, and whether "auto" would try them by these rates.
+
+    Both are None where steps cannot be tried, or a rate is unknown.
+    """
+    from offload.cli.plan_models import rules_named
+    from offload.planner.trying import Speed, gain, is_worth_it, with_trials
+
+    found, elements = _rates(options)
+    names = ("speculate_gain", "speculate_pays")
+    can = planned.choice.states.tier.is_durable and rules_named(options.optimizer, options.states)[0].can_try
+    if found["flops"] is None or not can:
+        return dict.fromkeys(names)
+    never = replace(planned.choice, states=replace(planned.choice.states, tries_steps=False))
+    try:
+        plans = [replace(planned, choice=one, refusal=None) for one in (never, with_trials(never))]
+        if options.cpu_memory == LEAST:
+            plans = [one.with_memory(one.least()) for one in plans]
+        without, tried = (one.place() for one in plans)
+    except BudgetError:
+        return dict.fromkeys(names)
+    work, speed = _work(planned, options, model), Speed(found["flops"], 1e9 * found["disk_gb_per_s"], elements)
+    of_layout = (planned.layout, without, tried, work, speed)
+    return dict(zip(names, (gain(*of_layout), is_worth_it(*of_layout)), strict=True))
 
 
 def _rates_here() -> Rates | None:

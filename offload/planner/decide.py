@@ -130,7 +130,8 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             chunk_numel=options.chunk_numel,
             in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
             temporary_bytes=situation.temporary_bytes,
-            tries_steps=tuning.speculate,
+            tries_steps=tuning.speculate is True,
+            leaves_trials_open=tuning.speculate == "auto" and options.state_tier.is_durable,
             shares=_shares(options, situation, params, wish.grads),
             is_late=tuning.late and options.state_tier.is_durable and situation.is_alone,
         ),
@@ -204,7 +205,7 @@ def _shares(options: Options, situation: Situation, params: ParamChoice, grads: 
     """
     states = options.state_tier
     is_possible = params.tier == DEVICE < states or (states.is_durable and not grads.is_durable)
-    is_allowed = situation.is_alone and not options.splits_masters and not options.tuned.speculate
+    is_allowed = situation.is_alone and not options.splits_masters and options.tuned.speculate is not True
     return is_possible and is_allowed and situation.has_same_bits
 
 

@@ -217,7 +217,8 @@ class Placement:
         chunks, there = len(self.states.sizes), len(self.states.on_device)
         beside = f", {there} stay on the device" if there else ""
         if self.states.streamed:
-            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe{beside}"
+            tried = ", stepped in backward" if self.choice.states.tries_steps else ""
+            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe{tried}{beside}"
         if 0 < there < chunks:
             return f"optimizer states stay in RAM ({chunks - there} of {chunks} chunks) and on the device ({there})"
         where = DEVICE.where if there else CPU.where

@@ -227,7 +227,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     grads, waiting = choice.grads, choice.activations
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)
     activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
-    states = (choice.states.split_master, choice.states.form)
+    trials = (choice.states.tries_steps, choice.states.leaves_trials_open)
+    states = (choice.states.split_master, choice.states.form, trials)
     resume = (
         choice.commits.resume,
         choice.commits.begins_states,
@@ -238,8 +239,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
-            "param_tier, commit_every, resume, resume_states, resume_transfer, states, Tuning.split_master or "
-            "Tuning.bucket: give all of them the same"
+            "param_tier, commit_every, resume, resume_states, resume_transfer, states, Tuning.split_master, "
+            "Tuning.speculate or Tuning.bucket: give all of them the same"
         )
     # Parts of one parameter may differ in size: beside that all slices train the same.
     names = [(spec.name, spec.unit, spec.dtype, spec.group, spec.shard_dim) for spec in layout.specs]
@@ -247,8 +248,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
         raise ConfigError(
             "the tensor-parallel ranks differ in the model (names, dtypes, units, param groups, how it is sharded), or "
             "in stage, accumulation, param_tier, commit_every, resume, resume_states, resume_transfer, states, "
-            "activation_tier, partition_activations, Tuning.split_master, Tuning.recompute or Tuning.bucket: give all "
-            "of them the same"
+            "activation_tier, partition_activations, Tuning.split_master, Tuning.speculate, Tuning.recompute or "
+            "Tuning.bucket: give all of them the same"
         )
     comm.side_group.barrier()
     comm.everyone.side_group.barrier()
