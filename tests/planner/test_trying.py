@@ -17,7 +17,9 @@ from offload.io import select
 from offload.io.files import Files
 from offload.io.select import Settings
 from offload.planner import least_cpu_memory, rates
+from offload.planner.explain import plan_of
 from offload.planner.rates import Rate, Rates
+from offload.storage.slot_map import ChunkKind
 from tests.support.disks import on_disk
 from tests.support.ranks import Worlds
 
@@ -117,6 +119,23 @@ def test_a_run_in_another_layout_keeps_as_many(tmp_path: Path) -> None:
     path, options = tmp_path / "run", {"resume": True, "cpu_memory": LEAST + (512 << 10)}
     assert slots(path, TRIED) == 3
     assert slots(path, replace(AUTO, chunk="8KiB"), **options) == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "split", "places"),
+    [(5, True, [3, 3, 1]), (5, False, [3, 1, 1]), (None, True, [2, 1, 1]), (None, False, [2, 1, 1])],
+)
+def test_a_place_for_trials_have_states_and_what_is_committed_with_them(
+    every: int | None, split: bool, places: list[int]
+) -> None:
+    tuning = Tuning(chunk="256KiB", speculate=True, split_master=split)
+    tiers = {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "path": "."}
+    slots = plan_of(model_of(), direct=True, tuning=tuning, commit_every=every, **tiers).place().slots
+    found = [
+        {slots.versions_of(slot) for slot in slots.of(kind)}
+        for kind in (ChunkKind.STATES, ChunkKind.PARAMS, ChunkKind.GRADS)
+    ]
+    assert found == [{one} for one in places]
 
 
 def _tried(path: Path, knows: int) -> bool:
