@@ -283,7 +283,7 @@ def plan_run(
         recomputes = choice.activations.tier is not None and choice.activations.recompute
         name = OF_RULES.get(rules[0].name, "") if len({rule.name for rule in rules}) == 1 else ""
         step = step_name(name, options.states, split_master=options.splits_masters)
-        device_kind = device_name(None if copier.direct else on)
+        device_kind = device_name(None if on.type == "cpu" else on)
         speed = Speed.remembered(device_kind, options.compute_dtype, step, options.paths, direct=copier.direct)
         trials = OpenTrials(Work(trained, frozen, tokens=1, recomputes=recomputes), speed)
     plan = Plan(

@@ -673,7 +673,7 @@ def test_a_run_is_resumed_with_trials_or_without_between_a_backward_and_its_step
     [
         ({"tier": "cpu"}, 'speculate=True with tier="cpu"'),
         ({"tier": "nvme", "optimizer": torch.optim.Muon}, "speculate=True with Muon"),
-        ({"tier": "nvme", "speculate": "auto"}, "speculate='auto'"),
+        ({"tier": "nvme", "speculate": "always"}, "speculate='always': choose \"auto\", True or False"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_made(

@@ -82,7 +82,7 @@ def test_nothing_is_tried_where_ram_is_better_spent_on_states(tmp_path: Path) ->
     assert slots(tmp_path / "half do, forced", TRIED, cpu_memory=half_stream) == 3
 
 
-def test_nothing_is_tried_of_matrices_that_are_stepped_as_wholes_nor_off_a_disk(tmp_path: Path) -> None:
+def test_nothing_is_tried_of_optimizers_that_were_not_measured_nor_off_a_disk(tmp_path: Path) -> None:
     measured(tmp_path)
     options = {"optimizer": torch.optim.Adafactor, "cpu_memory": None, "tuning": replace(AUTO, chunk="64KiB")}
     assert slots(tmp_path / "adafactor", **options) == 2
