@@ -309,8 +309,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     same = (layout.ranks, layout.replicas, options, (choice.commits.every, resume, states), activations)
     told = (
         "stage, accumulation, param_tier, commit_every, resume, resume_states, resume_transfer, states, "
-        "activation_tier, partition_activations, Tuning.split_master, Tuning.speculate, Tuning.recompute, Tuning.bucket or in "
-        "whether they keep a quantised base: give all of them the same"
+        "activation_tier, partition_activations, Tuning.split_master, Tuning.speculate, Tuning.recompute, "
+        "Tuning.bucket or in whether they keep a quantised base: give all of them the same"
     )
     if not comm.all_equal(repr((layout.specs, layout.flats, same))):
         raise ConfigError(f"the ranks differ in the model (names, sizes, dtypes, units, param groups), or in {told}")
