@@ -136,7 +136,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             tries_steps=tuning.speculate is True,
             leaves_trials_open=tuning.speculate == "auto" and options.state_tier.is_durable,
             shares=_shares(options, situation, params, wish.grads),
-            is_late=tuning.late and options.state_tier.is_durable and situation.is_alone,
+            is_late=tuning.late and options.state_tier.is_durable,
         ),
         params,
         GradChoice(
