@@ -259,9 +259,8 @@ def main(
         "chunk": chunk_bytes,
         "buffers": buffers,
     }
-    entries = [Entry(NVME, "offload", options), Entry(TORCH, "torch")]
-    if grad_tier == "cpu":
-        entries.append(Entry(TRIED, "offload", options | {"speculate": True}))
+    tried = Entry(TRIED, "offload", options | {"speculate": True})
+    entries = [Entry(NVME, "offload", options), Entry(TORCH, "torch"), tried]
     shapes = [shape_of(int(word)) for word in tokens.split(",")]
     name, moved = ("hiding", "states") if param_tier == "device" else ("iterations", "parameters")
     results: list[Result] = []

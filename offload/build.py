@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.recovery import Start
 from offload.choices import Choice
-from offload.devices.copies import COPIER_FOR, Copier, HostCopier, accelerator, stream_handle
+from offload.devices.copies import COPIER_FOR, Copier, HostCopier, accelerator, device_name, stream_handle
 from offload.entries import Entries
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
@@ -62,9 +62,13 @@ from offload.planner.placement import (
     Placement,
     Room,
     dithered_room_of,
+    place,
 )
+from offload.planner.rates import step_name
+from offload.planner.trying import OF_RULES, Speed, is_worth_it, with_trials
+from offload.planner.verdict import Work
 from offload.profiling import Timeline
-from offload.ranks.agreement import all_gather_object, while_others_wait
+from offload.ranks.agreement import all_gather_object, together, while_others_wait
 from offload.ranks.communicator import Communicator
 from offload.ranks.gathers import Gathers
 from offload.regions import lent_bytes
@@ -81,9 +85,22 @@ from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.room import MANIFEST, RECORD
 from offload.storage.slot_map import ChunkKind
 from offload.storage.swap_file import RunFiles, Slots, Stripes
+from offload.storage.swap_format import MAX_PLACES
 from offload.tiers import CPU, DEVICE
 
 # Deciding.
+
+
+class OpenTrials(NamedTuple):
+    """What decides whether steps are tried in backward; see trying.py.
+
+    Attributes:
+        work: what a step computes.
+        speed: of this machine; None: it was not measured.
+    """
+
+    work: Work
+    speed: Speed | None
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,7 @@ class Plan:
         unquantised: what a quantised base has in 16 or 32 bits; see `units.unquantised`.
         base: the base that is kept, without its key until `keep_base` has found it; None: there is none.
         base_names: the names of the frozen parameters in it, in the order of `held.specs`.
+        trials: what decides whether steps are tried; None: that is decided.
     """
 
     choice: Choice
@@ -119,11 +137,39 @@ class Plan:
     unquantised: tuple[int, Sequence[str]]
     base: BaseName | None
     base_names: Sequence[str]
+    trials: OpenTrials | None
 
     @property
     def layout(self) -> Layout:
         """The layout of what is trained."""
         return self.held.trained
+
+    def placed_with_trials(self, reserved: int = 0) -> Placement | None:
+        """What is where if steps are tried, where the user leaves that open; None: they cannot be.
+
+        Args:
+            reserved: bytes of RAM to leave free.
+        """
+        if self.trials is None or not all(rule.can_try for rule in self.rules):
+            return None
+        with suppress(BudgetError):
+            return place(
+                self.held, with_trials(self.choice), direct=self.copier.direct, room=self.room, reserved=reserved
+            )
+        return None
+
+    def gains_by_trials(self, tried: Placement) -> bool:
+        """Whether steps are worth to be tried.
+
+        Args:
+            tried: what is where if they are.
+        """
+        if self.trials is None or self.trials.speed is None:
+            return False
+        with suppress(BudgetError):
+            without = place(self.held, self.choice, direct=self.copier.direct, room=self.room)
+            return is_worth_it(self.held, without, tried, self.trials.work, self.trials.speed)
+        return False
 
     def room_at_end(self, placement: Placement, is_parked: bool) -> int:
         """How many bytes of the device parameters may take that were streamed, once the run is closed.
@@ -189,7 +235,7 @@ def plan_run(
     unsplit = next((rule.name for rule in rules if not rule.splits_masters), None)
     if first_choice.states.split_master and unsplit is not None:
         raise ConfigError(f"Tuning.split_master=True with {unsplit}: only Adam's masters can be split; leave it out")
-    if options.tuned.speculate:
+    if options.tuned.speculate is True:
         untried = next((rule.name for rule in rules if not rule.can_try), None)
         if untried is not None:
             raise ConfigError(
@@ -229,9 +275,56 @@ def plan_run(
             base = BaseName(kept.directory or options.paths[0], "", contents)
         else:
             choice = replace(choice, params=replace(choice.params, base_bytes=0, base_memory_bytes=0))
-    return Plan(
-        choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base, base_names
-    )
+    trials = None
+    if choice.states.leaves_trials_open:
+        trained, frozen = (
+            sum(spec.numel for spec in shape.specs if spec.is_frozen is is_frozen) for is_frozen in (False, True)
+        )
+        recomputes = choice.activations.tier is not None and choice.activations.recompute
+        name = OF_RULES.get(rules[0].name, "") if len({rule.name for rule in rules}) == 1 else ""
+        step = step_name(name, options.states, split_master=options.splits_masters)
+        device_kind = device_name(None if on.type == "cpu" else on)
+        speed = Speed.remembered(device_kind, options.compute_dtype, step, options.paths, direct=copier.direct)
+        trials = OpenTrials(Work(trained, frozen, tokens=1, recomputes=recomputes), speed)
+    plan = Plan(
+        choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base, base_names,
+        trials,
+    )  # fmt: skip
+    keeps = plan.placed_with_trials() is not None
+    return replace(plan, choice=replace(choice, commits=replace(choice.commits, keeps_places=keeps)))
+
+
+def settle_trials(plan: Plan, start: Start, comm: Communicator) -> Plan:
+    """Decides whether steps are tried, if the user leaves that open: what rank 0 would do, if all ranks can.
+
+    A run that is resumed keeps as many slots a chunk as it has.
+
+    Args:
+        plan: what was decided.
+        start: what is resumed, or that a run begins anew.
+        comm: all ranks, each of which calls this.
+
+    Raises:
+        PathError: a directory cannot be looked at.
+        OtherRankError: it failed on another rank.
+        RankError: another rank failed, or cannot be reached.
+    """
+    if plan.trials is None:
+        return plan
+    found = start.found
+    with together(comm):
+        tried = plan.placed_with_trials(0 if found is None else found.buffer_bytes)
+        wanted, can = False, tried is not None
+        if found is not None:
+            wanted, can = found.first.places == MAX_PLACES, can or found.manifest is not None
+        elif tried is not None:
+            free = dict(map(start.files.space, start.paths))
+            can = plan.room.ranks_on_node * tried.disk_bytes <= sum(free.values())
+            wanted = plan.gains_by_trials(tried)
+    told = all_gather_object(comm, (wanted, can))
+    if not (told[0][0] and all(can for _, can in told)):
+        return plan
+    return replace(plan, choice=with_trials(plan.choice))
 
 
 def _base_chunks(held: Layout, names: Sequence[str]) -> tuple[BaseChunk, ...]:

@@ -46,6 +46,7 @@ class StateChoice:
         split_master: whether only the low halves of bf16 parameters' masters are kept.
         form: how states are kept by rules that can do it; see `OffloadZero`.
         tries_steps: whether steps of chunks that stream are tried in backward.
+        leaves_trials_open: whether that is decided when the files are known, since the user left it open.
         chunk_numel: elements of a chunk.
         in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
@@ -60,6 +61,7 @@ class StateChoice:
     temporary_bytes: int = 0
     form: str = "fp32"
     tries_steps: bool = False
+    leaves_trials_open: bool = False
     shares: bool = False
     is_late: bool = False
 
@@ -162,6 +164,8 @@ class CommitChoice:
         holds_params: whether commits hold the 16-bit parameters, too, since these are the upper halves of split
             masters.
         transfers: whether slots that a rank does not see may be sent to it.
+        keeps_places: whether slots of a commit that have a place for steps that are tried are used as they lie, though
+            this run would make none.
         lock_timeout_s: for how many seconds the lock of a directory that a lost machine may hold is waited for.
     """
 
@@ -174,6 +178,7 @@ class CommitChoice:
     begins_states: bool = False
     converts_states: bool = False
     transfers: bool = False
+    keeps_places: bool = False
     lock_timeout_s: float = 120.0
 
     def is_due(self, step: int) -> bool:

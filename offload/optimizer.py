@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import interrupts, torch_private
-from offload.build import Parts, build, keep_base, plan_run
+from offload.build import Parts, build, keep_base, plan_run, settle_trials
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.commit import spelled
@@ -372,6 +372,9 @@ class OffloadZero(torch.optim.Optimizer):
         require_alike(self._comm, self._plan.held, self._choice)
         start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
+        self._plan = settle_trials(self._plan, start, self._everyone)
+        self._choice = self._plan.choice
+        wanted = replace(wanted, places=self._choice.slots_per_chunk)
         self._placement = self._place(0 if found is None else found.buffer_bytes)
         self._plan = keep_base(self._plan, model, source, self._comm, disk, start.files)
         if (base := self._plan.base) is not None:

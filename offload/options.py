@@ -61,7 +61,9 @@ class Tuning:
             are expected, while the disk would wait. `step()` keeps what has the right ones, and makes the others anew:
             the bits are those of False. It takes one more slot a chunk on the disk, 12 bytes a parameter, and 2 bytes
             of RAM for most parameters, and writes more where some steps are clipped and others are not. It is for
-            optimizers that look at single elements, gradients in RAM and whole masters.
+            optimizers that look at single elements. "auto": where `offload probe` has measured this machine, the disk
+            has the room, and by these rates steps can be 5 % faster (docs/options.md); what is resumed has as many
+            slots as it had.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
             after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
             few tiles as `device_memory` allows.
@@ -80,7 +82,7 @@ class Tuning:
     units: Sequence[str | type[nn.Module]] | None = None
     tile: int | str | None = None
     recompute: bool = True
-    speculate: bool = False
+    speculate: bool | str = False
     late: bool = True
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -185,7 +187,7 @@ class Options:
         yield _none_of("activation_tier", self.activation_tier, None, *TIERS)
         yield _none_of("partition_activations", self.partition_activations, True, False)
         yield _none_of("Tuning.recompute", tuning.recompute, True, False)
-        yield _none_of("Tuning.speculate", tuning.speculate, True, False)
+        yield _none_of("Tuning.speculate", tuning.speculate, "auto", True, False)
         yield _none_of("Tuning.late", tuning.late, True, False)
         yield _none_of("compute_dtype", self.compute_dtype, *COMPUTE_DTYPES)
         yield _none_of("nonfinite", self.nonfinite, "raise", "skip")
@@ -290,19 +292,9 @@ class Options:
         )
 
         yield (
-            self.tuned.speculate and not self.state_tier.is_durable,
+            self.tuned.speculate is True and not self.state_tier.is_durable,
             f'Tuning.speculate=True with tier="{self.state_tier}": it hides the disk, and no states are there; '
             'leave it out, or choose tier="nvme"',
-        )
-        yield (
-            self.tuned.speculate and bool(self.tuned.split_master),
-            "Tuning.speculate=True with Tuning.split_master=True: half of each master is in the model then, and a step "
-            "that is tried must not change it; leave one of them out",
-        )
-        yield (
-            self.tuned.speculate and self.grads.is_durable,
-            'Tuning.speculate=True with grad_tier="nvme": steps are tried with gradients that are in RAM; leave one of '
-            "them out",
         )
 
     # Tiers.

@@ -90,6 +90,7 @@ from offload.sizes import format_bytes
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, RECORD_START, check_directory, swap_name, tag_name
 from offload.storage.directory_lock import Claimant, Claims
 from offload.storage.swap_file import make_directory, new_run_id, remove_if_empty
+from offload.storage.swap_format import MAX_PLACES
 
 
 class RunDirectories(NamedTuple):
@@ -971,8 +972,9 @@ def _directories_in_order(
         return None
     chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]
     known = (manifest.paths, manifest.places, manifest.split_master, manifest.flats)
+    places = MAX_PLACES if choice.keeps_places and manifest.places == MAX_PLACES else wanted.places
     if (
-        known != (wanted.paths, wanted.places, wanted.split_master, wanted.flats)
+        known != (wanted.paths, places, wanted.split_master, wanted.flats)
         or [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] != chunks
         or [param.name for param in manifest.parameters] != [param.name for param in wanted.parameters]
     ):

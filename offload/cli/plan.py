@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
+from offload.cli.options import LEAST, Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
@@ -426,7 +426,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
-    found |= _zero_r(planned, options, model) | speed_of(planned, options, model)
+    found |= _zero_r(planned, options, model) | speed_of(planned, options, model) | _trials(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(
         planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"], link=link_of(options),
@@ -545,6 +545,29 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     """
     from offload.planner.verdict import step_time
 
+    found, steps = _rates(options)
+    flops, disk_bytes_per_s = found["flops"], 1e9 * found["disk_gb_per_s"]
+    elements = None if steps is None else steps.value
+    work = work_of(planned, options, model)
+    time = step_time(planned, work, flops=flops, disk_bytes_per_s=disk_bytes_per_s, elements_per_s=elements)
+    of_step = work.tokens * planned.choice.grads.micro_batches
+    found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
+    if flops is None:
+        return found
+    there = machine_of(options)
+    return found | {
+        "compute_seconds": time.compute,
+        "kernel_seconds": None if elements is None else time.update,
+        "kernels_from": None if steps is None or there is None else _known(steps, there),
+        "step_seconds": time.step,
+        "tokens_per_s": of_step / time.step,
+        "waits_for": time.waits_for,
+        "hiding_tokens": time.hiding_tokens,
+    }
+
+
+def _rates(options: PlanOptions) -> tuple[dict[str, Any], Figure | None]:
+    """How fast the disks and the device are, where that is from, and the elements a second that the optimizer steps."""
     there = machine_of(options)
     disk, disk_from = ASSUMED_DISK_GB_PER_S, "assumed"
     if options.disk_gb_per_s is not None:
@@ -558,23 +581,35 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     elif flops is None:
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
     steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
-    elements = None if steps is None else steps.value
-    tokens, work = options.batch * options.seq, work_of(planned, options, model)
-    time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk, elements_per_s=elements)
-    of_step = tokens * planned.choice.grads.micro_batches
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
-    found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
-    if flops is None:
-        return found
-    return found | {
-        "compute_seconds": time.compute,
-        "kernel_seconds": None if elements is None else time.update,
-        "kernels_from": None if steps is None or there is None else _known(steps, there),
-        "step_seconds": time.step,
-        "tokens_per_s": of_step / time.step,
-        "waits_for": time.waits_for,
-        "hiding_tokens": time.hiding_tokens,
-    }
+    return found, steps
+
+
+def _trials(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """How many times as fast steps are that are tried in backward, and whether "auto" would try them by these rates.
+
+    Both are None where steps cannot be tried, or a rate is unknown.
+    """
+    from offload.cli.plan_models import rules_named
+    from offload.planner.trying import Speed, gain, is_worth_it, with_trials
+
+    found, steps = _rates(options)
+    names = ("speculate_gain", "speculate_pays")
+    can = planned.choice.states.tier.is_durable and rules_named(options.optimizer, options.states)[0].can_try
+    if found["flops"] is None or not can:
+        return dict.fromkeys(names)
+    never = replace(planned.choice, states=replace(planned.choice.states, tries_steps=False))
+    try:
+        plans = [replace(planned, choice=one, refusal=None) for one in (never, with_trials(never))]
+        if options.cpu_memory == LEAST:
+            plans = [one.with_memory(one.least()) for one in plans]
+        without, tried = (one.place() for one in plans)
+    except BudgetError:
+        return dict.fromkeys(names)
+    elements = None if steps is None else steps.value
+    work, speed = work_of(planned, options, model), Speed(found["flops"], 1e9 * found["disk_gb_per_s"], elements)
+    of_layout = (planned.layout, without, tried, work, speed)
+    return dict(zip(names, (gain(*of_layout), is_worth_it(*of_layout)), strict=True))
 
 
 def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:

@@ -105,6 +105,8 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
         yield _way_out(summary, options)
     if "step_seconds" in summary:
         yield _step_line(summary)
+        if summary["speculate_gain"] is not None:
+            yield _trials_line(summary)
     elif summary["disk_seconds"]:
         disk_rate = f"{summary['disk_gb_per_s']:.3g} GB/s, {WORDS[summary['disk_from']]}"
         yield f"A step takes at least {_seconds(summary['disk_seconds'])}, the disk's time ({disk_rate})."
@@ -174,6 +176,18 @@ def _step_line(summary: dict[str, Any]) -> str:
     return (
         f"A step of {summary['tokens_per_step']:,} tokens takes about {_seconds(summary['step_seconds'])}, "
         f"{_rate(summary['tokens_per_s'])} tokens/s; it waits for {waits}{hides}. Computed from {rates}."
+    )
+
+
+def _trials_line(summary: dict[str, Any]) -> str:
+    """What it gains to step states in backward."""
+    times = f"{summary['speculate_gain']:.2f} times as fast as a step after it"
+    if summary["speculate"]:
+        return f"States are stepped in backward, by the formula {times}."
+    auto = "would have" if summary["speculate_pays"] else "would not have"
+    return (
+        f"Stepped in backward, with Tuning(speculate=True) and a third slot a chunk, it is {times}, by the same rates; "
+        f'"auto" {auto} it.'
     )
 
 

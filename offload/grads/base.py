@@ -235,6 +235,10 @@ class GradientBuffer(ABC):
 
     # For trials, and the step.
 
+    def read_soon(self, chunks: Collection[int]) -> None:
+        """Says which chunks a trial reads soon after their gradients have come: until then these stay in RAM."""
+        self._shards.read_soon = chunks
+
     def watch(self, on_whole: Callable[[int], None]) -> None:
         """Has `on_whole` called with each parameter whose gradient, or a tile of it, has come as often as is expected.
 
@@ -274,6 +278,14 @@ class GradientBuffer(ABC):
         later.
         """
         return self._shards.shard(index)
+
+    def lend(self, index: int) -> AbstractContextManager[Tensor]:
+        """Lends the gradients of a chunk, shape (chunk.numel,), to a trial, which leaves them as they are."""
+        return self._shards.lend(index)
+
+    def drop_chunk(self, index: int) -> None:
+        """Forgets the gradients of a chunk whose step was tried: nobody reads them any more."""
+        self._shards.drop_chunk(index)
 
     @property
     def is_in_memory(self) -> bool:

@@ -102,10 +102,12 @@ class GradShards(ABC):
         dtypes: of the gradients, for each flat parameter.
         come_whole: whether all gradients come whole.
         sums: the sums of squares.
+        read_soon: see `GradientBuffer.read_soon`.
     """
 
     is_in_memory: bool
     come_whole: bool = False
+    read_soon: Collection[int] = ()
 
     def __init__(self, run: Run, micro_batches: int, sums: SquareSums | None = None) -> None:
         self._layout = run.layout
@@ -256,6 +258,14 @@ class GradShards(ABC):
         """See `GradientBuffer.chunk_memory`."""
 
     @abstractmethod
+    def lend(self, index: int) -> AbstractContextManager[Tensor]:
+        """See `GradientBuffer.lend`."""
+
+    @abstractmethod
+    def drop_chunk(self, index: int) -> None:
+        """See `GradientBuffer.drop_chunk`."""
+
+    @abstractmethod
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         """See `GradientBuffer.shard`."""
 
@@ -345,6 +355,12 @@ class ShardsInMemory(GradShards):
     def chunk_memory(self, index: int) -> Tensor:
         return self._chunks[index]
 
+    def lend(self, index: int) -> AbstractContextManager[Tensor]:
+        return nullcontext(self._chunks[index])
+
+    def drop_chunk(self, index: int) -> None:
+        return None  # what comes next overwrites it
+
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         return nullcontext(self._chunks[index])
 
@@ -381,7 +397,7 @@ class ShardsInSlots(GradShards):
         return None
 
     def tile_has_come(self, param: int, tile: int) -> None:
-        return None  # they were summed as they came
+        self.sums.have_come(param, tile)  # they were summed as they came
 
     def make_zeros(self, param: int, tile: int) -> None:
         span = self.sums.spans[param][tile]
@@ -399,6 +415,8 @@ class ShardsInSlots(GradShards):
         use = use_of(is_fresh=is_fresh, is_unfinished=is_unfinished)
         with self._store.lease(chunk.index, use, step=0) as lease:
             yield lease.arrays[0].view(self.dtypes[chunk.flat])
+            if not is_unfinished and chunk.index in self.read_soon:
+                self._store.retain(chunk.index)
 
     def values(self, param: int) -> Tensor:
         return self._values_between(param, *self._layout.param_shard_range(param))
@@ -422,6 +440,14 @@ class ShardsInSlots(GradShards):
 
     def chunk_memory(self, index: int) -> Tensor:
         raise AssertionError("these gradients are in slots")
+
+    @contextmanager
+    def lend(self, index: int) -> Iterator[Tensor]:
+        with self._store.lease(index, Use.READ, step=0) as lease:
+            yield lease.arrays[0].view(self.dtypes[self._layout.chunks[index].flat])
+
+    def drop_chunk(self, index: int) -> None:
+        self._store.discard(index)
 
     @contextmanager
     def shard(self, index: int) -> Iterator[Tensor]:
@@ -483,11 +509,23 @@ class ShardsInBoth(GradShards):
     def _write(self, param: int, values: Tensor, start: int) -> None:
         self._of(param)._write(param, values, start)
 
+    def _of_chunk(self, index: int) -> GradShards:
+        return self._by_flat[self._layout.chunks[index].flat]
+
     def chunk_memory(self, index: int) -> Tensor:
-        return self._by_flat[self._layout.chunks[index].flat].chunk_memory(index)
+        return self._of_chunk(index).chunk_memory(index)
+
+    def lend(self, index: int) -> AbstractContextManager[Tensor]:
+        return self._of_chunk(index).lend(index)
+
+    def drop_chunk(self, index: int) -> None:
+        self._of_chunk(index).drop_chunk(index)
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
-        return self._by_flat[self._layout.chunks[index].flat].shard(index)
+        return self._of_chunk(index).shard(index)
+
+    def discard(self, index: int) -> None:
+        self._of_chunk(index).discard(index)
 
     def expect(self, chunks: Iterable[int]) -> None:
         of = self._layout.chunks

@@ -262,7 +262,15 @@ class SquareSums:
             self._sum_blocks(param, tile, whole, values[whole - first : stop - first])
         if first < whole:
             self._carry(first, values[: whole - first], whole)
-        self._current_in[param][tile] = self._now  # once all parts of this micro-batch have come
+
+    def have_come(self, param: int, tile: int) -> None:
+        """Says that all elements of a tile have come to `sum_part`, so that its sums are current.
+
+        Args:
+            param: the parameter's index.
+            tile: the tile's index.
+        """
+        self._current_in[param][tile] = self._now
 
     def require_whole(self) -> None:
         """Asserts that no part of a block waits for the rest: all elements have come."""

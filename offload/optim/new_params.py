@@ -125,6 +125,15 @@ class NewParameters(ABC):
             Shape (chunk.numel,), on the CPU.
         """
 
+    @abstractmethod
+    def copy_current(self, chunk: Chunk, into: Tensor) -> None:
+        """Copies the parameters of a chunk, which no step is about to change, and leaves them as they are.
+
+        Args:
+            chunk: one of this rank.
+            into: shape (chunk.numel,), in the dtype of the chunk's parameters, where the kernels can read it.
+        """
+
     def upload(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:  # noqa: B027
         """Starts to copy new parameters to the device, if they go there now.
 
@@ -256,6 +265,10 @@ class InPlace(NewParameters):
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         return target
 
+    def copy_current(self, chunk: Chunk, into: Tensor) -> None:
+        with self._params.lease(chunk.index, Use.READ, step=0) as values:
+            into.copy_(values)
+
 
 class ToDevice(NewParameters):
     """Kernels write over the gradients, or to a bounce buffer, and the new parameters are copied to the device.
@@ -294,11 +307,14 @@ class ToDevice(NewParameters):
 
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
         bounce = self._as_params(self._bounce, chunk)
+        self.copy_current(chunk, bounce)
+        return bounce
+
+    def copy_current(self, chunk: Chunk, into: Tensor) -> None:
         waiting = self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device")
         with waiting, self._params.lease(chunk.index, Use.READ, step=0) as on_device:
-            self._copier.to_host(on_device, bounce, self._step).wait()
-        self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
-        return bounce
+            self._copier.to_host(on_device, into, self._step).wait()
+        self._timeline.count("device_to_host_bytes", into.nbytes)
 
     def upload(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:
         if chunk.flat in self._device_flats:

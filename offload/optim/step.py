@@ -102,7 +102,8 @@ class Step:
         self._trial_worker: Workers | None = None
         if choice.tries_steps:
             self._trial_worker = self._worker or Workers(1, "offload-trials")
-            self.trials = Trials(run, rules, store, gradients, self._tasks, self._trial_worker)
+            halves = params.copy_current if choice.split_master else None
+            self.trials = Trials(run, rules, store, gradients, halves, self._tasks, self._trial_worker)
         self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
 
     @property
@@ -150,7 +151,7 @@ class Step:
         repeats = self.trials is None or not self.trials.is_on
         coming = (work.chunk.index for work in works if work.tried is None)
         self._store.expect(coming, repeats=repeats, once=self._layout.late_chunks)
-        self._gradients.expect(work.chunk.index for work in works)
+        self._gradients.expect(work.chunk.index for work in works if work.tried is None)
         if self._worker is not None:
             before: Future[None] | None = None
             here = (work for work in works if work.chunk.flat not in self._device_flats)
@@ -280,15 +281,16 @@ class Step:
         self._run_together(works) if len(works) > 1 else self._run(works[0])
 
     def _run(self, work: ChunkWork) -> None:
-        # A split master is half in its lease and half in the parameter, which is read too.
-        is_whole = work.is_whole and not self._split_master
         if work.tried is not None:
-            with self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target:
+            with self._params.target(work.chunk, step=work.step, is_whole=work.is_whole) as target:
                 for run in work.runs:
                     self._kernels_of(work.chunk.flat).call(
                         CAST, work.tried[run.start : run.stop], target[run.start : run.stop]
                     )
+            self._gradients.drop_chunk(work.chunk.index)
             return
+        # A split master is half in its lease and half in the parameter, which is read too.
+        is_whole = work.is_whole and not self._split_master
         with (
             self._params.target(work.chunk, step=work.step, is_whole=is_whole) as target,
             self._store.lease(work.chunk.index, Use.UPDATE, step=work.step) as lease,

@@ -11,13 +11,16 @@ as long as it shows in an input:
 | input               | by what it is compared                                         | noted                   |
 |---------------------|----------------------------------------------------------------|-------------------------|
 | old states          | the store: whoever else writes to the chunk ends its trial     | by the lease            |
+| halves of masters   | likewise: whoever writes to parameters that are writes there   | copied before the lease |
 | gradients           | a number for each parameter that changes with its gradient     | before the kernel reads |
 | scalars             | the runs of elements, and the bytes that the kernel gets       | at the first gradient   |
 
 A gradient is read only while its sums of squares are current: whoever changes it says so before, and they are current
 again when it is whole. So the parameters of a chunk that is tried have been applied: a gradient that was made from an
-older value raises. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale,
-and that nothing is clipped.
+older value raises. Where masters are split, these are their upper halves: they are copied to where the new ones go.
+Gradients in slots are read while they are still in RAM, if there is room; the slot has them for a step that is made
+anew. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale, and that nothing
+is clipped.
 
 | between backward and step()                     | seen by                            | then                          |
 |-------------------------------------------------|------------------------------------|-------------------------------|
@@ -67,6 +70,7 @@ from offload.profiling import ADAM
 from offload.regions import Region
 from offload.run import Expected, Owner, Run
 from offload.storage.chunk_cache import Lease, Store, Use
+from offload.storage.swap_format import has_halves
 from offload.tiers import Tier
 
 LEFT_OUT = 4
@@ -149,7 +153,10 @@ class Trials:
         rules: that of each param group.
         store: the store of the states.
         gradients: the gradient buffer.
-        tasks: what steps a chunk, given what to do, its states, its gradients, and where its new parameters go.
+        halves: copies a chunk's parameters, which are the upper halves of split masters, to memory of shape
+            (chunk.numel,); None: masters are whole.
+        tasks: what steps a chunk, given what to do, its states, its gradients, where its new parameters go, and, with a
+            split master, the present ones.
         worker: makes the trials. Whoever has made it ends it.
 
     Attributes:
@@ -166,7 +173,8 @@ class Trials:
         rules: Sequence[Rule],
         store: Store,
         gradients: GradientBuffer,
-        tasks: Callable[[ChunkWork, Lease, Tensor, Tensor], Sequence[Task]],
+        halves: Callable[[Chunk, Tensor], None] | None,
+        tasks: Callable[[ChunkWork, Lease, Tensor, Tensor, Tensor | None], Sequence[Task]],
         worker: Workers,
     ) -> None:
         self._layout = layout = run.layout
@@ -175,6 +183,7 @@ class Trials:
         self._rules = rules
         self._store = store
         self._gradients = gradients
+        self._halves = halves
         self._tasks = tasks
         streamed = [chunk.index for chunk in layout.chunks if not store.is_resident(chunk.index)]
         chosen = tried_chunks(layout, streamed)
@@ -243,10 +252,16 @@ class Trials:
         scalars = {key: round_.scalars(key) for key in set(keys.values())}
         work = ChunkWork(step, chunk, True, runs, scalars)
         self._made.pop(index, None)  # its new parameters are about to be overwritten
-        with self._store.lease(index, Use.TRY, step=step) as lease:
-            grads = self._gradients.chunk_memory(index)
-            with self._timeline.event(ADAM, "try", chunk=index):
-                self._kernels.run(self._tasks(work, lease, grads, self._new[index]))
+        new, present = self._new[index], None
+        if self._halves is not None and has_halves(self._layout.flats[chunk.flat]):
+            self._halves(chunk, new)
+            present = new
+        with (
+            self._store.lease(index, Use.TRY, step=step) as lease,
+            self._gradients.lend(index) as grads,
+            self._timeline.event(ADAM, "try", chunk=index),
+        ):
+            self._kernels.run(self._tasks(work, lease, grads, new, present))
         self._timeline.count("tried_bytes", self._store.nbytes(index))
         self._made[index] = _Trial(generations, self._as_bytes(work))
 
@@ -270,6 +285,7 @@ class Trials:
         Args:
             works: the step's.
         """
+        self._gradients.read_soon(())
         works = [work for work in works if work.chunk.index in self._new]
         equal = {work.chunk.index for work in works if self._is_equal(work)}
         kept: set[int] = set()
@@ -329,6 +345,7 @@ class Trials:
         """Announces the trials to come: the last step has been applied."""
         if self.is_on and self._new:
             self._store.expect(self._order, repeats=False)
+            self._gradients.read_soon(self._new.keys())
 
     @uninterrupted
     def begin_anew(self) -> None:

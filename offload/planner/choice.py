@@ -284,8 +284,7 @@ def _tiers(options: Options, situation: Situation, *, direct: bool) -> Iterator[
     if chooses_params(options, situation):
         has_nvme = states.is_durable or (situation.frozen_bytes and options.paths)
         params = [DEVICE, CPU, NVME] if has_nvme else [DEVICE, CPU]
-    tries = options.tuned.speculate
-    if chooses_grads(options, situation) and states.is_durable and options.chunk_numel >= SUM_BLOCK and not tries:
+    if chooses_grads(options, situation) and states.is_durable and options.chunk_numel >= SUM_BLOCK:
         grads = [CPU, NVME]
     pairs = sorted(product(params, grads), key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]])
     wishes = [first._replace(params=param, grads=grad) for param, grad in pairs]

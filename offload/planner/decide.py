@@ -133,7 +133,8 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             chunk_numel=options.chunk_numel,
             in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
             temporary_bytes=situation.temporary_bytes,
-            tries_steps=tuning.speculate,
+            tries_steps=tuning.speculate is True,
+            leaves_trials_open=tuning.speculate == "auto" and options.state_tier.is_durable,
             shares=_shares(options, situation, params),
             is_late=tuning.late and options.state_tier.is_durable,
         ),
@@ -207,7 +208,7 @@ def _shares(options: Options, situation: Situation, params: ParamChoice) -> bool
     """
     states = options.state_tier
     is_possible = params.tier == DEVICE < states or states.is_durable
-    is_allowed = situation.slices == 1 and not options.splits_masters and not options.tuned.speculate
+    is_allowed = situation.slices == 1 and not options.splits_masters and options.tuned.speculate is not True
     return is_possible and is_allowed and situation.has_same_bits
 
 

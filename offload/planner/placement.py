@@ -220,7 +220,8 @@ class Placement:
         chunks, there = len(self.states.sizes), len(self.states.on_device)
         beside = f", {there} stay on the device" if there else ""
         if self.states.streamed:
-            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe{beside}"
+            tried = ", stepped in backward" if self.choice.states.tries_steps else ""
+            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe{tried}{beside}"
         if 0 < there < chunks:
             return f"optimizer states stay in RAM ({chunks - there} of {chunks} chunks) and on the device ({there})"
         where = DEVICE.where if there else CPU.where
@@ -529,9 +530,11 @@ def slot_map(choice: Choice, arrays: Mapping[ChunkKind, Sequence[SlotArrays]]) -
         kinds.pop(ChunkKind.FROZEN)
     # With replicas the other parameters are committed by other ranks.
     committed = len(arrays[ChunkKind.STATES]) * (2 if commits.holds_params else 1)
-    # Where steps are tried masters are whole, so the first slots, those of states, are what is committed, too.
+    if commits.every is not None:
+        return SlotMap(kinds, choice.slots_per_chunk, committed)
+    # A step that is tried has a place of its own: those of states only, which are the first slots.
     several = len(arrays[ChunkKind.STATES]) if choice.states.tries_steps else None
-    return SlotMap(kinds, choice.slots_per_chunk, None if commits.every is None else committed, several)
+    return SlotMap(kinds, choice.slots_per_chunk, None, several)
 
 
 @dataclass(frozen=True)

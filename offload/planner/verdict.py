@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from offload.grads.local import UNITS_LEAVING
+from offload.layout import Layout
 from offload.planner.activations import Waiting
 from offload.planner.explain import Planned
 from offload.planner.placement import Placement
@@ -122,6 +123,24 @@ class StepTime:
 def step_time(
     planned: Planned, work: Work, *, flops: float | None, disk_bytes_per_s: float, elements_per_s: float | None = None
 ) -> StepTime:
+    """How long a step of a plan takes; see `time_of`.
+
+    Raises:
+        BudgetError: if the plan does not fit.
+    """
+    rates = {"flops": flops, "disk_bytes_per_s": disk_bytes_per_s, "elements_per_s": elements_per_s}
+    return time_of(planned.layout, planned.place(), work, **rates)  # type: ignore[arg-type]
+
+
+def time_of(
+    layout: Layout,
+    placement: Placement,
+    work: Work,
+    *,
+    flops: float | None,
+    disk_bytes_per_s: float,
+    elements_per_s: float | None,
+) -> StepTime:
     """How long a step takes if nothing but compute, the optimizer's kernels and the disk took time.
 
     Parameters and gradients move beside all of the compute. States move, and are stepped, between the last gradient and
@@ -130,25 +149,24 @@ def step_time(
     CPU, the kernels have the cores that it computes with.
 
     Args:
-        planned: the plan.
+        layout: of all parameters that are trained or stream.
+        placement: what is where.
         work: what the step computes.
         flops: FLOP/s that are achieved; None: unknown, and compute takes no time.
         disk_bytes_per_s: reads and writes together.
         elements_per_s: that the optimizer steps in RAM; None: unknown, and that takes no time.
-
-    Raises:
-        BudgetError: if the plan does not fit.
     """
-    placement, micro_batches = planned.place(), planned.choice.grads.micro_batches
+    choice = placement.choice
+    micro_batches = choice.grads.micro_batches
     disk = moved_bytes(placement) / disk_bytes_per_s
     states = 2 * sum(placement.states.streamed) / disk_bytes_per_s
-    update = 0.0 if elements_per_s is None else stepped_in_ram(planned, placement) / elements_per_s
+    update = 0.0 if elements_per_s is None else stepped_in_ram(layout, placement) / elements_per_s
     if flops is None:
         return StepTime(0.0, update, disk, disk, "disk", 0)
     compute, forward = micro_batches * work.flops / flops, work.forward_flops / flops
-    beside = work.flops / flops if planned.choice.states.tries_steps else forward
+    beside = work.flops / flops if choice.states.tries_steps else forward
     enough = max(disk / compute, states / beside) * work.tokens
-    shared = update if planned.direct else 0.0
+    shared = update if placement.is_direct else 0.0
     ends = {
         "compute": compute + shared,
         "update": compute - beside + update,
@@ -159,12 +177,12 @@ def step_time(
     return StepTime(compute, update, disk, ends[longest], waits_for, ceil(enough))
 
 
-def stepped_in_ram(planned: Planned, placement: Placement) -> int:
+def stepped_in_ram(layout: Layout, placement: Placement) -> int:
     """How many elements a rank steps by the CPU's kernels."""
-    if planned.choice.states.tier == DEVICE:
+    if placement.choice.states.tier == DEVICE:
         return 0
     on_device = set(placement.states.on_device)
-    return sum(chunk.numel for chunk in planned.layout.chunks if chunk.index not in on_device)
+    return sum(chunk.numel for chunk in layout.chunks if chunk.index not in on_device)
 
 
 def moved_bytes(placement: Placement) -> int:

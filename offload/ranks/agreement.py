@@ -298,7 +298,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     grads, waiting = choice.grads, choice.activations
     options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes, choice.params.base_bytes > 0)
     activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
-    states = (choice.states.split_master, choice.states.form)
+    trials = (choice.states.tries_steps, choice.states.leaves_trials_open)
+    states = (choice.states.split_master, choice.states.form, trials)
     resume = (
         choice.commits.resume,
         choice.commits.begins_states,
@@ -308,8 +309,8 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     same = (layout.ranks, layout.replicas, options, (choice.commits.every, resume, states), activations)
     told = (
         "stage, accumulation, param_tier, commit_every, resume, resume_states, resume_transfer, states, "
-        "activation_tier, partition_activations, Tuning.split_master, Tuning.recompute, Tuning.bucket or in whether "
-        "they keep a quantised base: give all of them the same"
+        "activation_tier, partition_activations, Tuning.split_master, Tuning.speculate, Tuning.recompute, "
+        "Tuning.bucket or in whether they keep a quantised base: give all of them the same"
     )
     if not comm.all_equal(repr((layout.specs, layout.flats, same))):
         raise ConfigError(f"the ranks differ in the model (names, sizes, dtypes, units, param groups), or in {told}")

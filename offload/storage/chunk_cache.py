@@ -306,6 +306,10 @@ class Store:
                     self._free_buffer(one)
                     self._changed.notify_all()
 
+    def retain(self, chunk: int) -> None:
+        """Keeps the buffer of a chunk, which is leased, until its next use, or until another chunk needs a buffer."""
+        self._chunks[chunk].is_retained = True
+
     def is_ready(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM, and nothing is under way with it, so that a lease does not wait."""
         one = self._chunks[chunk]

@@ -19,9 +19,10 @@ from offload.devices.copies import copier_for, stream_handle
 from offload.model.unit_memory import UnitMemory
 from offload.native import ADAM, SUM_SQUARES, AdamScalars, Kernels, device_program, load_on, sum_blocks
 from offload.native.torch_kernels import scratch_bytes
+from offload.planner import least_cpu_memory
 from offload.storage.device_store import DeviceArena
 from tests import simulated_device
-from tests.support import models
+from tests.support import models, tried
 from tests.support.cases import products
 from tests.support.device import refuse_launches
 from tests.support.interrupted import interrupted_at
@@ -76,6 +77,33 @@ def test_split_masters_have_the_bits_of_whole_ones(tier: str) -> None:
     """Their other half is read from the device, which may be late."""
     simulated_device.set_delays(1)
     assert losses("mlp", TIERS[tier] | {"tuning": Tuning(split_master=True)}) == losses("mlp", TIERS[tier])
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+@pytest.mark.parametrize("split", [False, True])
+def test_steps_that_are_tried_in_backward_have_the_bits_of_those_after_it(
+    param_tier: str, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of split masters the other half is read from the device while a backward runs there."""
+
+    def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+        loss = draw()
+        loss.backward()  # and nothing clips
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(optimizer.stats()["kept_bytes"])
+        return loss.item()
+
+    kept: list[int] = []
+    expected = losses("mlp", {"tier": "cpu"}, step=step)
+    for patch in (tried.at_once, tried.always):
+        patch(monkeypatch)
+    simulated_device.set_delays(1)
+    tuning = Tuning(chunk="4KiB", speculate=True, split_master=split)
+    options = {"param_tier": param_tier, "tuning": tuning}
+    memory = least_cpu_memory(models.build("mlp").to(DEVICE), **options)
+    assert losses("mlp", {"path": tmp_path, "cpu_memory": memory} | options, step=step) == expected
+    assert kept[-1] > 0
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

@@ -435,7 +435,7 @@ def test_hiding_measures_and_saves(
     hiding.main("1m", "32", tier, grads, 1, 1, "1MiB", 1, tmp_path, True, tmp_path, True)
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["bytes_per_param"] > (24 if tier == "device" else 27)
-    assert (run["speculate"] is None) is (grads == "nvme")
+    assert run["speculate"]["step_s"] > 0
     assert is_picture(results / ("hiding-32.png" if tier == "device" else "iterations-32.png"))
 
 

@@ -557,7 +557,15 @@ def test_a_step_that_is_tried_in_backward_hides_more_of_the_disk() -> None:
         wanted = max(backward, moved) + max(forward, states - moved)
         assert tried["step_seconds"] == pytest.approx(wanted, rel=0.01)
         assert tried["step_seconds"] <= plain["step_seconds"] * 1.001
+        assert plain["speculate_gain"] == pytest.approx(plain["step_seconds"] / tried["step_seconds"])
+        assert tried["speculate_gain"] == pytest.approx(plain["speculate_gain"])
+        assert plain["speculate_pays"] is tried["speculate_pays"] is True
+        times = f"it is {plain['speculate_gain']:.2f} times as fast as a step after it"
+        assert f'{times}, by the same rates; "auto" would have' in run(*given, *size).stdout
     assert tried["hiding_tokens"] == pytest.approx(plain["hiding_tokens"] / 3, rel=0.05)
+    muon = run_json(*given, *size, "--optimizer", "muon")
+    assert muon["speculate_gain"] is muon["speculate_pays"] is None
+    assert run_json(*given, *size, "--tier", "cpu")["speculate_gain"] is None
 
 
 def test_rates_say_where_they_are_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, StaleActivationError
-from tests.support import sharded
+from offload.grads.reduce_scatter import ReducedGradients
+from offload.planner import least_cpu_memory
+from tests.support import sharded, tried
 from tests.support import tensor_parallel as tp
 from tests.support.cases import products
 from tests.support.ranks import RanksFailedError, Worlds
@@ -40,6 +42,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "nvme": {"tier": "nvme", "stage": 2},
     "all on nvme, stage 3": {"tier": "nvme", "param_tier": "nvme", "stage": 3},
 }
+TRIED = Tuning(chunk=4096, threads=1, bucket=4096, speculate=True)
 
 
 def options_of(place: str, path: Path) -> dict[str, Any]:
@@ -88,6 +91,38 @@ def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -
 def test_tiers_and_stages_change_no_bit(worlds: Worlds, tmp_path: Path, place: str, ranks: int, plan: str) -> None:
     found = worlds(ranks).run(tp.train_with, STEPS, plan, options_of(place, tmp_path / "run"))
     assert same(found, plain(worlds, ranks, plan))
+
+
+def _train_trying(path: str | None, plan: str, options: dict[str, Any]) -> tp.Trained:
+    """Of steps whose norms are clipped to more, with trials of all that stream; path: None: without, states in RAM."""
+    model, _, _, ranks = tp.made(plan)
+    memory = least_cpu_memory(model, tuning=TRIED, ranks=ranks, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tp, "CLIP", 1e6)
+        if path is None:
+            return tp.train(STEPS, plan, stage=options.get("stage"))
+        tried.at_once(patch)
+        tried.always(patch)
+        patch.setattr(ReducedGradients, "_is_done", lambda self, reduction: True)  # who asks waits
+        return tp.train(STEPS, plan, path=path, tuning=TRIED, cpu_memory=memory, **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "options"),
+    [
+        (2, "plain", {}),
+        pytest.param(2, "sequence", {"param_tier": "nvme"}, marks=pytest.mark.slow),
+        pytest.param(4, "sequence", {"param_tier": "nvme", "stage": 3}, marks=pytest.mark.slow),
+        pytest.param(4, "plain", {"stage": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_dtensors_that_are_stepped_in_backward_have_the_same_bits(
+    worlds: Worlds, tmp_path: Path, ranks: int, plan: str, options: dict[str, Any]
+) -> None:
+    """A rank tries the steps of its own parts. What clips is the norm of whole tensors."""
+    found, expected = (worlds(ranks).run(_train_trying, path, plan, options) for path in (tmp_path / "run", None))
+    assert same(found, expected)
+    assert all(one.stats["kept_bytes"] > 0 for one in found)
 
 
 def _read(param_tier: str, outside: bool) -> list[str]:

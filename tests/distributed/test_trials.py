@@ -101,14 +101,18 @@ def _trained(path: Path, tier: str, options: dict[str, Any], first: int, stop: i
     biases, matrices = ([p for p in model.parameters() if p.dim() == dims] for dims in (1, 2))
     given = torch.optim.AdamW([{"params": matrices}, {"params": biases, "lr": 1e-3}], lr=1e-2)
     tier, _, without = tier.partition(" ")
-    tuning = Tuning(chunk="4KiB", bucket="8KiB", threads=1, speculate=tier == "nvme" and not without)
+    split, chunk = options.get("split", False) and tier == "nvme", options.get("chunk", "4KiB")
+    options = {name: value for name, value in options.items() if name not in ("split", "chunk")}
+    tries = tier == "nvme" and not without
+    tuning = Tuning(chunk=chunk, bucket="8KiB", threads=1, speculate=tries, split_master=split)
     memory = None
     if tier == "nvme":
-        planned = {name: options[name] for name in options if name in ("stage", "param_tier", "accumulation")}
+        asked = ("stage", "param_tier", "grad_tier", "accumulation")
+        planned = {name: options[name] for name in options if name in asked}
         memory = least_cpu_memory(model, given, ranks=dist.get_world_size(), tuning=tuning, **planned)
         memory += 32 * KIB if first and without else 0  # the slots are written anew
     else:
-        options = {name: value for name, value in options.items() if name != "param_tier"}
+        options = {name: value for name, value in options.items() if name not in ("param_tier", "grad_tier")}
     micro_batches = 2 if options.get("accumulation", 1) != 1 else 1
     told: list[float] = []
     kept: list[float] = []
@@ -148,6 +152,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 1": (2, {"stage": 1}),
     "stage 2, two micro-batches": (2, {"stage": 2, "accumulation": 2}),
     "stage 3, all on NVMe": (2, {"stage": 3, "param_tier": "nvme"}),
+    "stage 2, split masters and gradients on NVMe": (
+        2,
+        {"stage": 2, "param_tier": "nvme", "grad_tier": "nvme", "split": True, "chunk": "256KiB"},
+    ),
+    "stage 3, split masters": (2, {"stage": 3, "param_tier": "cpu", "split": True}),
+    "stage 2, two micro-batches on NVMe": (2, {"stage": 2, "accumulation": 2, "grad_tier": "nvme", "chunk": "256KiB"}),
     "stage 1, two micro-batches": (2, {"stage": 1, "accumulation": 2}),
     "stage 2, any number of them": (2, {"stage": 2, "accumulation": "auto"}),
     "stage 2, parameters on NVMe": (2, {"stage": 2, "param_tier": "nvme"}),
@@ -156,7 +166,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if number < 3 else pytest.mark.slow) for number, case in enumerate(CASES)]
+    "case", [pytest.param(case, marks=() if number < 4 else pytest.mark.slow) for number, case in enumerate(CASES)]
 )
 def test_ranks_that_try_steps_have_the_bits_of_those_that_do_not(worlds: Worlds, case: str, tmp_path: Path) -> None:
     ranks, options = CASES[case]

@@ -78,8 +78,12 @@ def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, sta
     kill(tmp_path, 2, 2, seed=2, states=states)
 
 
-def test_killed_between_a_backward_that_tries_steps_and_its_step_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    kill(tmp_path, 3, 1, seed=5, each="trials")
+@pytest.mark.parametrize(("kills", "states"), [(3, "fp32"), (1, "8bit")])
+def test_killed_between_a_backward_that_tries_steps_and_its_step_it_goes_on_with_the_same_bits(
+    tmp_path: Path, kills: int, states: str
+) -> None:
+    """With 8-bit states masters are split, too."""
+    kill(tmp_path, kills, 1, seed=5, states=states, each="trials")
 
 
 @pytest.mark.parametrize("states", ["fp32", pytest.param("8bit", marks=pytest.mark.slow)])
@@ -96,9 +100,9 @@ def test_a_hundred_kills_of_runs_whose_experts_owe_steps(tmp_path: Path, states:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("paths", [1, 2])
-def test_a_hundred_kills_of_runs_that_try_steps(tmp_path: Path, paths: int) -> None:
-    kill(tmp_path, 100, paths, seed=200 + paths, each="trials")
+@pytest.mark.parametrize(("paths", "states"), [(1, "fp32"), (2, "fp32"), (2, "8bit")])
+def test_a_hundred_kills_of_runs_that_try_steps(tmp_path: Path, paths: int, states: str) -> None:
+    kill(tmp_path, 100, paths, seed=200 + paths, states=states, each="trials")
 
 
 @pytest.mark.slow
@@ -270,8 +274,9 @@ def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, stat
     cut_power(Cuts(partial(make, states=states), path), 20, seed=1)
 
 
-def test_power_cuts_lose_nothing_that_was_committed_where_steps_are_tried(make: Make, path: Path) -> None:
-    tuning = Tuning(chunk="4KiB", threads=1, speculate=True)
+@pytest.mark.parametrize("split", [False, True])
+def test_power_cuts_lose_nothing_that_was_committed_where_steps_are_tried(make: Make, path: Path, split: bool) -> None:
+    tuning = Tuning(chunk="4KiB", threads=1, speculate=True, split_master=split)
     least = least_cpu_memory(Tiny(), tuning=tuning)
     cut_power(Cuts(partial(make, tuning=tuning, cpu_memory=least), path), 20, seed=3)
 

@@ -139,9 +139,11 @@ def step_over_buckets(shards: GradShards, layout: Layout, seed: int, came: int, 
                 shards.add_range(one, values, is_first=number == 0, is_last=number + 1 == expected)
             else:
                 memory.copy_(values)
-    stale = [param for param in range(len(NUMELS)) if shards.sums.stale(param)]
     ready = not shards.is_in_memory and came == expected
     held = [param for param in range(len(NUMELS)) if layout.chunks_of[param]]
+    for param in held if ready else ():
+        shards.tile_has_come(param, 0)
+    stale = [param for param in range(len(NUMELS)) if shards.sums.stale(param)]
     assert set(held) & set(stale) == (set() if ready else set(held))
     shards.sum_squares(range(len(NUMELS)))
     total = sum(rounds[1:], rounds[0]).numpy()
@@ -204,6 +206,8 @@ def test_one_tile_is_written_and_the_others_stay(where: str) -> None:
         for chunk, piece in layout.pieces_of(0):
             values = torch.ones(piece.numel).bfloat16()
             shards.add(values, Place(chunk, 0, is_first=True, is_last=True, is_unfinished=False))
+        for number in range(3):
+            shards.tile_has_come(0, number)
     shards.write(0, torch.full((tile,), 3.0).bfloat16(), tile)
     assert shards.values(0).float().tolist() == [1.0] * tile + [3.0] * tile + [1.0] * tile
     sums = [one.sum().item() for one in shards.sums.on_cpu()[0]]

@@ -92,6 +92,18 @@ def test_parts_from_the_end_to_the_beginning_give_the_bits_of_the_whole(seed: in
         assert sums.on_cpu()[param][0].tolist() == expected.tolist()
 
 
+def test_the_sums_of_a_gradient_in_slots_are_current_when_all_of_it_has_come() -> None:
+    """A trial of a chunk in the middle would else be of a gradient that is about to change."""
+    layout = layout_of(NUMELS)
+    sums, values = sums_of(layout), values_of(layout, 3)
+    for start in (2 * SUM_BLOCK, SUM_BLOCK, 0):
+        sums.changes(3)
+        sums.sum_part(3, start, values[start : start + SUM_BLOCK])
+        assert sums.generation(3) is None
+    sums.have_come(3, 0)
+    assert sums.generation(3) == 3
+
+
 def test_blocks_may_come_in_any_order_and_a_tile_counts_its_own() -> None:
     tile = SUM_BLOCK + 192  # no multiple of a block
     specs = [ParamSpec("p", 2 * tile + 50, "p", torch.bfloat16, 0, tile=tile)]

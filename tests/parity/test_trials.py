@@ -20,8 +20,9 @@ from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
 from offload.planner import least_cpu_memory
+from offload.storage.slot_map import ChunkKind
 from tests.support import tried
-from tests.support.cases import often
+from tests.support.cases import often, products
 from tests.support.device import DEVICE
 from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
 from tests.support.training import LossScale, train
@@ -30,6 +31,8 @@ STEPS = 4
 AT = 2
 """The step before which the event comes."""
 WIDTH = 64
+STREAMED_ONLY = ("param_tier", "grad_tier", "cpu_memory")
+"""Options of loops whose states are on NVMe."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +52,8 @@ class Loop:
     """A training loop, and what it has seen.
 
     Args: where: "nvme", with trials, "nvme without", or "cpu"; rule: an optimizer, from its groups; None: AdamW;
-    is_late: whether what comes after a backward may come before its last gradients and trials do.
+    is_late: whether what comes after a backward may come before its last gradients and trials do; split: whether
+    masters are split on NVMe; chunk, width: of a chunk in bytes, and of each layer.
     """
 
     def __init__(
@@ -59,21 +63,25 @@ class Loop:
         *,
         rule: Rule | None = None,
         is_late: bool = False,
+        split: bool = False,
+        chunk: str = "4KiB",
+        width: int = WIDTH,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        self._is_late = is_late
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))).to(DEVICE)
+        self._is_late, self._width = is_late, width
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(5))).to(DEVICE)
         biases = [p for p in self.model.parameters() if p.dim() == 1]
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         groups = [{"params": matrices}, {"params": biases, "lr": 1e-3, "weight_decay": 0.0}]
         plain = torch.optim.AdamW(groups, lr=1e-2) if rule is None else rule(groups)
         where, _, without = where.partition(" ")
-        tuning = Tuning(chunk="4KiB", speculate=where == "nvme" and not without)
+        tries, splits = where == "nvme" and not without, split and where == "nvme"
+        tuning = Tuning(chunk=chunk, speculate=tries, split_master=splits)
         if where == "nvme":
             options.setdefault("cpu_memory", least_cpu_memory(self.model, plain, tuning=tuning, **_planned(options)))
         else:
-            options.pop("param_tier", None)
+            options = {name: options[name] for name in options if name not in STREAMED_ONLY}
         self.optimizer = OffloadZero(self.model, plain, tier=where, path=path, tuning=tuning, **options)
         self.seen: list[Any] = []
         self.kept: list[float] = []
@@ -86,7 +94,7 @@ class Loop:
 
     def batch(self) -> Tensor:
         self._batch += 1
-        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self._batch)).bfloat16().to(DEVICE)
+        return torch.randn(8, self._width, generator=torch.Generator().manual_seed(self._batch)).bfloat16().to(DEVICE)
 
     def backward(self, by: float = 1.0) -> None:
         loss = self.model(self.batch()).float().pow(2).mean() * by
@@ -122,7 +130,7 @@ class Loop:
 
 
 def _planned(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in options if name in ("param_tier", "accumulation", "states")}
+    return {name: options[name] for name in options if name in ("param_tier", "grad_tier", "accumulation", "states")}
 
 
 def require_same(one: object, other: object) -> None:
@@ -218,6 +226,10 @@ def loaded(loop: Loop) -> None:
     loop.optimizer.load_state_dict(loop.optimizer.state_dict())
 
 
+def weights_loaded(loop: Loop) -> None:
+    loop.model.load_state_dict({"2.weight": loop.model.state_dict()["2.weight"] * 0.5}, strict=False)
+
+
 def exported(loop: Loop) -> None:
     path = loop.optimizer._parts.run.paths[0]
     loop.optimizer.export(path.with_name(f"{path.name}-{len(loop.seen)}"))
@@ -261,6 +273,7 @@ EVENTS = {
     "snapshot": Event(lambda loop: (loop.optimizer.commit(), loop.optimizer.snapshot())[0], ALL),
     "committed and rolled back": Event(given_back, ALL),
     "state dict loaded": Event(loaded, ALL),
+    "weights loaded": Event(weights_loaded, SOME),
     "exported": Event(exported, ALL),
     "lr of one group": option(1, "lr", 5e-4),
     "betas of one group": option(1, "betas", (0.8, 0.95)),
@@ -322,6 +335,75 @@ def test_parameters_that_stream_to_a_device_get_what_was_kept(
     kept = trained("nvme", tmp_path, {1: "clipped", 3: "clamped"}, commit_every=2, param_tier=param_tier, is_late=True)
     require_same(kept.seen, expected.seen)
     assert [bool(one) for one in kept.kept] == [False, False, False, True]
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "split": {"split": True},
+    "split, params on nvme": {"split": True, "param_tier": "nvme"},
+    "split, params in ram, 8bit": {"split": True, "param_tier": "cpu", "states": "8bit"},
+    "grads on nvme": {"grad_tier": "nvme", "chunk": "256KiB", "width": 288},
+    "grads and params on nvme": {"grad_tier": "nvme", "param_tier": "nvme", "chunk": "256KiB", "width": 288},
+    "all on nvme, split": {"grad_tier": "nvme", "param_tier": "nvme", "split": True, "chunk": "256KiB", "width": 288},
+    "grads on nvme, summed": {"grad_tier": "nvme", "accumulation": "auto", "chunk": "256KiB", "width": 288},
+}
+"""Where half of a master is in the model, and where gradients are in slots."""
+
+
+@pytest.mark.parametrize(
+    ("place", "event"),
+    products(
+        PLACES,
+        ("nothing", "clipped", "clamped", "assigned", "begun anew", "weights loaded", "committed and rolled back"),
+        often=[
+            ("split", "weights loaded"),
+            ("split, params on nvme", "clipped"),
+            ("split, params in ram, 8bit", "committed and rolled back"),
+            ("grads on nvme", "clamped"),
+            ("grads and params on nvme", "begun anew"),
+            ("all on nvme, split", "weights loaded"),
+            ("grads on nvme, summed", "nothing"),
+        ],
+    ),
+)
+def test_split_masters_and_gradients_in_slots_are_tried_alike(place: str, event: str, tmp_path: Path) -> None:
+    options = PLACES[place] | {"commit_every": 0}
+    kept = trained("nvme", tmp_path, {AT: event}, **options)
+    require_same(kept.seen, trained("cpu", tmp_path, {AT: event}, **options).seen)
+    share = kept.kept[AT] / kept.kept[AT - 1]
+    assert {ALL: share == 1, SOME: 0 < share < 1, NONE: share == 0}[EVENTS[event].keeps]
+
+
+@pytest.mark.parametrize("place", ["split", "split, params on nvme", "all on nvme, split"])
+def test_halves_and_slots_change_no_bit_where_all_comes_late_from_a_device(
+    place: str, tmp_path: Path, copied_by: CopiedBy
+) -> None:
+    options = PLACES[place] | {"commit_every": 2}
+    if options.get("grad_tier"):
+        options["cpu_memory"] = "4MiB"  # with what brings gradients from a device
+    expected = trained("cpu", tmp_path, {1: "clipped", 3: "clamped"}, steps=5, **options)
+    copied_by(lambda: LateCopier(5))
+    kept = trained("nvme", tmp_path, {1: "clipped", 3: "clamped"}, steps=5, is_late=True, **options)
+    require_same(kept.seen, expected.seen)
+    assert any(kept.kept)
+
+
+def test_a_gradient_in_a_slot_is_stepped_from_ram_and_read_again_only_for_a_miss(tmp_path: Path) -> None:
+    """Of what moves to the slot and back, the way back is saved."""
+    options = PLACES["grads on nvme"] | {"commit_every": None}
+    moved = {}
+    for where in ("nvme", "nvme without"):
+        loop = Loop(where, tmp_path / where, **options)
+        before = 0.0
+        for step in range(6):
+            before = loop.disk_bytes() if step == 3 else before
+            loop.backward()
+            loop.step()
+        moved[where] = (loop.disk_bytes() - before) / 3
+        if (trials := loop.optimizer._parts.step.trials) is not None:
+            store = loop.optimizer._parts.stores[ChunkKind.GRADS]
+            saved = sum(store.nbytes(chunk) for chunk in trials._new)
+        loop.end()
+    assert moved["nvme without"] - moved["nvme"] == saved > 0
 
 
 def test_a_gradient_that_comes_beside_a_commit_is_not_tried(tmp_path: Path, copied_by: CopiedBy) -> None:
@@ -406,7 +488,10 @@ def test_events_in_any_order_change_no_bit(seed: int, tmp_path: Path) -> None:
         "param_tier": chance.choice(["device", "cpu", "nvme"]),
         "accumulation": chance.choice([1, 1, "auto"]),
         "states": chance.choice(["fp32", "fp32", "8bit", "bf16"]),
+        "split": chance.random() < 0.3 and "parameter written" not in events.values(),
     }
+    if chance.random() < 0.3:
+        options |= {"grad_tier": "nvme", "chunk": "256KiB", "width": 288}
     if options["states"] != "fp32":
         options["param_tier"] = "device"
     both = [trained(where, tmp_path, events, steps=steps, **options) for where in ("nvme", "cpu")]
@@ -587,10 +672,8 @@ def test_a_run_is_resumed_with_trials_or_without_between_a_backward_and_its_step
     ("options", "message"),
     [
         ({"tier": "cpu"}, 'speculate=True with tier="cpu"'),
-        ({"tier": "nvme", "grad_tier": "nvme"}, 'speculate=True with grad_tier="nvme"'),
-        ({"tier": "nvme", "split": True}, "speculate=True with Tuning.split_master=True"),
         ({"tier": "nvme", "optimizer": torch.optim.Muon}, "speculate=True with Muon"),
-        ({"tier": "nvme", "speculate": "auto"}, "speculate='auto'"),
+        ({"tier": "nvme", "speculate": "always"}, "speculate='always': choose \"auto\", True or False"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_made(
@@ -598,7 +681,7 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_made(
 ) -> None:
     model = nn.Linear(8, 8, bias=False)
     plain = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
-    tuning = Tuning(speculate=options.pop("speculate", True), split_master=options.pop("split", None))
+    tuning = Tuning(speculate=options.pop("speculate", True))
     with pytest.raises(ConfigError, match=message):
         OffloadZero(model, plain, path=tmp_path / "run", tuning=tuning, **options)
     assert not (tmp_path / "run").exists()

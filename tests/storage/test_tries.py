@@ -83,6 +83,25 @@ def test_keeping_neither_reads_nor_writes(engine: FaultyEngine, store: Store) ->
     assert (engine.reads, engine.writes) == before
 
 
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_chunk_that_is_retained_gives_its_buffer_only_to_one_that_needs_it(
+    engine: FaultyEngine, buffers: int, tmp_path: Path
+) -> None:
+    with store_on(engine, tmp_path / "run", buffers=buffers) as store:
+        with store.lease(0, Use.UPDATE, step=1) as lease:
+            store.retain(0)
+            put(lease, 5)
+        store.drain()
+        before = engine.reads
+        assert read(store, 0) == 5
+        assert engine.reads == before
+        with store.lease(0, Use.READ, step=0):
+            store.retain(0)
+        assert read(store, 1) == 1  # it needs a buffer
+        assert read(store, 0) == 5
+        assert engine.reads == before + (2 if buffers > 1 else 3)
+
+
 def test_what_others_write_ends_what_was_tried_before(store: Store) -> None:
     attempt(store, 0, 2)
     attempt(store, 1, 2)

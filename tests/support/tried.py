@@ -40,8 +40,7 @@ def everywhere(patch: pytest.MonkeyPatch) -> None:
         tuning = tuned(self)
         if not isinstance(tuning, Tuning):
             return tuning
-        can = self._state_tier == NVME.name and self._grads != NVME.name and not tuning.split_master
-        return replace(tuning, speculate=tuning.speculate or can)
+        return replace(tuning, speculate=tuning.speculate or self._state_tier == NVME.name)
 
     patch.setattr(Options, "tuned", property(tries))
     always(patch)
