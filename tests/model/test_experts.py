@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from offload import BudgetError, OffloadZero, ReleasedParameterError, Tuning
 from offload.planner.explain import plan_of
+from tests.support.cases import often
 from tests.support.experts import (
     EXPERTS,
     HIDDEN,
@@ -19,12 +21,14 @@ from tests.support.experts import (
     WIDTH,
     Experts,
     Mixture,
+    Use,
     grouped,
     loss_of,
     mixture,
     same_steps,
     tokens,
 )
+from tests.support.quantised import Matrices, in_blocks, in_fp8, in_int8
 from tests.support.streamed import in_little_memory
 
 MATRIX = WIDTH * HIDDEN * 4
@@ -272,3 +276,57 @@ def test_adapters_of_linear_layers_in_tiles_train_beside_frozen_experts() -> Non
                 one.zero_grad()
         for own, other in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(other.detach().clone(), own.detach(), rtol=1e-3, atol=1e-5)
+
+
+FORMATS = {"fp8": in_fp8, "int8": in_int8, "blocks": in_blocks}
+
+
+def quantised(make: Callable[[Tensor], Any], use: str | Use) -> Mixture:
+    """A mixture whose experts are frozen and quantised. All else is trained."""
+    model = Mixture(USES[use] if isinstance(use, str) else use, words=5)
+    for layer in model.layers:
+        layer.experts.requires_grad_(False)
+        for name in ("up", "down"):
+            weight = nn.Parameter(make(getattr(layer.experts, name).detach()), requires_grad=False)
+            setattr(layer.experts, name, weight)
+    return model
+
+
+def in_tiles(model: Mixture, matrices: int = 2) -> Tuning:
+    tile = matrices * bytes_of(model.layers[0].experts.up) // EXPERTS
+    return Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1, tile=tile)
+
+
+def weights_of(model: Mixture) -> list[Any]:
+    return [weight for layer in model.layers for weight in (layer.experts.up, layer.experts.down)]
+
+
+def bytes_of(weight: Any) -> int:
+    """Of codes and scales."""
+    return weight.codes.nbytes + weight.scales.nbytes
+
+
+QUANTISED = [
+    f"{kind} {use}"
+    for kind, uses in {
+        "fp8": ("indexed", "grouped", "summed"),
+        "int8": ("gathered", "indexed", "batched"),
+        "blocks": ("grouped", "gathered", "iterated", "indexed"),
+    }.items()
+    for use in uses
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    often(QUANTISED, "fp8 indexed", "fp8 summed", "int8 gathered", "int8 batched", "blocks grouped", "blocks indexed"),
+)
+def test_quantised_experts_in_tiles_train_with_the_bits_of_plain_torch(case: str) -> None:
+    kind, use = case.split()
+    model, plain = quantised(FORMATS[kind], use), quantised(FORMATS[kind], use)
+    with held(model, tuning=in_tiles(model), **ON_CPU) as optimizer:
+        parameters = optimizer._parts.parameters
+        for weight in weights_of(model):
+            numbers = parameters.numbers_of(weight)
+            assert [len(parameters.tiles_of(number)) for number in numbers] == [3, 3]
+        same_steps(model, plain, optimizer)
