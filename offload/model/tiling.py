@@ -545,7 +545,8 @@ class Tiling:
                 return none
             matrices = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
             if not len(own[tile]):  # kernels may want some
-                return (own[tile] @ matrices[0]).to(out_dtype or x.dtype)
+                none = (own[tile] @ matrices[0]).to(out_dtype or x.dtype)
+                return none
             ends_here, before = [], 0
             for start, stop in tile.spans:
                 ends_here.append(offs[start:stop] - (ends[start] - before))

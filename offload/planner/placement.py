@@ -502,8 +502,10 @@ def require_cuts(layout: Layout, tile_bytes: int | None) -> None:
     Raises:
         ConfigError: naming one that is larger than a tile, and cannot be cut.
     """
-    for spec in layout.specs:
-        if tile_bytes and spec.why_whole and spec.numel * spec.dtype.itemsize > tile_bytes:
+    sizes: Counter[str] = Counter()
+    for spec in layout.specs if tile_bytes else ():
+        sizes[spec.why_whole] += spec.numel * spec.dtype.itemsize
+        if tile_bytes and spec.why_whole and sizes[spec.why_whole] > tile_bytes:
             raise ConfigError(f"Tuning.tile={option_bytes(tile_bytes)}: {why_whole(spec)}; or give Tuning(tile=0)")
 
 

@@ -296,6 +296,14 @@ class Matrices(Tensor):
         aten, one = torch.ops.aten, args[0]
         if func in (aten.detach.default, aten.clone.default, aten.alias.default):
             return one.like([func(getattr(one, name)) for name in one.NAMES])
+        if func is aten._to_copy.default:
+            return one.like([getattr(one, name).to((kwargs or {}).get("device")) for name in one.NAMES])
+        if func is aten._has_compatible_shallow_copy_type.default:  # what `module.to()` asks
+            return False
+        if func is aten.copy_.default:
+            for name in one.NAMES:
+                getattr(one, name).copy_(getattr(args[1], name))
+            return one
         if func is aten.unbind.int:
             return tuple(one[row] for row in range(len(one)))
         if func in (aten.slice.Tensor, aten.select.int, aten.index.Tensor, aten.index_select.default):
