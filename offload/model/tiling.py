@@ -541,12 +541,11 @@ class Tiling:
 
         def multiply(tile: Tile) -> Tensor:
             if one.is_wrapper and not len(own[tile]):
-                none: Tensor = own[tile][:, :1].expand(-1, columns).to(out_dtype or x.dtype)
-                return none
-            matrices = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
+                none = own[tile][:, :1].expand(-1, columns).to(out_dtype or x.dtype)
+                return none.clone()  # as a view it would count as a use of `x` too
+            matrices: Tensor = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
             if not len(own[tile]):  # kernels may want some
-                none = (own[tile] @ matrices[0]).to(out_dtype or x.dtype)
-                return none
+                return (own[tile] @ matrices[0]).to(out_dtype or x.dtype)
             ends_here, before = [], 0
             for start, stop in tile.spans:
                 ends_here.append(offs[start:stop] - (ends[start] - before))
@@ -570,7 +569,7 @@ class Tiling:
         own = one.split(other)
 
         def multiply(tile: Tile) -> Tensor:
-            matrices = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
+            matrices: Tensor = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
             return torch.bmm(matrices, own[tile]) if is_left else torch.bmm(own[tile], matrices)
 
         return one.join(dict(zip(one.tiles, self._run(one, one.tiles, multiply), strict=True)))
