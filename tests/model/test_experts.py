@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import BudgetError, ConfigError, OffloadZero, ReleasedParameterError, Tuning
+from offload.integrations.quantised import Quantised
 from offload.model import inner
 from offload.model.inner import Format
 from offload.planner.explain import plan_of
@@ -290,7 +291,8 @@ QUANTISED = [
     f"{kind} {use}"
     for kind, uses in {
         "fp8": ("indexed", "grouped", "summed"),
-        "int8": ("gathered", "indexed", "batched"),
+        "int8": ("gathered", "indexed"),
+        "uint8": ("gathered", "batched", "grouped"),
         "blocks": ("grouped", "gathered", "iterated", "indexed"),
     }.items()
     for use in uses
@@ -299,7 +301,7 @@ QUANTISED = [
 
 @pytest.mark.parametrize(
     "case",
-    often(QUANTISED, "fp8 indexed", "fp8 summed", "int8 gathered", "int8 batched", "blocks grouped", "blocks indexed"),
+    often(QUANTISED, "fp8 indexed", "fp8 summed", "int8 gathered", "uint8 batched", "blocks grouped", "blocks indexed"),
 )
 def test_quantised_experts_in_tiles_train_with_the_bits_of_plain_torch(
     case: str, caplog: pytest.LogCaptureFixture
@@ -310,7 +312,8 @@ def test_quantised_experts_in_tiles_train_with_the_bits_of_plain_torch(
         parameters = optimizer._parts.parameters
         for weight in weights_of(model):
             numbers = parameters.numbers_of(weight)
-            assert [len(parameters.tiles_of(number)) for number in numbers] == [3, 3]
+            assert len(numbers) == len(weight.NAMES) - (kind == "blocks")
+            assert {len(parameters.tiles_of(number)) for number in numbers} == {3}
         same_steps(model, plain, optimizer)
     assert not caplog.records  # that a weight is used as a whole
     for weight, own in zip(weights_of(model), weights_of(plain), strict=True):
@@ -553,6 +556,13 @@ def test_quantised_linear_layers_run_in_tiles_too() -> None:
         for own, other in zip(plain.parameters(), model.parameters(), strict=True):
             if own.grad is not None:
                 torch.testing.assert_close(optimizer.grad(other).reshape(own.shape), own.grad, rtol=1e-5, atol=1e-7)  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        for one in (model, plain):
+            loss = loss_of(one, tokens(0, words=64))
+            with torch.no_grad():
+                one.head.layer.weight.copy_(weight)  # type: ignore[union-attr, operator]
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
 
 def same_gradients(model: Mixture, plain: Mixture, optimizer: OffloadZero, step: int) -> None:
@@ -612,3 +622,25 @@ def test_another_use_of_quantised_experts_takes_them_whole(caplog: pytest.LogCap
     assert [message.partition(" as a whole")[0] for message in told] == [
         f"the forward uses layers.{layer}.experts.up" for layer in range(2)
     ]
+
+
+def quantise(model: nn.Module) -> None:
+    """Quantises experts in place, with values or on the meta device."""
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        for name in ("up", "down"):
+            setattr(experts, name, nn.Parameter(in_int8(getattr(experts, name).detach()), requires_grad=False))
+
+
+def test_experts_quantised_while_they_are_loaded_run_in_tiles(tmp_path: Path) -> None:
+    values = Mixture(grouped, words=5).state_dict()
+    with torch.device("meta"):
+        model = Mixture(grouped, words=5)
+    source = Quantised(lambda name, tensor: tensor.copy_(values[name]), quantise, model)
+    for layer in model.layers:
+        layer.experts.requires_grad_(False)
+    options = on_nvme(tmp_path, init=source, device="cpu")
+    options["tuning"] = replace(options["tuning"], tile=in_tiles(model).tile)
+    with held(model, **options) as optimizer:
+        parameters = optimizer._parts.parameters
+        assert [len(parameters.tiles_of(parameters.index[weight])) for weight in weights_of(model)] == [3] * 4
+        same_steps(model, quantised(in_int8, "grouped"), optimizer)

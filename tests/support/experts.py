@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
-from tests.support.quantised import Matrices, in_blocks, in_fp8, in_int8
+from tests.support.quantised import Matrices, in_blocks, in_fp8, in_int8, in_uint8
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 16, 6, 40
 Use = Callable[["Experts", Tensor, Tensor], Tensor]
@@ -129,7 +129,12 @@ def mixture(use: str, **options: Any) -> Callable[[], Mixture]:
     return partial(Mixture, USES[use], **options)
 
 
-FORMATS: dict[str, Callable[[Tensor], Matrices]] = {"fp8": in_fp8, "int8": in_int8, "blocks": in_blocks}
+FORMATS: dict[str, Callable[[Tensor], Matrices]] = {
+    "fp8": in_fp8,
+    "int8": in_int8,
+    "uint8": in_uint8,
+    "blocks": in_blocks,
+}
 
 
 def quantised(make: Callable[[Tensor], Any], use: str | Use, words: int = 5) -> Mixture:
@@ -149,7 +154,7 @@ def weights_of(model: Mixture) -> list[Any]:
 
 def bytes_of(weight: Any) -> int:
     """Of codes and scales."""
-    return int(weight.codes.nbytes + weight.scales.nbytes)
+    return sum(getattr(weight, name).nbytes for name in weight.NAMES if name != "table")
 
 
 def in_tiles(model: Mixture, matrices: int = 2, ahead: int = 1) -> Tuning:

@@ -230,7 +230,7 @@ class Matrices(Tensor):
     """Matrices of experts as others quantise them: codes, and scales that are multiplied with them.
 
     Rows, pieces and transposed views are made of views of its inner tensors. Products are one function of autograd,
-    which keeps the wrapper in its context, and dequantises it again in the backward.
+    which saves the wrapper, and dequantises it again in the backward.
     """
 
     NAMES: ClassVar[Sequence[str]] = ("codes", "scales")
@@ -369,16 +369,16 @@ def _on_meta(arg: Any) -> Any:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Matrices, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.weight, ctx.product = weight, product
-        ctx.save_for_backward(x)
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
         return product(x, weight.dequantise())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         with torch.enable_grad():
             own = x.detach().requires_grad_()
-            made = ctx.product(own, ctx.weight.dequantise())
+            made = ctx.product(own, weight.dequantise())
         return (*torch.autograd.grad(made, own, grad), None, None)
 
 
@@ -398,6 +398,23 @@ def in_int8(weight: Tensor) -> Matrices:
     """In int8, with a scale in 16 bits for each row."""
     scales = (weight.abs().amax(2, keepdim=True) / 127).to(torch.bfloat16)
     return Matrices([(weight / scales).round().clamp(-127, 127).to(torch.int8), scales], weight.dtype)
+
+
+class Affine(Matrices):
+    """With a value that a code of 0 stands for."""
+
+    NAMES = ("codes", "scales", "zeros")
+    zeros: Tensor
+
+    def dequantise(self) -> Tensor:
+        return (self.codes.float() * self.scales + self.zeros).to(self.dtype)
+
+
+def in_uint8(weight: Tensor) -> Affine:
+    """In uint8, with a scale and a least value for each row."""
+    least, most = weight.aminmax(dim=2, keepdim=True)
+    scales = (most - least) / 255
+    return Affine([((weight - least) / scales).round().to(torch.uint8), scales, least], weight.dtype)
 
 
 def in_blocks(weight: Tensor, block: int = 16) -> Blocks:
