@@ -122,7 +122,6 @@ class FlatParameters:
             for one in layout.slices
             if one.is_tile
         }
-        self._wrapper_tiles: dict[int, list[Tensor]] = {}  # by the number of each inner tensor
         self._memory: dict[int, Tensor] = {}
         # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
         self._elsewhere: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -224,11 +223,6 @@ class FlatParameters:
         flat, slices = self.layout.locations[number][0], self.layout.slices
         return [(slices[index].start, leaf) for index, leaf in self.tiles.items() if slices[index].flat == flat]
 
-    def note_wrapper_tile(self, param: Tensor, tile: Tensor) -> None:
-        """Makes a write to the inner tensors of a wrapper count as a write to a wrapper around tiles of them."""
-        for number in self.numbers_of(param):
-            self._wrapper_tiles.setdefault(number, []).append(tile)
-
     def memory_of(self, index: int) -> Tensor:
         """The memory of a slice of the layout, shape (numel,)."""
         return self.flats[index] if index < len(self.flats) else self._memory[index]
@@ -256,13 +250,10 @@ class FlatParameters:
                 one.guard()
 
     def watch(self, unit: Unit) -> None:
-        """Makes only `p.data` of the parameters of a unit be seen, because the unit runs. Wrappers are plain then.
-
-        A tiled weight stays guarded, and so does a wrapper around its inner tensors.
-        """
+        """Makes only `p.data` of the parameters of a unit be seen, because the unit runs. Wrappers are plain then."""
         for number in unit.watched:
             self.held[number].watch()
-        if unit.watched and unit in self._beside:
+        if unit in self._beside:
             for one in self._beside[unit]:
                 one.watch()
 
@@ -595,7 +586,7 @@ class FlatParameters:
     def forget_writes(self, numbers: Iterable[int]) -> None:
         """Forgets what others wrote to these parameters until now: `find_outside_writes` finds later writes only."""
         for number in numbers:
-            for leaf in (*(leaf for _, leaf in self.tiles_of(number)), *self._wrapper_tiles.get(number, ())):
+            for _, leaf in self.tiles_of(number):
                 torch.autograd.graph.increment_version(leaf)
         with torch_private.PastSubclasses():
             for number in numbers:

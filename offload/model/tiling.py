@@ -252,7 +252,7 @@ class Tiling:
             rows = one.rows * len(tile.leaf) // len(first.local)
             made = in_form_of(one.twin[:rows], parts)
             one.add(tile.unit, made)
-            self._parameters.note_wrapper_tile(param, made)
+            self._parameters.wrappers[param].tiles.append(made)
         for inner in held.values():
             self._around[inner.flat] = one
 
@@ -313,8 +313,8 @@ class Tiling:
         return (one, True) if form_of(tensor) == form_of(one.transposed) else None
 
     def _is_inside(self, one: TiledWeight) -> bool:
-        """Whether this thread runs the forward of a unit around a weight."""
-        return any(unit.encloses(one.unit) for unit in self._units.running.units_here)
+        """Whether this thread runs the forward of a unit around a weight. Inside `gathered` its own one runs."""
+        return any(unit is not one.unit and unit.encloses(one.unit) for unit in self._units.running.units_here)
 
     # Running tile by tile.
 

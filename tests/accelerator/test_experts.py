@@ -70,6 +70,9 @@ def test_quantised_experts_in_tiles_do_so_too(case: str) -> None:
         same_steps(model, plain, optimizer)
         up = model.layers[0].experts.up
         assert up.device.type == up.codes.device.type == "cpu"  # type: ignore[union-attr]
+        with optimizer.gathered(up, writable=True), torch.no_grad():
+            ids = tokens(9, words=5).to(DEVICE)
+            assert torch.equal(model(ids), plain(ids))
         for weight, own in zip(weights_of(model), values, strict=True):
             assert torch.equal(weight.dequantise(), own)
         assert optimizer.stats()["peak_device_bytes"] <= optimizer._placement.device_bytes <= least

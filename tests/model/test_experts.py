@@ -167,6 +167,8 @@ def test_writes_to_matrices_count_outside_of_the_forward_and_are_refused_inside(
             up[1].fill_(3.0)
             for one in up:
                 one[0] = 5.0
+        with optimizer.gathered(up, writable=True), torch.no_grad():
+            up[2].fill_(4.0)
         model.layers[0].experts.use = overwrites
         with pytest.raises(ReleasedParameterError, match=r"layers\.0\.experts\.up, which runs in tiles"):
             model(tokens(0))
@@ -174,6 +176,7 @@ def test_writes_to_matrices_count_outside_of_the_forward_and_are_refused_inside(
         expected = torch.full((HIDDEN, WIDTH), 3.0)
         expected[0] = 5.0
         assert torch.equal(up[1], expected)
+        assert torch.equal(up[2], torch.full((HIDDEN, WIDTH), 4.0))
         assert torch.equal(optimizer.state_of(up)["master"][1], expected)
 
 
@@ -592,6 +595,10 @@ def test_quantised_experts_in_tiles_are_written_read_committed_and_resumed_in_ot
         with torch.no_grad():
             for one in (up, own):
                 one.scales[2:4].mul_(1.5)  # type: ignore[operator, index]
+        with optimizer.gathered(up, writable=True), torch.no_grad():
+            for one in (up, own):
+                for number in range(4):
+                    one[number].scales.mul_(1.25)  # type: ignore[operator, index]
         assert torch.equal(up.dequantise(), own.dequantise())
         assert torch.equal(up.mT.dequantise(), own.mT.dequantise())
         same_gradients(model, plain, optimizer, 1)
@@ -644,3 +651,20 @@ def test_experts_quantised_while_they_are_loaded_run_in_tiles(tmp_path: Path) ->
         parameters = optimizer._parts.parameters
         assert [len(parameters.tiles_of(parameters.index[weight])) for weight in weights_of(model)] == [3] * 4
         same_steps(model, quantised(in_int8, "grouped"), optimizer)
+
+
+def test_what_is_written_to_scales_reaches_tiles_that_are_on_the_device() -> None:
+    model, plain = quantised(in_int8, "grouped"), quantised(in_int8, "grouped")
+    with held(model, tuning=in_tiles(model), **ON_CPU) as optimizer:
+        losses = [loss_of(one, tokens(0, words=5)) for one in (model, plain)]
+        down, units = model.layers[1].experts.down, optimizer._parts.parameters.units
+        assert any(units[f"layers.1.experts.down[{number}]"].is_here for number in range(3))
+        with optimizer.gathered(down), torch.no_grad():
+            down.scales.mul_(2)  # type: ignore[operator, union-attr]
+        with torch.no_grad():
+            plain.layers[1].experts.down.scales.mul_(2)  # type: ignore[operator, union-attr]
+        for loss in losses:
+            loss.backward()
+        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+            if own.grad is not None:
+                assert torch.equal(optimizer.grad(other).reshape(own.shape), own.grad)  # type: ignore[union-attr]
