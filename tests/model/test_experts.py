@@ -654,7 +654,7 @@ def test_experts_quantised_while_they_are_loaded_run_in_tiles(tmp_path: Path) ->
 
 
 def test_what_is_written_to_scales_reaches_tiles_that_are_on_the_device() -> None:
-    model, plain = quantised(in_int8, "grouped"), quantised(in_int8, "grouped")
+    model, plain = quantised(in_int8, "batched"), quantised(in_int8, "batched")
     with held(model, tuning=in_tiles(model), **ON_CPU) as optimizer:
         losses = [loss_of(one, tokens(0, words=5)) for one in (model, plain)]
         down, units = model.layers[1].experts.down, optimizer._parts.parameters.units
