@@ -33,6 +33,7 @@ from offload.errors import (
 if TYPE_CHECKING:
     from offload.checkpoint.extra import collect_rng, restore_rng
     from offload.model.loss import linear_cross_entropy
+    from offload.model.token_tiles import tile_tokens
     from offload.optimizer import OffloadZero
     from offload.options import Tuning
 
@@ -44,6 +45,7 @@ _WITH_TORCH = {
     "collect_rng": "offload.checkpoint.extra",
     "linear_cross_entropy": "offload.model.loss",
     "restore_rng": "offload.checkpoint.extra",
+    "tile_tokens": "offload.model.token_tiles",
 }
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "collect_rng",
     "linear_cross_entropy",
     "restore_rng",
+    "tile_tokens",
 ]
 
 

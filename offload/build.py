@@ -283,15 +283,14 @@ def keep_base(plan: Plan, model: nn.Module, source: Source, comm: Communicator, 
         OtherRankError: if another rank failed, and this one did not.
     """
     base, kept = plan.base, source.kept()
-    about = None if base is None or kept is None else f"{base.contents.digest}; {kept.settings}"
-    if len({*all_gather_object(comm, about)}) > 1:
-        raise ConfigError(
-            "the ranks differ in whether they keep the quantised base, or in what is in it: give all of them the same "
-            "model, source, settings and base"
-        )
-    if base is None:
+    if base is None:  # on all ranks, as they have agreed
         return plan
     assert kept is not None
+    if not comm.all_equal(f"{base.contents.digest}; {kept.settings}"):
+        raise ConfigError(
+            "the ranks differ in what is in the quantised base that they keep: give all of them the same model, "
+            "source, settings and base"
+        )
     is_first = comm.local_rank == 0
     with while_others_wait(comm, "another rank reads the source of the quantised base") as meanwhile:
         key = kept.key(meanwhile) if is_first else ""

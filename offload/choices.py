@@ -26,6 +26,7 @@ class ModelChoice:
         cast_forward_inputs: see `OffloadZero`.
         units: see `Tuning`; None: each element of a list of blocks is a unit.
         loss_weights: the weights of output layers whose gradients are made in the forward, by name.
+        token_sum_bytes: fp32 gradients of the largest module that sees a few tokens at a time (`tile_tokens`).
     """
 
     compute_dtype: torch.dtype
@@ -33,6 +34,7 @@ class ModelChoice:
     cast_forward_inputs: bool
     units: tuple[str | type[nn.Module], ...] | None
     loss_weights: frozenset[str] = frozenset()
+    token_sum_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from offload.model.written_frozen import WrittenFrozen, digest_of, digests_of, r
 from offload.native.memory import return_freed
 from offload.optim.method import MethodCall
 from offload.planner.placement import Placement, tiers_of
-from offload.ranks.agreement import broadcast_from_first
+from offload.ranks.agreement import TOGETHER_BYTES, broadcast_from_first
 from offload.ranks.tensor_parallel import shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
@@ -306,53 +306,37 @@ class HeldModel:
     # Taking the model.
 
     def _take_model(self, values: Values, transfers: UnitTransfers) -> None:
-        """Takes the model, one flat parameter after the other.
+        """Takes the model, a few flat parameters after the others.
 
         Makes the masters, casts the held parameters, and moves them to the device to train on.
         """
         parts, layout = self._parts, self._parts.parameters.layout
         moves = parts.parameters.params[0].device != parts.parameters.device
         base, kept, source = parts.base, values.source.kept(), values.source
-        first = parts.parameters.trained
         if base is not None:
             assert kept is not None
             source = KeptValues(source, kept.names, base, frozenset(base.frozen))
         owned: set[Tensor] = set()
-        for flat in self._complete_flats(source, owned):
-            info = layout.flats[flat]
-            if not info.is_frozen:
+        for group in self._complete_groups(source, owned):
+            if not layout.flats[group[0]].is_frozen:
                 require_same(digests_of(parts.parameters.held), values.frozen)  # now, when nothing is lost yet
-            for number in info.params:
-                self._original.changes(parts.parameters.params[number])
-            dense = parts.parameters.make_dense(flat)
-            names = [layout.specs[number].name for number in info.params]
-            is_kept = info.is_frozen and base is not None
-            comes = is_kept or (not info.is_frozen and all(name in values.committed for name in names))
-            has_values = not comes
-            if has_values:
-                specs, locals_ = layout.specs, parts.parameters.locals
-                self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
-                parts.masters.make_flat(flat)
-            parts.parameters.flatten(flat, with_values=has_values, owned=owned)
-            streams = parts.parameters.streams(info.params[0])
-            if not streams and not moves:
-                for number in dense:
-                    master = number if has_values and layout.ranks == 1 else None
-                    self._original.give_up(parts.parameters.params[number], master=master)
-            for alias in self._original.aliases:
-                if (number_of := parts.parameters.number_of(alias.param)) in info.params:
-                    assert number_of is not None
-                    alias.follow(parts.parameters.data_of(number_of))
-            if info.is_frozen and (base is not None or self._choice.commits.every is not None):
-                for number in info.params:
-                    dtype = layout.specs[number].dtype
-                    found = None if base is None else base.digest_of(base.frozen[number - first], dtype)
-                    parts.parameters.held[number].digest = found or digest_of(parts.parameters.locals[number])
-            if streams and has_values:
-                transfers.store_and_free(flat)
-            elif streams:
-                parts.parameters.free_flat(flat)
-        for one in parts.parameters.held[first:]:
+            dense: dict[int, list[int]] = {}
+            sent: list[tuple[Tensor, int | None]] = []
+            for flat in group:
+                for number in layout.flats[flat].params:
+                    self._original.changes(parts.parameters.params[number])
+                dense[flat] = parts.parameters.make_dense(flat)
+                if self._has_values(flat, values):
+                    specs, locals_ = layout.specs, parts.parameters.locals
+                    sent += [
+                        (flattened(locals_[number]), specs[number].shard_dim) for number in layout.flats[flat].params
+                    ]
+            self._broadcast(sent)
+            del sent
+            for flat in group:
+                has_values = self._has_values(flat, values)
+                self._take_flat(flat, [] if moves else dense[flat], owned, transfers, has_values=has_values)
+        for one in parts.parameters.held[parts.parameters.trained :]:
             one.is_shared = base is not None
         if not values.committed:
             parts.stores.states.expect(chunk.index for chunk in layout.chunks)
@@ -360,6 +344,43 @@ class HeldModel:
                 store.drain()
         if moves:
             move_buffers(self._model, parts.parameters.device)
+
+    def _take_flat(
+        self, flat: int, left: Sequence[int], owned: Container[Tensor], transfers: UnitTransfers, *, has_values: bool
+    ) -> None:
+        """Makes the masters of a flat parameter, and takes its parameters there.
+
+        Args:
+            flat: which one.
+            left: those of its parameters that leave memory of their own, on the device to train on.
+            owned: the parameters whose memory was made here.
+            transfers: takes what streams.
+            has_values: whether the model has the values.
+        """
+        parts, layout = self._parts, self._parts.parameters.layout
+        info, base = layout.flats[flat], parts.base
+        if has_values:
+            parts.masters.make_flat(flat)
+        parts.parameters.flatten(flat, with_values=has_values, owned=owned)
+        streams = parts.parameters.streams(info.params[0])
+        if not streams:
+            for number in left:
+                master = number if has_values and layout.ranks == 1 else None
+                self._original.give_up(parts.parameters.params[number], master=master)
+        for alias in self._original.aliases:
+            if (number_of := parts.parameters.number_of(alias.param)) in info.params:
+                assert number_of is not None
+                alias.follow(parts.parameters.data_of(number_of))
+        if info.is_frozen and (base is not None or self._choice.commits.every is not None):
+            for number in info.params:
+                dtype = layout.specs[number].dtype
+                named = number - parts.parameters.trained
+                found = None if base is None else base.digest_of(base.frozen[named], dtype)
+                parts.parameters.held[number].digest = found or digest_of(parts.parameters.locals[number])
+        if streams and has_values:
+            transfers.store_and_free(flat)
+        elif streams:
+            parts.parameters.free_flat(flat)
 
     def take_others(self) -> None:
         """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype.
@@ -411,6 +432,35 @@ class HeldModel:
         comm, tensors = self._run.comm, list(tensors)
         broadcast_from_first(comm.tensor_parallel, [tensor for tensor, shard_dim in tensors if shard_dim is None])
         broadcast_from_first(comm, [tensor for tensor, _ in tensors])
+
+    def _has_values(self, flat: int, values: Values) -> bool:
+        """Whether the model has the values of a flat parameter. Those of the others are in a base or a commit."""
+        info, specs = self._parts.parameters.layout.flats[flat], self._parts.parameters.layout.specs
+        if info.is_frozen:
+            return self._parts.base is None
+        return not all(specs[number].name in values.committed for number in info.params)
+
+    def _complete_groups(self, source: Source, owned: set[Tensor]) -> Iterator[list[int]]:
+        """Flat parameters as `_complete_flats` yields them. Over ranks small ones, whose values travel, are together.
+
+        Those of a group are all frozen or all trained.
+        """
+        flats, params = self._parts.parameters.layout.flats, self._parts.parameters.params
+        most = TOGETHER_BYTES if self._run.comm.everyone.size > 1 else 0
+        group: list[int] = []
+        filled = 0
+        for flat in self._complete_flats(source, owned):
+            nbytes = sum(params[number].nbytes for number in flats[flat].params)
+            if group and (filled + nbytes > most or flats[flat].is_frozen != flats[group[0]].is_frozen):
+                yield group
+                group, filled = [], 0
+            group.append(flat)
+            filled += nbytes
+            if filled >= most:
+                yield group
+                group, filled = [], 0
+        if group:
+            yield group
 
     def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
         """Gives values to parameters on the meta device, and yields each flat parameter when all of it has values.

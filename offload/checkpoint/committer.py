@@ -88,7 +88,7 @@ from offload.layout import MASTER
 from offload.model.master_weights import MasterWeights
 from offload.optim.new_params import NewParameters
 from offload.optim.rule import Progress
-from offload.ranks.agreement import all_gather_object, together
+from offload.ranks.agreement import all_gather_object, found_by_all, together
 from offload.run import Run, Stores
 from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Store
@@ -766,7 +766,7 @@ class Commits:
             snapshot.require_no_other()
             return snapshot.needs()
 
-        needed = self._found_by_all(needs, list[Need])
+        needed = found_by_all(self._comm, needs, list[Need])
         if self._comm.size > 1:  # machines and devices do not tell what is shared
             disks = share_together(snapshot.paths, self._claims.claimant, self._comm, self._files).disks
             pairs = zip(needed, disks, strict=True)
@@ -808,22 +808,6 @@ class Commits:
                     snapshot.withdraw(names)
             self._clear(snapshot, names)
 
-    def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
-        """What each rank finds, by rank.
-
-        Args:
-            find: called on each rank.
-            kind: see `all_gather_object`.
-
-        Raises:
-            OffloadError: what `find` raises.
-            OtherRankError: it failed on another rank.
-            RankError: another rank failed, or cannot be reached.
-        """
-        with together(self._comm):
-            own = find()
-        return all_gather_object(self._comm, own, kind)
-
     def _found_by_first(self, find: Callable[[], T]) -> T:
         """What rank 0 finds, on all ranks.
 
@@ -831,9 +815,9 @@ class Commits:
             find: called on rank 0.
 
         Raises:
-            OffloadError: what `_found_by_all` raises.
+            OffloadError: what `find` raises.
         """
-        found = self._found_by_all(lambda: find() if self._comm.rank == 0 else None)[0]
+        found = found_by_all(self._comm, lambda: find() if self._comm.rank == 0 else None)[0]
         return cast(T, found)
 
     def require_last(self) -> Manifest:

@@ -83,7 +83,7 @@ from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.dense import is_dense
 from offload.planner.placement import chunk_arrays, slot_map
-from offload.ranks.agreement import all_gather_object, together
+from offload.ranks.agreement import all_gather_object, found_by_all, together
 from offload.ranks.communicator import Communicator, is_in_order
 from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
@@ -172,10 +172,9 @@ def look_together(directories: RunDirectories, comm: Communicator, files: Files)
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
-    with together(comm):
-        own = [live(directories.own, files), live(directories.origins, files)]
-    told = all_gather_object(comm, own, list[Live])
+    told = found_by_all(comm, lambda: [live(directories.own, files), live(directories.origins, files)], list[Live])
     runs, named = (merge([one[which] for one in told]) for which in (0, 1))
+    own = told[comm.rank]
     # What one rank names in `resume` may be in another one's `path`.
     known = {commit for _, commit in runs.records}
     named = replace(named, records=tuple(at for at in named.records if at[1] not in known))
@@ -215,13 +214,15 @@ def read_together(
     rows = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
     seen, swapped, lacking = rows[:, 0], rows[:, 1], rows[:, 2] & ~rows[:, 0]
     if not seen.any(0).all():
-        with together(comm):
-            others = {
-                rank: one._replace(where=f"{one.where} on {files.host().name}" if comm.size > 1 else one.where)
-                for rank, one in other_steps(directories, commit, files).items()
-            }
-        own = files.host().name if comm.size > 1 else "", [*others.items()]
-        told = all_gather_object(comm, own, tuple[str, list[tuple[int, OtherStep]]])
+        host = files.host().name if comm.size > 1 else ""
+
+        def look() -> tuple[str, list[tuple[int, OtherStep]]]:
+            others = other_steps(directories, commit, files).items()
+            return host, [
+                (rank, one._replace(where=f"{one.where} on {host}" if host else one.where)) for rank, one in others
+            ]
+
+        told = found_by_all(comm, look, tuple[str, list[tuple[int, OtherStep]]])
         others = {rank: one for _, those in reversed(told) for rank, one in those}
         found, lying_there = _numbers_in(seen.any(0)), _numbers_in(swapped.any(0))
         machines = [name for name, _ in told if name]
@@ -716,10 +717,13 @@ def collect_together(
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
-    with together(comm):
+
+    def remove() -> list[list[str]]:
         left = [run for path in owned for run in collect(path, record, dead, files, held=held)]
+        return [[*map(spelled, owned)], left]
+
+    told = found_by_all(comm, remove, list[list[str]])
     if dead:
-        told = all_gather_object(comm, [[*map(spelled, owned)], left], list[list[str]])
         given, gone = {place for places, _ in told for place in places}, {*dead}.difference(*(runs for _, runs in told))
         with together(comm):
             for path in owned:

@@ -26,7 +26,7 @@ from offload.checkpoint.recovery import look_together, meet, target_of
 from offload.choices import CommitChoice
 from offload.errors import OffloadError, RankError
 from offload.io.files import Files
-from offload.ranks.agreement import all_gather_object, together
+from offload.ranks.agreement import found_by_all, together
 from offload.ranks.communicator import Communicator, is_in_order
 from offload.storage.directories import file_name
 
@@ -118,8 +118,10 @@ def _seen_together(comm: Communicator, choice: CommitChoice, files: Files) -> li
     if target is None or len(target.last[1].manifests) != comm.size:
         return []
     commit = target.last[1]
-    with together(comm):
+
+    def look() -> list[int]:
         own = choice.origins if target.is_elsewhere else choice.paths + choice.origins
         lying = manifests_in(own, commit, files)
-        mine = sorted(ranks_in(own, commit, files, lying.keys()))
-    return all_gather_object(comm, mine, list[int])
+        return sorted(ranks_in(own, commit, files, lying.keys()))
+
+    return found_by_all(comm, look, list[int])

@@ -19,7 +19,7 @@ from offload.checkpoint.commit import Commit
 from offload.checkpoint.live import manifests_in, names_in, swaps
 from offload.errors import ResumeError
 from offload.io.files import BUSY, Files, Host, unusable
-from offload.ranks.agreement import all_gather_object, together
+from offload.ranks.agreement import found_by_all, together
 from offload.ranks.communicator import Communicator, is_in_order
 from offload.storage.directories import file_name, mark_name, mark_number
 from offload.storage.directory_lock import Claimant
@@ -80,8 +80,10 @@ def share_together(paths: Sequence[Path], claimant: Claimant, comm: Communicator
                     undo.callback(file.close)
                     files.lock(file, exclusive=True)
                     files.sync_directory(path)
-        with together(comm):
-            seen, devices, deaf = [], [], []
+        deaf: list[Path] = []
+
+        def look() -> _Told:
+            seen, devices = [], []
             for path in paths:
                 marks = {name: at for name in names_in(path, files) if (at := mark_number(name, start)) is not None}
                 seen.append(sorted(marks.values()))
@@ -92,7 +94,9 @@ def share_together(paths: Sequence[Path], claimant: Claimant, comm: Communicator
                     deaf.append(path)
                 with unusable("cannot be looked at", path):
                     devices.append(files.space(path)[0])
-        told = all_gather_object(comm, _Told(own, devices, seen), _Told)
+            return _Told(own, devices, seen)
+
+        told = found_by_all(comm, look, _Told)
     places = [(rank, number) for rank, one in enumerate(told) for number in range(len(one.seen))]
     marked = [((rank, number), at) for rank, number in places for at in told[rank].seen[number]]
     first: dict[object, tuple[int, int]] = {}
@@ -120,7 +124,8 @@ def require_one_holder(
         OtherRankError: it failed on another rank.
         RankError: another rank failed, or cannot be reached.
     """
-    with together(comm):
+
+    def look() -> tuple[str, list[tuple[int, int, int, str]]]:
         found = []
         for number, path in enumerate(paths):
             lying = manifests_in([path], commit, files)
@@ -129,7 +134,9 @@ def require_one_holder(
                 for swap in swaps(path, files, lying, commit.run_id)
                 if swap.block is not None
             ]
-    told = all_gather_object(comm, (files.host().name, found), tuple[str, list[tuple[int, int, int, str]]])
+        return files.host().name, found
+
+    told = found_by_all(comm, look, tuple[str, list[tuple[int, int, int, str]]])
     if (
         len(commit.manifests) == comm.size
         and is_in_order(comm.user_ranks)

@@ -30,7 +30,7 @@ from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader, page_buffer
 from offload.errors import ResumeError
 from offload.io.files import Files
-from offload.ranks.agreement import all_gather_object, together
+from offload.ranks.agreement import all_gather_object, found_by_all, together
 from offload.ranks.communicator import Communicator
 from offload.sizes import MIB, format_bytes
 
@@ -272,11 +272,14 @@ def plan_together(
     far = [Wish(shard, chunk, reader.nbytes_of(shard, chunk)) for shard, chunk in wanted if shard in hidden]
     if not comm.all_reduce_any(bool(far)):
         return None
-    with together(comm):
+
+    def look() -> _Told:
         every = range(len(reader.manifests))
         seen = {*every} - hidden_ranks(reader.paths, reader.manifests, files, every)
-    told = all_gather_object(comm, _Told(files.host().name, sorted(seen), far), _Told)
-    commit = reader.commit
+        return _Told(files.host().name, sorted(seen), far)
+
+    told = found_by_all(comm, look, _Told)
+    seen, commit = {*told[comm.rank].seen}, reader.commit
     found = {shard for one in told for shard in one.seen}
     lost = sorted({wish.shard for one in told for wish in one.wishes} - found)
     if lost:

@@ -286,8 +286,9 @@ class TokenLosses:
         at, is_here = self._places(tokens, first, logits.shape[1])
         self._of_label[tokens] = torch.where(is_here, logits.gather(1, at)[:, 0], self._of_label[tokens])
         before, top = self._top[tokens], torch.maximum(self._top[tokens], logits.amax(1))
-        here = (logits - top[:, None]).exp_().sum(1)
-        self._sum[tokens] = self._sum[tokens] * (before - top).exp() + here
+        finite = top.clamp(min=torch.finfo(self.wide).min)  # a token may have -inf for each word of a block
+        here = (logits - finite[:, None]).exp_().sum(1)
+        self._sum[tokens] = self._sum[tokens] * (before - finite).exp() + here
         self._top[tokens] = top
 
     def sums_are_complete(self, tokens: slice) -> Tensor:

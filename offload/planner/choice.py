@@ -16,6 +16,7 @@ from offload.layout import Layout, ParamSpec, Rows, Whole, build, tiled
 from offload.model.dense import is_dense
 from offload.model.inner import Inner
 from offload.model.loss import LossLinear
+from offload.model.token_tiles import token_sum_bytes
 from offload.model.units import (
     ROOT,
     compute_dtypes,
@@ -54,6 +55,7 @@ class ModelShape:
         rows: the weights that can be tiled, by the index of the first spec of each.
         resident_bytes: of buffers and of parameters that always stay on the device.
         loss_weights: see `ModelChoice`.
+        token_sum_bytes: likewise.
     """
 
     specs: Sequence[ParamSpec]
@@ -61,6 +63,7 @@ class ModelShape:
     rows: Mapping[int, Rows]
     resident_bytes: int
     loss_weights: frozenset[str] = frozenset()
+    token_sum_bytes: int = 0
 
     @classmethod
     def of(
@@ -84,7 +87,7 @@ class ModelShape:
         names = frozenset(spec.name for spec, one in zip(specs, inners, strict=True) if one.param in late)
         rows, whole = rows_of(model, specs, inners)
         specs = [replace(spec, why_whole=whole.get(number, "")) for number, spec in enumerate(specs)]
-        return cls(specs, inners, rows, resident_bytes, names)
+        return cls(specs, inners, rows, resident_bytes, names, token_sum_bytes(model))
 
     def with_groups_by_kind(self) -> ModelShape:
         """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
@@ -168,7 +171,11 @@ class ModelShape:
     def situation(self, *, ranks: int = 1, ranks_on_node: int = 1, slices: int = 1) -> Situation:
         """What the options are read for; see `Situation` for the arguments."""
         trained_bytes, frozen_bytes = (self.nbytes(is_frozen=is_frozen) for is_frozen in (False, True))
-        return Situation(trained_bytes, frozen_bytes, ranks, ranks_on_node, slices, loss_weights=self.loss_weights)
+        return Situation(
+            *(trained_bytes, frozen_bytes, ranks, ranks_on_node, slices),
+            loss_weights=self.loss_weights,
+            token_sum_bytes=self.token_sum_bytes,
+        )
 
     def room(self, options: Options, available_bytes: int | None = None, *, ranks_on_node: int = 1) -> Room:
         """What there is room for; see `Room` for the arguments."""

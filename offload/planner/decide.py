@@ -36,6 +36,7 @@ class Situation:
         slices: how many tensor-parallel ranks there are.
         temporary_bytes: what the optimizers take at once beside the arrays that they step.
         loss_weights: see `ModelChoice`.
+        token_sum_bytes: likewise.
         has_same_bits: whether all optimizers give the same bits on the device and on the CPU.
         base_bytes: what a kept base takes, if frozen parameters are on NVMe; see `ParamChoice`. 0: none is kept.
         base_memory_bytes: likewise.
@@ -48,6 +49,7 @@ class Situation:
     slices: int = 1
     temporary_bytes: int = 0
     loss_weights: frozenset[str] = frozenset()
+    token_sum_bytes: int = 0
     has_same_bits: bool = False
     base_bytes: int = 0
     base_memory_bytes: int = 0
@@ -122,6 +124,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             options.cast_forward_inputs,
             options.units,
             situation.loss_weights,
+            situation.token_sum_bytes,
         ),
         StateChoice(
             options.state_tier,

@@ -70,6 +70,7 @@ ACTIVATIONS, SPILLED = "activations", "activations that the device has no room f
 SCRATCH = "temporaries of kernels"
 TEMPORARIES = "temporaries of steps that torch runs"
 LOSS = "gradients of an output layer, from the forward to the backward"
+TOKEN_SUMS = "gradients of a module in tiles of tokens"
 SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
 BASE = "kept base, which other runs may share"
 TRIED_SLOTS = "slots for steps that are tried"
@@ -729,6 +730,8 @@ class Needs:
         for spec in self.layout.specs:
             if spec.name in choice.model.loss_weights and not spec.is_frozen and not spec.tile:
                 found.append(Region(DEVICE, LOSS, torch.float32.itemsize * spec.numel, is_lent=False))
+        if choice.model.token_sum_bytes:
+            found.append(Region(DEVICE, TOKEN_SUMS, choice.model.token_sum_bytes, is_lent=False))
         return found + matrices
 
     @property

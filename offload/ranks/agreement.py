@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +32,8 @@ TOGETHER_BYTES = 4 * MIB
 SMALL_BYTES = 1024
 """Objects of so many bytes travel with their sizes, in one collective."""
 _SIZE_BYTES = 8
+_FOUND, _FAILED = b"\0", b"\1"
+"""What begins the bytes of a rank that found something, and of one that failed."""
 
 
 @torch.no_grad()
@@ -108,8 +110,46 @@ def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
     Raises:
         RankError: another rank failed, or cannot be reached.
     """
+    return [_decoded(row, kind) for row in _all_gather_bytes(comm, _encoded(value))]
+
+
+def found_by_all(comm: Communicator, find: Callable[[], T], kind: Any = Any) -> list[T]:
+    """Gathers what each rank finds: all ranks succeed, or all fail, as in `together`. It costs one collective.
+
+    Args:
+        comm: the ranks.
+        find: called on each rank. It returns what `all_gather_object` takes.
+        kind: see `all_gather_object`.
+
+    Returns:
+        What each rank found, by rank.
+
+    Raises:
+        Exception: what `find` raised on this rank.
+        OtherRankError: it failed on another rank, and not on this one.
+        RankError: another rank failed, or cannot be reached.
+    """
+    try:
+        data = _FOUND + _encoded(find())
+    except Exception as error:
+        _all_gather_bytes(comm, _FAILED + _encoded(_Failure.of(error, comm)))
+        raise
+    rows = _all_gather_bytes(comm, data)
+    _raise_if_failed([_decoded(row[1:], _Failure) if row[:1] == _FAILED else None for row in rows], comm)
+    return [_decoded(row[1:], kind) for row in rows]
+
+
+def _encoded(value: object) -> bytes:
     # Paths are what msgspec does not know: they travel as the bytes of their names.
-    data = msgspec.msgpack.encode(value, enc_hook=os.fsencode)
+    return msgspec.msgpack.encode(value, enc_hook=os.fsencode)
+
+
+def _decoded(data: bytes, kind: Any) -> Any:
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda _, name: Path(os.fsdecode(name)))
+
+
+def _all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
+    """Gathers bytes from each rank: few in one collective, many in two."""
     small = len(data).to_bytes(_SIZE_BYTES, "little") + data[:SMALL_BYTES]
     told = [row.numpy().tobytes() for row in comm.all_gather(_bytes(small, _SIZE_BYTES + SMALL_BYTES))]
     sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in told]
@@ -117,8 +157,7 @@ def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
     if max(sizes) > SMALL_BYTES:
         rest = comm.all_gather(_bytes(data[SMALL_BYTES:], max(sizes) - SMALL_BYTES))
         found = [row + more.numpy().tobytes() for row, more in zip(found, rest, strict=True)]
-    decoder = msgspec.msgpack.Decoder(kind, dec_hook=lambda _, name: Path(os.fsdecode(name)))
-    return [decoder.decode(row[:size]) for row, size in zip(found, sizes, strict=True)]
+    return [row[:size] for row, size in zip(found, sizes, strict=True)]
 
 
 def _bytes(data: bytes, numel: int) -> Tensor:
@@ -157,11 +196,7 @@ def together(
         nonlocal is_told
         if comm.all_reduce_any(False):
             is_told = True
-            told: list[tuple[str, bool] | None] = all_gather_object(comm, None)
-            failed = [(rank, *one) for rank, one in zip(comm.user_ranks, told, strict=True) if one is not None]
-            rank, message, _ = min(failed)
-            more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
-            raise OtherRankError(f"rank {rank}{message}{more}{result}", is_final=any(final for *_, final in failed))
+            _raise_if_failed(all_gather_object(comm, None, _Failure | None), comm, result)
 
     try:
         yield check
@@ -169,12 +204,48 @@ def together(
         if is_told:
             raise
         comm.all_reduce_any(True)
+        all_gather_object(comm, _Failure.of(error, comm, is_final=is_final()))
+        raise
+    check()
+
+
+class _Failure(NamedTuple):
+    """How a rank failed, as it tells the others.
+
+    Attributes:
+        message: what follows the number of the rank in their message.
+        is_final: whether nothing can go on after it.
+    """
+
+    message: str
+    is_final: bool
+
+    @classmethod
+    def of(cls, error: Exception, comm: Communicator, *, is_final: bool = False) -> _Failure:
+        """Of an error of this rank."""
         machine = f" on {socket.gethostname()}" if comm.size > comm.ranks_on_node else ""
         message = f"{machine}: {type(error).__name__}: {error}"
         # Names of files may hold what UTF-8 has no bytes for.
-        all_gather_object(comm, (message.encode(errors="backslashreplace").decode(), is_final()))
-        raise
-    check()
+        return cls(message.encode(errors="backslashreplace").decode(), is_final)
+
+
+def _raise_if_failed(told: Sequence[_Failure | None], comm: Communicator, result: str = "") -> None:
+    """Raises if a rank failed.
+
+    Args:
+        told: what each rank told; None: it did not fail.
+        comm: the ranks.
+        result: see `together`.
+
+    Raises:
+        OtherRankError: one did.
+    """
+    failed = [(rank, one) for rank, one in zip(comm.user_ranks, told, strict=True) if one is not None]
+    if failed:
+        rank, first = min(failed)
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        is_final = any(one.is_final for _, one in failed)
+        raise OtherRankError(f"rank {rank}{first.message}{more}{result}", is_final=is_final)
 
 
 @contextmanager
@@ -225,7 +296,7 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
         RankError: another rank failed, or cannot be reached.
     """
     grads, waiting = choice.grads, choice.activations
-    options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)
+    options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes, choice.params.base_bytes > 0)
     activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
     states = (choice.states.split_master, choice.states.form)
     resume = (
@@ -234,21 +305,22 @@ def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
         choice.commits.converts_states,
         choice.commits.transfers,
     )
-    commits = (choice.commits.every, resume, states)
-    if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
-        raise ConfigError(
-            "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
-            "param_tier, commit_every, resume, resume_states, resume_transfer, states, Tuning.split_master or "
-            "Tuning.bucket: give all of them the same"
-        )
+    same = (layout.ranks, layout.replicas, options, (choice.commits.every, resume, states), activations)
+    told = (
+        "stage, accumulation, param_tier, commit_every, resume, resume_states, resume_transfer, states, "
+        "activation_tier, partition_activations, Tuning.split_master, Tuning.recompute, Tuning.bucket or in whether "
+        "they keep a quantised base: give all of them the same"
+    )
+    if not comm.all_equal(repr((layout.specs, layout.flats, same))):
+        raise ConfigError(f"the ranks differ in the model (names, sizes, dtypes, units, param groups), or in {told}")
+    comm.side_group.barrier()
+    if comm.everyone is comm:
+        return
     # Parts of one parameter may differ in size: beside that all slices train the same.
     names = [(spec.name, spec.unit, spec.dtype, spec.group, spec.shard_dim) for spec in layout.specs]
-    if not comm.everyone.all_equal(repr((names, layout.ranks, layout.replicas, options, commits, activations))):
+    if not comm.everyone.all_equal(repr((names, same))):
         raise ConfigError(
             "the tensor-parallel ranks differ in the model (names, dtypes, units, param groups, how it is sharded), or "
-            "in stage, accumulation, param_tier, commit_every, resume, resume_states, resume_transfer, states, "
-            "activation_tier, partition_activations, Tuning.split_master, Tuning.recompute or Tuning.bucket: give all "
-            "of them the same"
+            f"in {told}"
         )
-    comm.side_group.barrier()
     comm.everyone.side_group.barrier()

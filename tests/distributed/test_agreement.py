@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
 
 from offload.errors import ConfigError, OtherRankError, TierIOError
 from offload.ranks import agreement
-from offload.ranks.agreement import all_gather_shards, together, while_others_wait
+from offload.ranks.agreement import all_gather_shards, found_by_all, together, while_others_wait
 from offload.ranks.communicator import Communicator, SingleProcess
 from tests.support.runs import layout_of
 from tests.support.threads import Threads
@@ -71,6 +73,39 @@ def test_what_is_final_on_one_is_final_on_all() -> None:
     assert first is fault
     assert isinstance(second, OtherRankError)
     assert second.is_final
+
+
+def found_on_three(values: Mapping[int, object], failing: Mapping[int, Exception]) -> list[object]:
+    """What three ranks find, or raise, when each looks for its own."""
+
+    def work(comm: Communicator) -> object:
+        def find() -> object:
+            if comm.rank in failing:
+                raise failing[comm.rank]
+            return values[comm.rank]
+
+        try:
+            return found_by_all(comm, find)
+        except Exception as error:
+            return error
+
+    return Threads(3).run(work)
+
+
+@pytest.mark.parametrize("numel", [0, 1015, 1016, 1017, 5000])
+def test_what_each_rank_finds_is_known_to_all(numel: int) -> None:
+    """Also where one finds more than travels in one collective."""
+    values = {0: None, 1: ["a" * numel, {"b": 1.5}], 2: False}
+    assert found_on_three(values, {}) == [[*values.values()]] * 3
+
+
+@pytest.mark.parametrize("numel", [1, 5000])
+def test_if_one_rank_finds_nothing_the_others_hear_why(numel: int) -> None:
+    faults = {0: ConfigError("x" * numel), 2: ConfigError("b")}
+    first, second, third = found_on_three({1: "a" * numel}, faults)
+    assert (first, third) == (faults[0], faults[2])
+    assert isinstance(second, OtherRankError)
+    assert str(second) == f"rank 0: ConfigError: {'x' * numel} (1 more failed)"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from offload.checkpoint.live import swaps
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
-from offload.io.engine import IOFile
-from offload.io.files import LOCAL, Files
+from offload.io.files import LOCAL
 from offload.ranks.communicator import Communicator
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
+from tests.support.copying import CopyingFiles
 from tests.support.disks import on_disk
 from tests.support.machines import RUN, needs_proc, on
 from tests.support.ranks import RanksFailedError, Worlds
@@ -393,42 +392,17 @@ def test_a_snapshot_on_shared_storage_outlives_the_disks_and_goes_on_with_any_nu
             assert same(again, expected)
 
 
-class Killed(Files):
+class Killed(CopyingFiles):
     """The process is killed by its copying thread. Attributes: left: before which of its operations; -1: it is not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = -1
 
-    def _spend(self) -> None:
-        if threading.current_thread().name.startswith("offload-snapshot") and self.left >= 0:
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.left -= 1
-
-    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
-        self._spend()
-        super().copy(source, target, offset, length)
-
-    def create(self, path: Path) -> IOFile:
-        self._spend()
-        return super().create(path)
-
-    def sync(self, file: IOFile) -> None:
-        self._spend()
-        super().sync(file)
-
-    def sync_directory(self, path: Path) -> None:
-        self._spend()
-        super().sync_directory(path)
-
-    def make_directory(self, path: Path, mode: int = 0o700) -> bool:
-        self._spend()
-        return super().make_directory(path, mode)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._spend()
-        super().rename(old, new)
+    def copies(self) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left = max(self.left - 1, -1)
 
 
 def _killed_in_a_copy(base: str, shared: str, who: int, operation: int) -> None:

@@ -20,6 +20,9 @@ BLOCKS = 8
 STEPS = 3
 """After two steps all ranks know the order of units."""
 
+START = {2: 15, 3: 16}
+"""Collectives of a start in a directory that is empty, one after the other, by stage."""
+COMMIT = 5
 Found = tuple[int, int]
 """Collectives, and rounds of them."""
 
@@ -67,6 +70,8 @@ def test_units_of_a_small_model_travel_together(
     """Gradients and the question who has some, the norm, what is to be alike, parameters: at stage 3 the root unit, the
     first block, the others, and these again for backward."""
     for found in worlds(2).run(_counted, str(tmp_path / "run"), {"stage": stage}, timeout_s=120):
+        assert found["start"] == [(START[stage], START[stage])]
+        assert found["commit"][-1][0] <= COMMIT
         assert found["step"][STEPS - 1][0] == collectives
         assert found["step"][STEPS - 1][1] <= rounds
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,11 @@ from offload.checkpoint.snapshot import Snapshot
 from offload.checkpoint.snapshot_copy import decide
 from offload.errors import OffloadError, PathError
 from offload.io.engine import IOFile
-from offload.io.files import Files
 from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
 from tests.support.committed import manifest_of
+from tests.support.copying import CopyingFiles
 from tests.support.disks import on_disk
 from tests.support.run_files import contents
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -38,7 +37,7 @@ EARLY, KEPT = 2, 4
 """The steps of two snapshots."""
 
 
-class Watched(Files):
+class Watched(CopyingFiles):
     """The files of this machine. Copies wait for `goes_on`, and operations of the copying thread may fail.
 
     Attributes: goes_on; left: how many of these operations work, -1: all; count: how many there were.
@@ -51,36 +50,11 @@ class Watched(Files):
         self.left = left
         self.count = 0
 
-    def _spend(self) -> None:
-        if threading.current_thread().name.startswith("offload-snapshot"):
-            assert self.goes_on.wait(30)
-            self.count += 1
-            if 0 <= self.left < self.count:
-                raise OSError(errno.EIO, "broken")
-
-    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
-        self._spend()
-        super().copy(source, target, offset, length)
-
-    def create(self, path: Path) -> IOFile:
-        self._spend()
-        return super().create(path)
-
-    def sync(self, file: IOFile) -> None:
-        self._spend()
-        super().sync(file)
-
-    def sync_directory(self, path: Path) -> None:
-        self._spend()
-        super().sync_directory(path)
-
-    def make_directory(self, path: Path, mode: int = 0o700) -> Any:
-        self._spend()
-        return super().make_directory(path, mode)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._spend()
-        super().rename(old, new)
+    def copies(self) -> None:
+        assert self.goes_on.wait(30)
+        self.count += 1
+        if 0 <= self.left < self.count:
+            raise OSError(errno.EIO, "broken")
 
 
 def wait_until(done: Callable[[], bool]) -> None:

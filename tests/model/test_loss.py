@@ -104,6 +104,24 @@ def test_values_and_gradients_are_those_of_torch(options: dict[str, Any], chunk:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("blocked", [1, 2])
+def test_words_that_a_bias_rules_out(blocked: int, reduction: str) -> None:
+    """Whole blocks of the vocabulary may be ruled out, the first ones too."""
+    chance = torch.Generator().manual_seed(0)
+    words = 2 * BLOCK + 7
+    weight, hidden = (torch.randn(size, 3, generator=chance, dtype=torch.float64) for size in (words, 5))
+    bias = torch.zeros(words, dtype=torch.float64)
+    bias[: blocked * BLOCK] = -torch.inf
+    labels = torch.tensor([words - 1, words - 3, -100, words - 2, words - 7])
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    expected = plain(*inputs, bias, labels, reduction=reduction)
+    found = linear_cross_entropy(hidden, (weight, bias), labels, reduction=reduction)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(loss.sum(), inputs) for loss in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_errors_are_within_those_of_torch(dtype: torch.dtype, reduction: str) -> None:
     """Both against fp64: of the same values, with the layer in `dtype` and the loss in fp32."""

@@ -35,9 +35,12 @@ def _tensors() -> dict[str, Tensor]:
         torch.randint(256, (n,), generator=chance).to(torch.uint8) for n in (2 * BLOCK + 3 * PAGE_BYTES, BLOCK + 1000)
     )
     halves = torch.randn(BLOCK + 128, generator=chance).to(torch.bfloat16)
+    powers, pairs = (more[:5000].view(dtype) for dtype in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2))
     return {"codes": codes, "more": more, "scales": torch.randn(70_000, generator=chance), "halves": halves} | {
         "none": torch.empty(0),
         "one": torch.tensor([7.0]),
+        "powers": powers,
+        "pairs": pairs,
     }
 
 
@@ -125,7 +128,9 @@ def test_chunks_of_any_layout_are_read(
     if numel == 4 * BLOCK:  # whole blocks, page by page as they lie in the file
         assert 2 * BLOCK + 3 * PAGE_BYTES in engine.sizes
     for one, values in _tensors().items():
-        assert torch.equal(base.tensor(one), values)
+        found = base.tensor(one)
+        assert found.dtype is values.dtype
+        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
     base.close()
 
 
