@@ -657,12 +657,14 @@ def test_what_is_written_to_scales_reaches_tiles_that_are_on_the_device() -> Non
     model, plain = quantised(in_int8, "batched"), quantised(in_int8, "batched")
     with held(model, tuning=in_tiles(model), **ON_CPU) as optimizer:
         losses = [loss_of(one, tokens(0, words=5)) for one in (model, plain)]
-        down, units = model.layers[1].experts.down, optimizer._parts.parameters.units
-        assert any(units[f"layers.1.experts.down[{number}]"].is_here for number in range(3))
+        down, parameters = model.layers[1].experts.down, optimizer._parts.parameters
+        assert parameters.units["layers.1.experts.down[2]"].is_here
         with optimizer.gathered(down), torch.no_grad():
             down.scales.mul_(2)  # type: ignore[operator, union-attr]
         with torch.no_grad():
             plain.layers[1].experts.down.scales.mul_(2)  # type: ignore[operator, union-attr]
+        (_, tile) = parameters.tiles_of(parameters.index[down.scales])[2]  # type: ignore[index]
+        assert torch.equal(tile, plain.layers[1].experts.down.scales[4:])  # type: ignore[index]
         for loss in losses:
             loss.backward()
         for own, other in zip(plain.parameters(), model.parameters(), strict=True):
