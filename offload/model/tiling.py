@@ -51,6 +51,9 @@ Where each rank has all parameters (stages 1 and 2), it fetches the tiles that i
 them (stage 3), a fetch needs all ranks, and their routings differ. So a call uses all tiles there, in their order, with
 no rows where there are no tokens: forward and backward of every rank gather the same, and each tile has a gradient.
 Views of single rows would come in another order on each rank, and are refused.
+
+Where tiles may owe steps (optim/late.py), one that no rank has tokens for would come for nothing, and its states from
+the disk with it. So ranks tell one another there which tiles they have tokens for, once a call, and all use those.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ from offload.layout import Layout
 from offload.model import loss as losses
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.held_param import HeldParam
 from offload.model.inner import form_of, in_form_of, is_wrapper, kind_of, leaves_of, shape_of, twin_of
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Unit
@@ -113,6 +117,7 @@ class TiledWeight:
         unit: its unit, whose update brings new values.
         shards: how many shards it has, of equally many rows each. A tile has some rows of every shard.
         has_views: whether a row of it is a view of a tile: it has three dimensions, or is a part of one that has.
+        is_late: whether its tiles may owe steps.
 
     Attributes:
         tiles: in the order of the rows of a shard.
@@ -122,11 +127,14 @@ class TiledWeight:
         transposed: the leaves of the transposed view of its twin, if that is a view.
     """
 
-    def __init__(self, weight: Any, leaves: Sequence[Tensor], unit: Unit, shards: int, *, has_views: bool) -> None:
+    def __init__(
+        self, weight: Any, leaves: Sequence[Tensor], unit: Unit, shards: int, *, has_views: bool, is_late: bool
+    ) -> None:
         self.weight = weight
         self.leaves = leaves
         self.unit = unit
         self.has_views = has_views
+        self.is_late = is_late
         self.tiles: list[Tile] = []
         self.rows = len(weight)
         self.is_wrapper = is_wrapper(kind_of(weight))
@@ -220,17 +228,16 @@ class Tiling:
             one = layout.slices[index]
             if one.flat not in self._of_flat:
                 held = parameters.held[layout.flats[one.flat].params[0]]
-                found = self._new(held.tensor, [held.local], held.param, parameters.units[held.spec.unit])
+                found = self._new(held.tensor, [held.local], held)
                 self._of_flat[one.flat] = found
             self._of_flat[one.flat].add(parameters.units[one.unit], leaf)
         for param in parameters.wrappers:
             self._add_wrapper(param)
 
-    def _new(self, tensor: Any, leaves: Sequence[Tensor], param: Tensor, unit: Unit) -> TiledWeight:
-        has_views = len(shape_of(param)) == 3
-        self._tiled[tensor] = made = TiledWeight(
-            tensor, leaves, unit, self._parameters.layout.ranks, has_views=has_views
-        )
+    def _new(self, tensor: Any, leaves: Sequence[Tensor], held: HeldParam) -> TiledWeight:
+        has_views, ranks = len(shape_of(held.param)) == 3, self._parameters.layout.ranks
+        made = TiledWeight(tensor, leaves, held.unit, ranks, has_views=has_views, is_late=held.spec.is_late)
+        self._tiled[tensor] = made
         return made
 
     def _add_wrapper(self, param: Tensor) -> None:
@@ -240,7 +247,7 @@ class Tiling:
         if not first.spec.tile:
             return
         leaves = leaves_of(param)
-        one = self._new(param, leaves, param, first.unit)
+        one = self._new(param, leaves, first)
         tables: dict[Tensor, Tensor] = {}
         for number, tile in enumerate(self._of_flat[first.flat].tiles):
             parts = [
@@ -338,9 +345,12 @@ class Tiling:
 
     def _to_run(self, one: TiledWeight, counts: Mapping[Tile, int]) -> list[Tile]:
         """The tiles that a call uses: those with rows, by how many they have. It is at least one."""
+        used = [counts[tile] > 0 for tile in one.tiles]
         if self._takes_all:
-            return one.tiles
-        return [tile for tile in one.tiles if counts[tile]] or one.tiles[:1]
+            if not one.is_late:
+                return one.tiles
+            used = self._units.on_any_rank(used)
+        return [tile for tile, is_used in zip(one.tiles, used, strict=True) if is_used] or one.tiles[:1]
 
     def _begin(self, one: TiledWeight, tile: Tile) -> None:
         if tile.leaf.requires_grad != one.weight.requires_grad:
