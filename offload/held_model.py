@@ -397,7 +397,7 @@ class HeldModel:
         for one, dtype in left:
             if one.tensor.device != device and not one.is_table:
                 self._move_other(one, dtype)
-        bring_along(inner_tensors(self._model.parameters()), device)
+        bring_along(inner_tensors(self._model.parameters()))
         casts = [(one, dtype) for one, dtype in left if one.tensor.dtype is not dtype]
         self._cast_others(sorted(casts, key=lambda pair: -pair[0].tensor.numel()))
         aliased = {alias.tensor for alias in self._original.aliases}

@@ -204,12 +204,15 @@ class ParamSpec:
         unit: the unit that it belongs to.
         dtype: the dtype of its copy for compute.
         group: the number of its param group; None: it is in none, and so is frozen: it has no states, and no step.
-        tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its unit. Over
-            ranks each shard has an equal part of every tile.
+        tile: how many of its elements are on the device at once; 0: all. One with tiles is alone in its flat parameter.
+            The parameters that a weight is made of have equally many tiles. Over ranks each shard has an equal part of
+            every tile.
         shard_dim: the dimension along which tensor-parallel ranks cut it; None: each of them has all of it.
         states: what its optimizer keeps of each element beside its master. It means nothing if it is frozen.
         whole: how its optimizer sees it, if that steps it as a whole; None: in pieces.
         is_late: whether a tile of it whose gradient is zeros may owe the step (optim/late.py). It has tiles then.
+        why_whole: why the quantised weight that it is a part of cannot run in tiles, in words; empty: it can, or that
+            is no weight of which it would be expected.
     """
 
     name: str
@@ -222,6 +225,7 @@ class ParamSpec:
     states: tuple[StateKind, ...] = ADAM_STATES
     whole: Whole | None = None
     is_late: bool = False
+    why_whole: str = ""
 
     @property
     def is_frozen(self) -> bool:
@@ -300,8 +304,9 @@ class Chunk:
 class FlatSlice:
     """Elements of flat parameter `flat` that are fetched together: all of it, or one of its tiles.
 
-    A tile is a unit of its own. It is elements `start` to `start + numel // ranks` of each rank's shard, one after the
-    other in its memory. So a tile is gathered, and its gradient reduced, as a flat parameter is.
+    A tile is a unit of its own, with a slice of each flat parameter that its weight is made of. That is elements
+    `start` to `start + numel // ranks` of each rank's shard, one after the other in its memory. So it is gathered, and
+    its gradient reduced, as a flat parameter is.
 
     Attributes:
         index: its number in `Layout.slices`.
@@ -309,7 +314,7 @@ class FlatSlice:
         flat: the number of the flat parameter.
         start: where it begins in each shard.
         numel: how many elements it has in all shards.
-        is_tile: whether it is a tile.
+        is_tile: whether it is of a tile.
     """
 
     index: int
@@ -702,27 +707,49 @@ def _chunks_of(layout: Layout, shards: Iterable[tuple[Flat, int]], first: int) -
     return tuple(chunks)
 
 
-def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int, *, ranks: int = 1) -> list[ParamSpec]:
-    """The specs, with tiles for each parameter that can be tiled and is larger than `tile_bytes`.
+class Rows(NamedTuple):
+    """Where a weight can be cut into tiles.
 
-    A tile is as many whole rows as fit into `tile_bytes`, at least one of each rank's shard, so that the next tile is
-    aligned. A parameter with tiles becomes a unit of its own. Over ranks one has tiles only if each shard has equally
-    many whole rows.
+    Attributes:
+        weight: its name.
+        numels: by the number of each parameter that it is made of: the elements between two places where that can be
+            cut. All of them are cut at the same places.
+    """
+
+    weight: str
+    numels: Mapping[int, int]
+
+
+def tiled(specs: Sequence[ParamSpec], weights: Iterable[Rows], tile_bytes: int, *, ranks: int = 1) -> list[ParamSpec]:
+    """The specs, with tiles for each weight that can be tiled and is larger than `tile_bytes`.
+
+    A tile has as many of the runs between two cuts as fit into `tile_bytes`, at least one of each rank's shard, and so
+    many that the next tile of a trained parameter is aligned, as kernels want it. A weight with tiles becomes a unit of
+    its own. Over ranks one has tiles only if each shard has equally many whole runs.
 
     Args:
         specs: the parameters.
-        rows: for each parameter that can be tiled, by its number, the elements of one row.
+        weights: those that can be tiled.
         tile_bytes: the most bytes of a tile; 0: no tiles.
         ranks: the number of ranks that the flats are sharded over.
     """
     made = list(specs)
-    for number, row in rows.items() if tile_bytes else ():
-        spec = specs[number]
-        least = ranks * row * (ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, row))
-        tile = max(tile_bytes // spec.dtype.itemsize // least, 1) * least
-        has_whole_rows = ranks == 1 or not spec.numel % math.lcm(ranks * row, ranks * ALIGN_NUMEL)
-        if spec.numel * spec.dtype.itemsize > tile_bytes and tile < spec.numel and has_whole_rows:
-            made[number] = replace(spec, unit=spec.name, tile=tile)
+    for weight, numels in weights if tile_bytes else ():
+        parts = {number: specs[number] for number in numels}
+        run_bytes = sum(numel * parts[number].dtype.itemsize for number, numel in numels.items())
+        is_trained = not all(spec.is_frozen for spec in parts.values())
+        least = (
+            math.lcm(*(ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, numel) for numel in numels.values())) if is_trained else 1
+        )
+        count = max(tile_bytes // (run_bytes * ranks * least), 1) * least
+        nbytes = sum(spec.numel * spec.dtype.itemsize for spec in parts.values())
+        is_even = ranks == 1 or not any(
+            parts[number].numel % math.lcm(ranks * numel, ranks * ALIGN_NUMEL) for number, numel in numels.items()
+        )
+        is_part = all(ranks * count * numel < parts[number].numel for number, numel in numels.items())
+        if nbytes > tile_bytes and is_part and is_even:
+            for number, numel in numels.items():
+                made[number] = replace(parts[number], unit=weight, tile=ranks * count * numel)
     return made
 
 
@@ -734,6 +761,7 @@ class _FlatKey(NamedTuple):
     dtype: torch.dtype
     states: tuple[StateKind, ...]
     is_whole: bool
+    tiled: int | None  # the number of a parameter that has tiles, which is alone in its flat
 
 
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[_FlatKey, list[int]]]:
@@ -744,7 +772,7 @@ def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[_FlatKey, l
     units: dict[tuple[bool, str], dict[_FlatKey, list[int]]] = {}
     for number, spec in enumerate(specs):
         states, is_whole = ((), False) if spec.is_frozen else (spec.states, spec.whole is not None)
-        key = _FlatKey(spec.is_frozen, spec.unit, spec.dtype, states, is_whole)
+        key = _FlatKey(spec.is_frozen, spec.unit, spec.dtype, states, is_whole, number if spec.tile else None)
         units.setdefault((spec.is_frozen, spec.unit), {}).setdefault(key, []).append(number)
     for parts in units.values():
         yield from parts.items()

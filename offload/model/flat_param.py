@@ -34,7 +34,7 @@ from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.model.dense import is_dense, move_values
 from offload.model.held_param import DATA, NO_VERSION, HeldBeside, HeldParam, HeldWrapper, set_versions
-from offload.model.inner import Inner, kind_of, leaves_of
+from offload.model.inner import Inner, bring_along, inner_tensors, kind_of, leaves_of
 from offload.model.unit import Unit, Units
 from offload.model.unit_memory import UnitMemory, strip
 from offload.optim.rule import Progress
@@ -80,7 +80,7 @@ class FlatParameters:
         index: the number of each of `params`; of a wrapper the number of its first inner tensor.
         flats: one tensor for each flat parameter of the layout, on the model's device, filled by `flatten`.
         units: the units, by name.
-        tiles: the tiles, leaves of autograd, by the index of the layout's slice.
+        tiles: the tiles of each inner tensor, leaves of autograd, by the index of the layout's slice.
         home: the device to train on.
         device: where the parameters are now, which is the CPU if the model is parked.
         peak_bytes: the most bytes that all took at home, with what is kept for units to come.
@@ -117,8 +117,10 @@ class FlatParameters:
         self._bytes = 0
         self.peak_bytes = 0
         self._unit_memory = UnitMemory(device, copier, streaming.limit)
-        self.tiles: dict[int, nn.Parameter] = {
-            one.index: _leaf(layout.flats[one.flat].dtype, device) for one in layout.slices if one.is_tile
+        self.tiles: dict[int, Tensor] = {
+            one.index: _leaf(inners[layout.flats[one.flat].params[0]], layout.flats[one.flat].dtype, device)
+            for one in layout.slices
+            if one.is_tile
         }
         self._memory: dict[int, Tensor] = {}
         # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
@@ -216,7 +218,7 @@ class FlatParameters:
                 self._slice_of_storage[memory.untyped_storage()._cdata] = one.index
                 memory.untyped_storage().resize_(0)
 
-    def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
+    def tiles_of(self, number: int) -> list[tuple[int, Any]]:
         """The first element and the leaf of each tile of a parameter; empty if it is not tiled."""
         flat, slices = self.layout.locations[number][0], self.layout.slices
         return [(slices[index].start, leaf) for index, leaf in self.tiles.items() if slices[index].flat == flat]
@@ -398,6 +400,7 @@ class FlatParameters:
         for param in self.params:
             if param.device != self.device:  # it was tiled
                 param.data = param.data.to(self.device)
+        bring_along(inner_tensors(dict.fromkeys(one.param for one in self.held if one.is_inside)))
         for wrapper in self.wrappers.values():
             wrapper.return_version()
 
@@ -617,6 +620,7 @@ class FlatParameters:
         return self.held[number].unit
 
 
-def _leaf(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A tile without memory. Codes of a quantised weight, which are integers, cannot need a gradient."""
-    return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=dtype.is_floating_point)
+def _leaf(inner: Inner, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tile of an inner tensor without memory. Integers, as codes are, cannot need a gradient."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty if inner.key else nn.Parameter(empty, requires_grad=dtype.is_floating_point)

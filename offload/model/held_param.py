@@ -354,13 +354,17 @@ class HeldWrapper(HeldBeside):
         tensor: the parameter.
         inners: its inner tensors that are held.
         streams: whether their memory comes and goes.
+
+    Attributes:
+        tiles: if it is tiled, the wrappers around tiles of its inner tensors.
     """
 
-    __slots__ = ("_inners", "_is_hidden", "_version")
+    __slots__ = ("_inners", "_is_hidden", "_version", "tiles")
 
     def __init__(self, tensor: Tensor, inners: Sequence[Tensor], *, streams: bool) -> None:
         super().__init__(tensor, streams=streams)
         self._inners = tuple(inners)
+        self.tiles: list[Tensor] = []
         self._version: int = tensor._version  # up to which writes are known
         self._is_hidden = False
 
@@ -370,10 +374,10 @@ class HeldWrapper(HeldBeside):
         return self._version if self._is_hidden else self.tensor._version
 
     def spread_writes(self) -> None:
-        """Makes writes to the wrapper count as writes to all of its inner tensors."""
+        """Makes writes to the wrapper count as writes to all of its inner tensors, and to its tiles."""
         if self.version != self._version:
             self._version = self.version
-            torch.autograd.graph.increment_version(self._inners)
+            torch.autograd.graph.increment_version((*self._inners, *self.tiles))
 
     def hide_version(self) -> None:
         """Gives it NO_VERSION, because its inner tensors are released. Writes to it are known."""

@@ -19,6 +19,13 @@ beside the HeldParams of its inner tensors: see [Note: wrappers] in held_param.p
 A *table* is an inner tensor that many parameters share, such as the 16 values of a 4-bit code, or a number. It stays on
 the device: it has few bytes, and in a flat parameter each of its owners would need one of its own.
 
+[Note: rows of inner tensors]
+A weight in tiles (tiling.py) is cut between rows, and so is each of its inner tensors, at the same places. A row of the
+weight is a run of their own first dimension: one of codes, one or several of scales, of scales of blocks that lie
+across rows a part of one. So a weight can be cut at multiples of so many rows that none of these runs is cut. What a
+wrapper's inner tensors mean is known to its class alone. So its class is asked: `w[a:b]` has to be a wrapper of just
+these runs, as views. It is asked with a *twin* of the wrapper, on the meta device, which has shapes and no values.
+
 A format that is no wrapper subclass needs a row in FORMATS, and nothing else.
 """
 
@@ -27,6 +34,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import gcd, lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +51,14 @@ class Format(NamedTuple):
     Attributes:
         tensors: the paths of inner tensors; "" is the parameter itself.
         tables: the paths of tables.
+        shape: the path of the shape of what the parameter stands for; "": it has that shape itself.
         refusal: called with a module that owns such a parameter, and the input of its forward, before each forward:
             why it would give the parameter other inner tensors, and what to do instead; None: it does not.
     """
 
     tensors: Sequence[str]
     tables: Sequence[str] = ()
+    shape: str = ""
     refusal: Callable[[Any, Any], str | None] | None = None
 
 
@@ -68,6 +78,7 @@ FORMATS: dict[str, Format] = {
     "bitsandbytes.nn.modules.Params4bit": Format(
         ("", "quant_state.absmax", "quant_state.state2.absmax"),
         tables=("quant_state.code", "quant_state.offset", "quant_state.state2.code"),
+        shape="quant_state.shape",
         refusal=_packs_anew,
     ),
     "bitsandbytes.nn.modules.Int8Params": Format(("", "SCB")),
@@ -178,6 +189,88 @@ def rebuilt(tensor: Any, use: Callable[[Tensor], Tensor]) -> Any:
     return kind.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
 
 
+def twin_of(tensor: Any) -> Any:
+    """A tensor of the same form on the meta device: of a wrapper one around inner tensors without values."""
+    with torch_private.PastSubclasses():
+        return rebuilt(tensor, partial(_without_values, torch.device("meta")))
+
+
+def in_form_of(form: Any, leaves: Iterable[Tensor]) -> Any:
+    """A wrapper of the form of another one, around these tensors, which are in the order of `leaves_of`."""
+    left = iter(leaves)
+    return rebuilt(form, lambda _: next(left))
+
+
+def form_of(tensor: Any) -> list[object]:
+    """What tells views of one tensor apart: shapes, strides and places, and of a wrapper what its class notes of it."""
+    kind = kind_of(tensor)
+    with torch_private.PastSubclasses():
+        leaves = [(int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride()) for leaf in leaves_of(tensor)]
+        context = repr(kind.__tensor_flatten__(tensor)[1]) if is_wrapper(kind) else ""  # type: ignore[attr-defined]
+        return [tuple(tensor.shape), tensor.stride(), context, *leaves]
+
+
+def shape_of(param: Tensor) -> tuple[int, ...]:
+    """The shape of what a parameter stands for."""
+    known = _format_of(kind_of(param))
+    found = _at(param, known.shape) if known is not None and known.shape else None
+    with torch_private.PastSubclasses():
+        return tuple(param.shape if found is None else found)
+
+
+def rows_between_cuts(param: Any, parts: Sequence[Inner]) -> tuple[int, str]:
+    """At multiples of how many rows a parameter can be cut into tiles; see [Note: rows of inner tensors].
+
+    Args:
+        param: the parameter.
+        parts: its inner tensors without tables.
+
+    Returns:
+        The number of rows, and why it cannot be cut, in words, if that is 0.
+    """
+    with torch_private.PastSubclasses():
+        for one in parts:
+            if not one.tensor.is_contiguous() or not one.tensor.numel():
+                return 0, f"{one.key or 'it'} is {'empty' if not one.tensor.numel() else 'not contiguous'}"
+        if not any(one.is_part for one in parts):
+            return 1, ""
+        rows = shape_of(param)[0]
+        runs = {one.key: len(one.tensor) if one.tensor.dim() else 1 for one in parts}
+        together = lcm(*(rows // gcd(rows, length) for length in runs.values()))
+        if together >= rows:
+            key = max(runs, key=lambda key: rows // gcd(rows, runs[key]))
+            shape = next(tuple(one.tensor.shape) for one in parts if one.key == key)
+            return 0, f"{key or 'its codes'}, of shape {shape}, cannot be cut where one of its {rows} matrices ends"
+    if not is_wrapper(kind_of(param)):
+        return together, ""
+    kind, twin = kind_of(param).__name__, twin_of(param)
+    try:
+        piece = twin[together : 2 * together]
+        if kind_of(piece) is kind_of(param) and _is_run(param, twin, piece, parts, together):
+            return together, ""
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        return 0, f"w[a:b] of a {kind} raises {type(error).__name__} ({str(error).partition(chr(10))[0]})"
+    return 0, f"w[a:b] of a {kind} is no view of the same rows of each of its inner tensors"
+
+
+def _is_run(param: Any, twin: Any, piece: Any, parts: Sequence[Inner], first: int) -> bool:
+    """Whether a piece of a twin is as many rows from row `first` on of what is cut, and all of what is not."""
+    rows = param.shape[0]
+    cut = {one.tensor for one in parts}
+    leaves = zip(leaves_of(param), leaves_of(twin), leaves_of(piece), strict=True)
+    if piece.shape != (first, *param.shape[1:]):
+        return False
+    for real, whole, part in leaves:
+        start, length = (len(whole) * first // rows,) * 2 if real in cut else (0, len(whole) if whole.dim() else 0)
+        with torch_private.PastSubclasses():
+            expected = whole[start : start + length] if whole.dim() else whole
+            is_same = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            places = [(one.storage_offset(), one.shape, one.stride()) for one in (part, expected)]
+        if not is_same or places[0] != places[1]:
+            return False
+    return True
+
+
 def require_movable_wrappers(inners: Iterable[Inner], names: Mapping[nn.Parameter, str], device: torch.device) -> None:
     """Requires that wrappers can be on a device, to which what they are made of is going to move.
 
@@ -205,19 +298,21 @@ def _without_values(device: torch.device, leaf: Tensor) -> Tensor:
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device)
 
 
-def bring_along(inners: Iterable[Inner], device: torch.device) -> None:
-    """Brings tables to a device, and makes wrappers say that they are there. All other inner tensors are there.
+def bring_along(inners: Sequence[Inner]) -> None:
+    """Brings tables to where the rest of their parameters is, and makes wrappers say that they are there.
 
     A table may be somebody else's, too, so it stays where it is, and is replaced.
     """
-    moved: dict[Tensor, Tensor] = {}
+    devices = {one.param: one.tensor.device for one in inners if not one.is_table}
+    moved: dict[tuple[Tensor, torch.device], Tensor] = {}
     for one in inners:
+        device = devices.get(one.param, one.tensor.device)
         if one.is_table and one.tensor.device != device:
-            if one.tensor not in moved:
-                moved[one.tensor] = one.tensor.to(device)
-            replace_table(one, moved[one.tensor])
+            if (one.tensor, device) not in moved:
+                moved[one.tensor, device] = one.tensor.to(device)
+            replace_table(one, moved[one.tensor, device])
     for param in dict.fromkeys(one.param for one in inners if one.key and is_wrapper(kind_of(one.param))):
-        if param.device != device:
+        if param.device != devices.get(param, param.device):
             made = rebuilt(param, lambda leaf: leaf)
             torch_private.swap_implementations(param, made)
             vars(param).update(vars(made))

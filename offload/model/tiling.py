@@ -18,7 +18,7 @@ complete only when the backward has come to the tile before, and it leaves from 
 |-----------------------------------------------|--------|-------------------------------------------------------------|
 | `F.linear(x, w)`                              | 2 dims | outputs side by side                                        |
 | `F.embedding(ids, w)`, `w[ids]`               | any    | each tile's rows are looked up, then put in order           |
-| `w[e]`, `w.unbind()`                          | 3 dims | a view of a tile; what uses the view fetches the tile again |
+| `w[e]`, `w.unbind()`; `w[a:b]` in one tile    | 3 dims | a view of a tile; what uses the view fetches the tile again |
 | `w.transpose(1, 2)`, `w.mT`                   | 3 dims | a view without values, for one of the products below        |
 | `grouped_mm(x, w, offs)`, and with `w.mT`     | 3 dims | the rows of `x` of each tile's matrices                     |
 | `bmm(x, w)`, `bmm(w, x)`, `x @ w`             | 3 dims | the matrices of `x` of each tile                            |
@@ -35,6 +35,15 @@ is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
 
 A tile that nobody used gets no gradient from autograd where the whole weight would get zeros. The gradient buffer fills
 them in (grads/local.py, grads/reduce_scatter.py).
+
+[Note: tiles of quantised weights]
+A tile has a part of each inner tensor of a weight ([Note: rows of inner tensors] in inner.py). Of a wrapper it is a
+wrapper around these parts, and its class computes with it as with the whole one. So nothing here knows a format, and
+rows, pieces and products have the bits that the class gives them. A format that is no wrapper has its codes as the
+parameter itself, and its scales as tensors beside: calls with either are answered with its own part of the tile.
+
+A transposed view of a wrapper without values, and rows of several tiles that are put together, have the form that the
+class makes of a twin on the meta device, around inner tensors that are made here.
 
 [Note: tiles over ranks]
 Over ranks a tile has equally many rows of each rank's shard, so each of them gathers and reduces an equal part of it.
@@ -53,6 +62,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -66,6 +76,8 @@ from offload.layout import Layout
 from offload.model import loss as losses
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.held_param import HeldParam
+from offload.model.inner import form_of, in_form_of, is_wrapper, kind_of, leaves_of, shape_of, twin_of
 from offload.model.torch_helpers import call_hidden
 from offload.model.unit import Unit
 
@@ -87,41 +99,64 @@ class Tile(NamedTuple):
 
     Attributes:
         unit: the unit that has them.
-        leaf: them, as a leaf of autograd.
+        leaf: them, as a leaf of autograd, or as a wrapper.
         spans: them, as runs of rows [start, stop) of the weight, one of each rank's shard.
     """
 
     unit: Unit
-    leaf: nn.Parameter
+    leaf: Any
     spans: tuple[tuple[int, int], ...]
 
 
 class TiledWeight:
-    """A weight that is on the device tile by tile.
+    """A weight that is on the device tile by tile, or an inner tensor of it.
 
     Args:
-        number: its number among the held parameters.
-        weight: the model's parameter.
+        weight: the model's parameter, or the inner tensor.
+        leaves: its plain tensors: itself, or of a wrapper those that it is made of.
         unit: its unit, whose update brings new values.
         shards: how many shards it has, of equally many rows each. A tile has some rows of every shard.
+        has_views: whether a row of it is a view of a tile: it has three dimensions, or is a part of one that has.
         is_late: whether its tiles may owe steps.
 
     Attributes:
         tiles: in the order of the rows of a shard.
         rows: how many rows it has.
+        is_wrapper: whether it is a wrapper.
+        twin: see `twin_of`.
+        transposed: the leaves of the transposed view of its twin, if that is a view.
     """
 
-    def __init__(self, number: int, weight: nn.Parameter, unit: Unit, shards: int, *, is_late: bool) -> None:
-        self.number = number
+    def __init__(
+        self, weight: Any, leaves: Sequence[Tensor], unit: Unit, shards: int, *, has_views: bool, is_late: bool
+    ) -> None:
         self.weight = weight
+        self.leaves = leaves
         self.unit = unit
+        self.has_views = has_views
         self.is_late = is_late
         self.tiles: list[Tile] = []
         self.rows = len(weight)
+        self.is_wrapper = is_wrapper(kind_of(weight))
+        self.twin = twin_of(weight)
         self._shards = shards
         self._in_shard = self.rows // shards
 
-    def add(self, unit: Unit, leaf: nn.Parameter) -> None:
+    @cached_property
+    def transposed(self) -> Any:
+        """The transposed view of its twin. None if it has none, or if that looks like the twin itself."""
+        if self.weight.dim() != 3:
+            return None
+        try:
+            made = self.twin.transpose(1, 2)
+        except (RuntimeError, TypeError, ValueError, AttributeError):  # of the class, which has none
+            return None
+        pairs = zip(leaves_of(self.twin), leaves_of(made), strict=False)
+        are_views = all(one.untyped_storage()._cdata == other.untyped_storage()._cdata for one, other in pairs)
+        is_same = kind_of(made) is kind_of(self.twin) and are_views
+        return made if is_same and form_of(made) != form_of(self.twin) else None
+
+    def add(self, unit: Unit, leaf: Any) -> None:
         """Adds the next tile."""
         first = self.tiles[-1].spans[0][1] if self.tiles else 0
         starts = range(first, self.rows, self._in_shard)
@@ -184,23 +219,53 @@ class Tiling:
     def __init__(self, layout: Layout, parameters: FlatParameters, units: HeldUnits) -> None:
         self._units = units
         self._parameters = parameters
-        self._tiled: dict[nn.Parameter, TiledWeight] = {}
+        self._tiled: dict[Tensor, TiledWeight] = {}
         self._of_flat: dict[int, TiledWeight] = {}
-        self._told: set[TiledWeight] = set()
+        self._around: dict[int, TiledWeight] = {}  # by flat parameter: the wrapper whose inner tensor that is
+        self._told: set[Unit] = set()
         self._takes_all = layout.shard_group_size > 1  # see [Note: tiles over ranks]
         for index, leaf in parameters.tiles.items():
             one = layout.slices[index]
             if one.flat not in self._of_flat:
-                (number,) = layout.flats[one.flat].params
-                weight, unit = parameters.params[number], parameters.units[layout.flats[one.flat].unit]
-                is_late = layout.specs[number].is_late
-                found = TiledWeight(number, weight, unit, layout.ranks, is_late=is_late)
-                self._tiled[weight] = self._of_flat[one.flat] = found
+                held = parameters.held[layout.flats[one.flat].params[0]]
+                found = self._new(held.tensor, [held.local], held)
+                self._of_flat[one.flat] = found
             self._of_flat[one.flat].add(parameters.units[one.unit], leaf)
+        for param in parameters.wrappers:
+            self._add_wrapper(param)
+
+    def _new(self, tensor: Any, leaves: Sequence[Tensor], held: HeldParam) -> TiledWeight:
+        has_views, ranks = len(shape_of(held.param)) == 3, self._parameters.layout.ranks
+        made = TiledWeight(tensor, leaves, held.unit, ranks, has_views=has_views, is_late=held.spec.is_late)
+        self._tiled[tensor] = made
+        return made
+
+    def _add_wrapper(self, param: Tensor) -> None:
+        """Adds a wrapper whose inner tensors have tiles. A tile of it is a wrapper around tiles of these."""
+        held = {one.local: one for one in map(self._parameters.held.__getitem__, self._parameters.numbers_of(param))}
+        first = next(iter(held.values()))
+        if not first.spec.tile:
+            return
+        leaves = leaves_of(param)
+        one = self._new(param, leaves, first)
+        tables: dict[Tensor, Tensor] = {}
+        for number, tile in enumerate(self._of_flat[first.flat].tiles):
+            parts = [
+                self._of_flat[held[leaf].flat].tiles[number].leaf
+                if leaf in held
+                else tables.setdefault(leaf, leaf.to(self._parameters.device))
+                for leaf in leaves
+            ]
+            rows = one.rows * len(tile.leaf) // len(first.local)
+            made = in_form_of(one.twin[:rows], parts)
+            one.add(tile.unit, made)
+            self._parameters.wrappers[param].tiles.append(made)
+        for inner in held.values():
+            self._around[inner.flat] = one
 
     def leaves_of(self, weight: Any) -> list[nn.Parameter]:
         """The tiles of a parameter; empty if it has none."""
-        one = self._tiled.get(weight) if isinstance(weight, nn.Parameter) else None
+        one = self._tiled.get(weight) if isinstance(weight, Tensor) else None
         return [] if one is None else [tile.leaf for tile in one.tiles]
 
     def joined(self, weight: Any, parts: Sequence[Tensor | None]) -> Tensor:
@@ -238,7 +303,7 @@ class Tiling:
 
         One that has hooks does not run in tiles.
         """
-        one = self._tiled.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        one = self._tiled.get(tensor) if isinstance(tensor, Tensor) else None
         return None if one is None or has_hooks(one.weight) else one
 
     def _factor(self, tensor: Any) -> tuple[TiledWeight, bool] | None:
@@ -247,22 +312,16 @@ class Tiling:
             return (one, False) if one.weight.dim() == 3 else None
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             return None
-        index = self._parameters.slice_at(tensor)
-        one = None if index is None else self._of_flat.get(index) if index < len(self._parameters.flats) else None
-        if one is None or has_hooks(one.weight):
+        places = map(self._parameters.slice_at, leaves_of(tensor))
+        index = next((found for found in places if found is not None), None)
+        one = None if index is None else (self._around if is_wrapper(kind_of(tensor)) else self._of_flat).get(index)
+        if one is None or one.transposed is None or has_hooks(one.weight):
             return None
-        with torch_private.PastSubclasses():
-            swapped = [0, 2, 1]
-            is_transposed = (
-                tensor.storage_offset() == one.weight.storage_offset()
-                and tensor.shape == tuple(one.weight.shape[dim] for dim in swapped)
-                and tensor.stride() == tuple(one.weight.stride(dim) for dim in swapped)
-            )
-        return (one, True) if is_transposed else None
+        return (one, True) if form_of(tensor) == form_of(one.transposed) else None
 
     def _is_inside(self, one: TiledWeight) -> bool:
-        """Whether this thread runs the forward of a unit around a weight."""
-        return any(unit.encloses(one.unit) for unit in self._units.running.units_here)
+        """Whether this thread runs the forward of a unit around a weight. Inside `gathered` its own one runs."""
+        return any(unit is not one.unit and unit.encloses(one.unit) for unit in self._units.running.units_here)
 
     # Running tile by tile.
 
@@ -294,7 +353,8 @@ class Tiling:
         return [tile for tile, is_used in zip(one.tiles, used, strict=True) if is_used] or one.tiles[:1]
 
     def _begin(self, one: TiledWeight, tile: Tile) -> None:
-        call_hidden(tile.leaf.requires_grad_, one.weight.requires_grad)
+        if tile.leaf.requires_grad != one.weight.requires_grad:
+            call_hidden(tile.leaf.requires_grad_, one.weight.requires_grad)
 
     def _run_with_same(self, one: TiledWeight, x: Tensor, call: Callable[[Tile, Tensor], Tensor]) -> list[Tensor]:
         """As `_run` of all tiles, each of which meets the same input: its gradient is summed in fp32."""
@@ -366,12 +426,13 @@ class Tiling:
         order = torch.argsort(numbers, stable=True)  # within a tile as they come: their gradients are added so
         own = dict(zip(one.tiles, places[order].split(counts), strict=True))
         tiles = self._to_run(one, {tile: len(part) for tile, part in own.items()})
-        found = torch.cat(self._run(one, tiles, lambda tile: look_up(tile, own[tile])))
-        if len(tiles) > 1:
-            found = found.index_select(
-                0, torch.empty_like(order).scatter_(0, order, _range_like(order)).to(found.device)
-            )
-        return found.view(*ids.shape, *found.shape[1:])
+        parts = self._run(one, tiles, lambda tile: look_up(tile, own[tile]))
+        found = parts[0]
+        if len(parts) > 1:
+            back = torch.empty_like(order).scatter_(0, order, _range_like(order))
+            form = look_up(tiles[0]._replace(leaf=one.twin), flattened.to("meta")) if one.is_wrapper else None
+            found = _put_back(parts, back, form)
+        return found if ids.dim() == 1 else found.view(*ids.shape, *found.shape[1:])
 
     # Views.
 
@@ -386,25 +447,46 @@ class Tiling:
         if isinstance(key, Tensor) and key.dim():
             return self._rows(one, key, _index, least=-one.rows)
         first, *others = key if isinstance(key, tuple) and key else (key,)
-        if one.weight.dim() != 3 or any(isinstance(other, Tensor | list | bool) or other is None for other in others):
+        if not one.has_views or any(isinstance(other, Tensor | list | bool) or other is None for other in others):
             return NotImplemented
+        if isinstance(first, slice):
+            return self._piece(one, first, tuple(others))
         row = _row(first, one.rows)
         return NotImplemented if row is None else self._view(one, row, tuple(others))
 
     def _select(self, weight: Any, dim: Any, index: Any) -> Any:
         one = self._of(weight)
-        if one is None or one.weight.dim() != 3 or dim not in (0, -3) or not self._is_inside(one):
+        if one is None or not one.has_views or dim not in (0, -one.weight.dim()) or not self._is_inside(one):
             return NotImplemented
         row = _row(index, one.rows)
         return NotImplemented if row is None else self._view(one, row)
 
     def _unbind(self, weight: Any, dim: Any) -> Any:
         one = self._of(weight)
-        if one is None or one.weight.dim() != 3 or dim not in (None, 0, -3) or not self._is_inside(one):
+        if one is None or not one.has_views or dim not in (None, 0, -one.weight.dim()) or not self._is_inside(one):
             return NotImplemented
         return tuple(self._view(one, row) for row in range(one.rows))
 
-    def _view(self, one: TiledWeight, row: int, others: tuple[Any, ...] = ()) -> Tensor:
+    def _piece(self, one: TiledWeight, rows: slice, others: tuple[Any, ...]) -> Any:
+        """Several rows of a weight, if they lie side by side in one tile."""
+        numbers = range(one.rows)[rows]
+        if len(numbers) in (0, one.rows) or numbers.step != 1 or self._takes_all:
+            return NotImplemented
+        (first, start), (last, end) = one.place(numbers[0]), one.place(numbers[-1])
+        if first != last or end - start != len(numbers) - 1:
+            return NotImplemented
+        return self._view(one, numbers[0], others, len(numbers))
+
+    def _narrow(self, weight: Any, dim: Any, start: Any, length: Any) -> Any:
+        one = self._of(weight)
+        if one is None or not one.has_views or dim not in (0, -one.weight.dim()) or not self._is_inside(one):
+            return NotImplemented
+        if not isinstance(start, int) or not isinstance(length, int) or not 0 <= start <= start + length <= one.rows:
+            return NotImplemented
+        return self._piece(one, slice(start, start + length), ())
+
+    def _view(self, one: TiledWeight, row: int, others: tuple[Any, ...] = (), count: int | None = None) -> Any:
+        """A view of a tile: a row, or `count` rows from that one on."""
         if self._takes_all:
             raise ConfigError(
                 f"{one.unit.name} runs in tiles, and the forward takes one row of it after the other, which ranks that "
@@ -419,13 +501,14 @@ class Tiling:
         with self._units.used([tile.unit]):  # torch makes no views of a tensor without memory
             if torch.is_grad_enabled() and one.weight.requires_grad and not _may_have_tangents(whole):
                 whole = _Anchor.apply(whole, one.weight, tile.leaf, one.unit.name)  # type: ignore[no-untyped-call]
-            return whole[(place, *others)]
+            key = place if count is None else slice(place, place + count)
+            return whole[(key, *others)] if others else whole[key]
 
     def _transpose(self, weight: Any, *dims: Any) -> Any:
         one = self._of(weight)
         if (
             one is None
-            or one.weight.dim() != 3
+            or one.transposed is None
             or not self._is_inside(one)
             or torch_private.functorch_level() is not None
         ):
@@ -433,16 +516,20 @@ class Tiling:
         if dims and (not all(isinstance(dim, int) for dim in dims) or {dim % 3 for dim in dims} != {1, 2}):
             return NotImplemented
         self._units.apply(one.unit)
-        return _Transposed.apply(one.weight, self._parameters.data_of(one.number))  # type: ignore[no-untyped-call]
+        if one.is_wrapper:
+            pairs = zip(one.leaves, leaves_of(one.transposed), strict=True)
+            return in_form_of(one.transposed, [_without_values(leaf, as_leaf) for leaf, as_leaf in pairs])
+        number = self._parameters.index[one.weight]
+        return _Transposed.apply(one.weight, self._parameters.data_of(number))  # type: ignore[no-untyped-call]
 
     def note_whole_use(self, weight: Any) -> None:
         """Says once of each tiled weight that the forward around it uses it as a whole."""
-        one = self._tiled.get(weight) if isinstance(weight, nn.Parameter) else None
-        if one is not None and one not in self._told and self._is_inside(one):
-            self._told.add(one)
+        one = self._tiled.get(weight) if isinstance(weight, Tensor) else None
+        if one is not None and one.unit not in self._told and self._is_inside(one):
+            self._told.add(one.unit)
             _log.warning(
                 "the forward uses %s as a whole, not in tiles: it comes whole, to %s, each time",
-                self._parameters.layout.specs[one.number].name,
+                one.unit.name,
                 "RAM" if one.unit.is_in_ram else "the device",
             )
 
@@ -460,9 +547,13 @@ class Tiling:
             return NotImplemented
         rows, rest = x.split([ends[-1], len(x) - ends[-1]])
         own = one.split(rows, 0, ends)
+        columns = one.weight.shape[1 if is_transposed else 2]
 
         def multiply(tile: Tile) -> Tensor:
-            matrices = tile.leaf.mT if is_transposed else tile.leaf
+            if one.is_wrapper and not len(own[tile]):
+                none = own[tile][:, :1].expand(-1, columns).to(out_dtype or x.dtype)
+                return none.clone()  # as a view it would count as a use of `x` too
+            matrices: Tensor = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
             if not len(own[tile]):  # kernels may want some
                 return (own[tile] @ matrices[0]).to(out_dtype or x.dtype)
             ends_here, before = [], 0
@@ -488,7 +579,7 @@ class Tiling:
         own = one.split(other)
 
         def multiply(tile: Tile) -> Tensor:
-            matrices = tile.leaf.mT if is_transposed else tile.leaf
+            matrices: Tensor = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
             return torch.bmm(matrices, own[tile]) if is_left else torch.bmm(own[tile], matrices)
 
         return one.join(dict(zip(one.tiles, self._run(one, one.tiles, multiply), strict=True)))
@@ -513,7 +604,7 @@ class Tiling:
 
         def multiply(tile: Tile, x: Tensor | None = None) -> Tensor:
             own = [x if n in same else parts[n][tile] if n in parts else None for n in range(len(operands))]
-            own[at] = tile.leaf.mT if is_transposed else tile.leaf
+            own[at] = tile.leaf.transpose(1, 2) if is_transposed else tile.leaf
             return torch.einsum(equation, *own)
 
         x = operands[same[0]] if same else None
@@ -528,7 +619,7 @@ class Tiling:
             words, as over several ranks.
         """
         tiled = self._of(weight)
-        if tiled is None or len(tiled.tiles[0].spans) > 1:
+        if tiled is None or tiled.is_wrapper or len(tiled.tiles[0].spans) > 1:
             return NotImplemented
         tiles = tiled.tiles
         self._units.apply(tiled.unit)
@@ -557,12 +648,34 @@ class Tiling:
         return result
 
 
-def _index(tile: Tile, ids: Tensor) -> Tensor:
+def _index(tile: Tile, ids: Tensor) -> Any:
     return tile.leaf[ids]
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _put_back(parts: Sequence[Any], back: Tensor, form: Any) -> Any:
+    """Rows of several tiles, put in another order.
+
+    Args:
+        parts: the rows, tile by tile.
+        back: the place among all of them of each row of the result.
+        form: for wrappers, the result without values.
+    """
+    if not all(is_wrapper(kind_of(part)) for part in parts):
+        found = torch.cat(list(parts))
+        return found.index_select(0, back.to(found.device))
+    made = []
+    for several in zip(*map(leaves_of, parts), strict=True):
+        if all(leaf is several[0] for leaf in several):  # a table
+            made.append(several[0])
+            continue
+        joined = torch.cat(several)
+        rows = joined.unflatten(0, (len(back), -1)).index_select(0, back.to(joined.device))
+        made.append(rows.flatten(0, 1))
+    return in_form_of(form, made)
 
 
 def _range_like(ids: Tensor) -> Tensor:
@@ -796,8 +909,11 @@ def _is_asked_for(leaf: nn.Parameter) -> bool:
     return False
 
 
-_WITHOUT_VALUES: Any = torch.ops.aten._reshape_alias.default
-"""A view of other strides. Unlike `transpose` it may be made of a tensor that has no memory."""
+def _without_values(tensor: Tensor, form: Tensor) -> Tensor:
+    """A view with the shape and strides of another tensor. Unlike others it may be made of a tensor without memory."""
+    with torch_private.PastSubclasses(), torch.no_grad():
+        made: Tensor = torch.ops.aten._reshape_alias.default(tensor, form.shape, form.stride())
+    return made
 
 
 class _Transposed(torch.autograd.Function):
@@ -808,10 +924,7 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, data: Tensor) -> Tensor:
-        with torch_private.PastSubclasses():
-            shape, (batches, rows, columns) = data.shape, data.stride()
-            made: Tensor = _WITHOUT_VALUES(data, (shape[0], shape[2], shape[1]), (batches, columns, rows))
-        return made
+        return _without_values(data, twin_of(data).transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -889,6 +1002,7 @@ _ANSWERS: dict[Any, tuple[tuple[str, ...], Callable[..., Any]]] = {
     torch_private.grouped_mm: (("input", "mat2", "offs", "bias", "out_dtype"), Tiling._grouped_mm),
     **dict.fromkeys((Tensor.index_select, torch.index_select), (("input", "dim", "index"), Tiling._index_select)),
     **dict.fromkeys((Tensor.select, torch.select), (("input", "dim", "index"), Tiling._select)),
+    **dict.fromkeys((Tensor.narrow, torch.narrow), (("input", "dim", "start", "length"), Tiling._narrow)),
     **dict.fromkeys((Tensor.unbind, torch.unbind), (("input", "dim"), Tiling._unbind)),
     **dict.fromkeys((Tensor.transpose, torch.transpose), (("input", "dim0", "dim1"), Tiling._transpose)),
     _MT.__get__: (("input",), Tiling._transpose),

@@ -180,8 +180,8 @@ class UnitTransfers:
         self.units = [unit for unit in parameters.units.values() if unit.slices]
         self._tiles_of: dict[int, list[Unit]] = {}  # by flat parameter
         for unit in self.units:
-            if unit.weight is not None:
-                self._tiles_of.setdefault(unit.slices[0].flat, []).append(unit)
+            for one in unit.slices if unit.weight is not None else ():
+                self._tiles_of.setdefault(one.flat, []).append(unit)
         self._with_memory: dict[Unit, None] = {}
         self._fetched: set[Unit] = set()  # since the last step
         self._uploads: deque[_Upload] = deque()  # whose leases are not given back yet
@@ -308,7 +308,7 @@ class UnitTransfers:
         """Copies the values of a flat parameter, which is available, to tiles of it that are."""
         shards = self._parameters.flats[flat].view(self._layout.ranks, -1)
         for tile in tiles:
-            (one,) = tile.slices
+            one = tile.slice_of(flat)
             parts = self._parameters.memory_of(one.index).view(self._layout.ranks, -1)
             parts.copy_(shards[:, one.start : one.start + parts.shape[1]])
 
@@ -486,7 +486,7 @@ class UnitTransfers:
         if unit.presence is Presence.AVAILABLE:
             self._refresh_all(unit, self._layout.slices[flat])
         for tile in tiles:
-            self._refresh_all(tile, tile.slices[0])
+            self._refresh_all(tile, tile.slice_of(flat))
 
     def _unit_of(self, flat: int) -> Unit:
         return self._parameters.units[self._layout.flats[flat].unit]

@@ -62,7 +62,7 @@ class Unit:
         name: as the model's modules have it, "" for the root unit; that of a tile ends in its number, "[0]".
         weight: of a tile, the unit of its weight; None of other units.
         flats: its flat parameters; none of a tile.
-        slices: what of them streams: whole flat parameters, or the tile.
+        slices: what of them streams: whole flat parameters, or the tile's part of each of its weight's.
         chunks: of each slice, by its index.
         params: the numbers of its parameters. A tile has none.
         streamed: those of them that stream.
@@ -147,6 +147,10 @@ class Unit:
         """What a fetch has to copy from the store: all of its chunks, or what an update did not bring of them."""
         wanted = self.not_updated if self.presence is Presence.UPDATING else self.chunk_numbers
         return [(one, chunk) for one in self.slices for chunk in self.chunks[one.index] if chunk.index in wanted]
+
+    def slice_of(self, flat: int) -> FlatSlice:
+        """Its slice of a flat parameter, of which it has one."""
+        return next(one for one in self.slices if one.flat == flat)
 
     def encloses(self, other: Unit) -> bool:
         """Whether another unit is this one or lies in it."""

@@ -17,9 +17,17 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from offload import torch_private
 from offload.devices.copies import accelerator, finish_queue
 from offload.errors import ConfigError
-from offload.layout import ParamSpec
+from offload.layout import ParamSpec, Rows
 from offload.model.aliases import extent_of, overlaps_itself
-from offload.model.inner import Inner, inner_tensors, is_composite, table_bytes
+from offload.model.inner import (
+    Inner,
+    inner_tensors,
+    is_composite,
+    kind_of,
+    rows_between_cuts,
+    shape_of,
+    table_bytes,
+)
 from offload.model.loss import LossLinear
 from offload.model.plain_copy import LeftBehind
 from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
@@ -92,29 +100,52 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
     ]
 
 
-def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
-    """How many elements a row of each of `inners` has that can be tiled, by its number.
+def rows_of(
+    model: nn.Module, specs: Sequence[ParamSpec], inners: Sequence[Inner]
+) -> tuple[dict[int, Rows], dict[int, str]]:
+    """Where weights can be cut into tiles.
 
-    It can be tiled if it is the weight of nn.Linear and nn.Embedding, which may share it, or if it has three dimensions
-    and is a parameter of one module that is none of torch's own: those use theirs as a whole.
+    One can be tiled if it is the weight of nn.Linear and nn.Embedding, which may share it, or if it has three
+    dimensions and is a parameter of one module that is none of torch's own: those use theirs as a whole. All of its
+    inner tensors are cut at the same places.
+
+    Args:
+        model: the model.
+        specs: of its inner tensors that the layout has.
+        inners: these, in the same order.
+
+    Returns:
+        The weights that can be tiled, by the number of the first inner tensor. Of each inner tensor of quantised
+        weights of three dimensions that cannot be tiled, by its number, why.
     """
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
                 holders.setdefault(param, []).append((module, name))
-    rows = {}
+    parts: dict[nn.Parameter, list[int]] = {}
     for number, one in enumerate(inners):
-        used_by = holders[one.param]
-        if one.param.dim() == 3:
+        parts.setdefault(one.param, []).append(number)
+    rows: dict[int, Rows] = {}
+    whole: dict[int, str] = {}
+    for param, numbers in parts.items():
+        used_by, shape = holders[param], shape_of(param)
+        if len(shape) == 3:
             is_of_rows = len(used_by) == 1 and not type(used_by[0][0]).__module__.startswith("torch.")
         else:
-            is_of_rows = one.param.dim() == 2 and all(
-                name == "weight" and _uses_rows(module) for module, name in used_by
-            )
-        if is_of_rows and one.tensor is one.param and not one.is_part and one.param.is_contiguous():
-            rows[number] = one.param.shape[1:].numel()
-    return rows
+            is_of_rows = len(shape) == 2 and all(name == "weight" and _uses_rows(module) for module, name in used_by)
+        if not is_of_rows or is_dtensor(param):
+            continue
+        own = [inners[number] for number in numbers]
+        together, why = rows_between_cuts(param, own)
+        name = specs[numbers[0]].name
+        name = name.removesuffix(f".{own[0].key}") if own[0].key else name
+        if together:
+            numels = {number: together * inners[number].tensor.numel() // shape[0] for number in numbers}
+            rows[numbers[0]] = Rows(name, numels)
+        elif len(shape) == 3 and own[0].is_part:
+            whole |= dict.fromkeys(numbers, f"{name} is a {kind_of(param).__name__}, and {why}")
+    return rows, whole
 
 
 def _uses_rows(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, ParamSpec, Whole, build, tiled
+from offload.layout import Layout, ParamSpec, Rows, Whole, build, tiled
 from offload.model.dense import is_dense
 from offload.model.inner import Inner
 from offload.model.loss import LossLinear
@@ -31,7 +31,7 @@ from offload.optim.rules.adam import AdamRule
 from offload.options import Options
 from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.machine import kernel_threads
-from offload.planner.placement import Needs, Placement, Room, place
+from offload.planner.placement import Needs, Placement, Room, place, require_cuts
 from offload.sizes import SUM_BLOCK, option_bytes
 from offload.tiers import CPU, DEVICE, NVME
 
@@ -52,7 +52,7 @@ class ModelShape:
     Attributes:
         specs: of trained parameters, then of frozen ones.
         inners: the inner tensors of parameters that these are of, in the same order.
-        rows: the elements of a row of each parameter that can be tiled, by its index.
+        rows: the weights that can be tiled, by the index of the first spec of each.
         resident_bytes: of buffers and of parameters that always stay on the device.
         loss_weights: see `ModelChoice`.
         token_sum_bytes: likewise.
@@ -60,7 +60,7 @@ class ModelShape:
 
     specs: Sequence[ParamSpec]
     inners: Sequence[Inner]
-    rows: Mapping[int, int]
+    rows: Mapping[int, Rows]
     resident_bytes: int
     loss_weights: frozenset[str] = frozenset()
     token_sum_bytes: int = 0
@@ -85,7 +85,9 @@ class ModelShape:
         resident_bytes = untrained_bytes(model, inners, compute_dtypes(model, keep_fp32, dtype))
         late = {one.weight for one in model.modules() if isinstance(one, LossLinear)}
         names = frozenset(spec.name for spec, one in zip(specs, inners, strict=True) if one.param in late)
-        return cls(specs, inners, rows_of(model, inners), resident_bytes, names, token_sum_bytes(model))
+        rows, whole = rows_of(model, specs, inners)
+        specs = [replace(spec, why_whole=whole.get(number, "")) for number, spec in enumerate(specs)]
+        return cls(specs, inners, rows, resident_bytes, names, token_sum_bytes(model))
 
     def with_groups_by_kind(self) -> ModelShape:
         """The shape with the matrices of blocks in param group 0, and all else that is trained in group 1."""
@@ -196,7 +198,7 @@ class ModelShape:
             replicas: how many groups of ranks each keep all trained parameters.
         """
         streams = [choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE for spec in self.specs]
-        rows = {number: row for number, row in self.rows.items() if streams[number]}
+        rows = [row for number, row in self.rows.items() if streams[number]]
         specs = tiled(self.specs, rows, choice.params.tile_bytes, ranks=ranks)
         # Who makes owed steps has to hear of every use. Where ranks have copies, they use these alone.
         can_owe = choice.states.is_late and (ranks == 1 or (choice.grads.stage == 3 and replicas == 1))
@@ -241,11 +243,14 @@ def search(
             choice = decide(options, situation, wish)
             layout = layout_of(choice)
             try:
-                return choice, layout, place(layout, choice, direct=direct, room=room)
+                placement = place(layout, choice, direct=direct, room=room)
             except BudgetError as error:
                 refused.append((choice, layout, error))
                 if error.option != "device_memory":
                     break  # what saves memory on the device does not help
+                continue
+            require_cuts(layout, options.tile_bytes)
+            return choice, layout, placement
     return _refusal(refused, direct=direct, room=room)
 
 

@@ -31,7 +31,7 @@ from offload.grads import local as gradients
 from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import dtypes_of as gradient_dtypes
 from offload.grads.shards import gradient_slot_arrays
-from offload.layout import MASTER, Layout, is_dithered, starts_of
+from offload.layout import MASTER, Layout, ParamSpec, is_dithered, starts_of
 from offload.model import transfer
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
@@ -199,7 +199,7 @@ class Placement:
         where = "" if choice.params.tier == DEVICE else f", streamed from {choice.params.tier.words}"
         if choice.states.tier == DEVICE and where:
             where = ", gathered from the ranks"
-        tiled = sum(spec.tile > 0 for spec in layout.specs)
+        tiled = len({spec.unit for spec in layout.specs if spec.tile})
         if self.staying:
             units = {one.unit for one in layout.slices if not one.is_tile}
             where += f", {len(self.staying)} of {len(units)} units stay on the device"
@@ -378,10 +378,11 @@ def tiled_in_ram(layout: Layout, free: int | None, *, direct: bool) -> frozenset
         free: bytes of the device beside the most that units take; None: any number.
         direct: whether the device is the CPU.
     """
-    tiled = (flat for flat in layout.flats if layout.tile_of(flat.index))
-    return frozenset(
-        flat.unit for flat in tiled if direct or (free is not None and flat.numel * flat.dtype.itemsize > free)
-    )
+    sizes: Counter[str] = Counter()
+    for flat in layout.flats:
+        if layout.tile_of(flat.index):
+            sizes[flat.unit] += flat.numel * flat.dtype.itemsize
+    return frozenset(unit for unit, nbytes in sizes.items() if direct or (free is not None and nbytes > free))
 
 
 def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
@@ -475,15 +476,41 @@ def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
             if layout.ranks == 1
             else ""
         )
+        whole = max((spec for spec in layout.specs if spec.why_whole), key=lambda spec: spec.numel, default=None)
         return (
             f"; smaller units are not enough: {largest or 'the root'} takes {format_bytes(smallest[largest])} at once"
-            f"{tiles}"
+            f"{tiles}{'' if whole is None else '; ' + why_whole(whole)}"
         )
     largest = max(parted, key=lambda unit: parted[unit])
     return (
         f", or smaller units with Tuning(units=...): the largest, {largest or 'the root'}, takes "
         f"{format_bytes(parted[largest])}"
     )
+
+
+def why_whole(spec: ParamSpec) -> str:
+    """In words: why a quantised weight of three dimensions does not run in tiles, and what to do."""
+    return (
+        f"{spec.why_whole}, so it runs in no tiles: quantise it in blocks that end where a matrix ends, with scales of "
+        "each matrix or row"
+    )
+
+
+def require_cuts(layout: Layout, tile_bytes: int | None) -> None:
+    """Requires that quantised weights of three dimensions run in tiles if the user asked for tiles.
+
+    Args:
+        layout: of all parameters that are trained or stream.
+        tile_bytes: what `Tuning.tile` says.
+
+    Raises:
+        ConfigError: naming one that is larger than a tile, and cannot be cut.
+    """
+    sizes: Counter[str] = Counter()
+    for spec in layout.specs if tile_bytes else ():
+        sizes[spec.why_whole] += spec.numel * spec.dtype.itemsize
+        if tile_bytes and spec.why_whole and sizes[spec.why_whole] > tile_bytes:
+            raise ConfigError(f"Tuning.tile={option_bytes(tile_bytes)}: {why_whole(spec)}; or give Tuning(tile=0)")
 
 
 # What each kind of bytes needs, whatever the budget.

@@ -14,15 +14,19 @@ from offload import BudgetError, OffloadZero, Tuning
 from tests import simulated_device
 from tests.support.experts import (
     EXPERTS,
+    FORMATS,
     HIDDEN,
     WIDTH,
     Experts,
     Mixture,
     grouped,
+    in_tiles,
     loss_of,
     mixture,
+    quantised,
     same_steps,
     tokens,
+    weights_of,
 )
 
 pytestmark = [
@@ -49,6 +53,32 @@ def test_experts_in_tiles_train_with_the_bits_of_plain_torch_on_the_device(use: 
     model, plain = mixture(use)().to(DEVICE), mixture(use)().to(DEVICE)
     with held(model) as optimizer:
         same_steps(model, plain, optimizer)
+
+
+@pytest.mark.parametrize("case", ["int8 indexed", "fp8 gathered", "int8 grouped", "blocks grouped", "blocks batched"])
+def test_quantised_experts_in_tiles_do_so_too(case: str) -> None:
+    """The table of `blocks` is on the device for tiles, and in RAM for the whole weight."""
+    kind, use = case.split()
+    model, plain = quantised(FORMATS[kind], use), quantised(FORMATS[kind], use).to(DEVICE)
+    values = [weight.dequantise() for weight in weights_of(model)]
+    trained = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    options: dict[str, Any] = {"tier": "cpu", "param_tier": "cpu", "device": DEVICE, "compute_dtype": torch.float32}
+    with pytest.raises(BudgetError) as caught:
+        OffloadZero(model, trained, tuning=in_tiles(model), device_memory=1, **options)
+    least = caught.value.needed  # without room for a whole weight
+    with OffloadZero(model, trained, tuning=in_tiles(model), device_memory=least, **options) as optimizer:
+        same_steps(model, plain, optimizer)
+        up = model.layers[0].experts.up
+        assert up.device.type == up.codes.device.type == "cpu"  # type: ignore[union-attr]
+        with optimizer.gathered(up, writable=True), torch.no_grad():
+            ids = tokens(9, words=5).to(DEVICE)
+            assert torch.equal(model(ids), plain(ids))
+        for weight, own in zip(weights_of(model), values, strict=True):
+            assert torch.equal(weight.dequantise(), own)
+        assert optimizer.stats()["peak_device_bytes"] <= optimizer._placement.device_bytes <= least
+    for weight, own in zip(weights_of(model), values, strict=True):
+        assert weight.device == DEVICE
+        assert torch.equal(weight.dequantise().cpu(), own)
 
 
 def test_experts_on_nvme_do_so_too(tmp_path: Path) -> None:

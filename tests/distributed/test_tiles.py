@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from offload import AccumulationError, ConfigError, OffloadZero, Tuning
 from tests.distributed.test_training import trained
 from tests.support import models, sharded
 from tests.support.cases import some
-from tests.support.experts import USES, Layer
+from tests.support.experts import USES, Layer, loss_of, quantised, tokens
+from tests.support.quantised import in_blocks
 from tests.support.ranks import Worlds
 from tests.support.training import Run
 
@@ -105,6 +107,37 @@ def test_experts_that_are_used_as_a_whole_too_are_refused(worlds: Worlds, stage:
     """Their gradients come one by one, and would count as those of two micro-batches."""
     for message in worlds(2).run(_penalised, stage):
         assert message.startswith("layers.1.experts.up was used both in tiles and as a whole")
+
+
+def _quantised(stage: int, use: str) -> tuple[list[bool], int]:
+    model, plain = (quantised(partial(in_blocks, block=2), use) for _ in range(2))  # of which two ranks have even parts
+    trained = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
+    # A tile without tokens is used at stage 3: two experts of each, and rank 0 has tokens for one or two.
+    options: dict[str, Any] = {"stage": stage, "tuning": replace(TILES, tile=1), "compute_dtype": torch.float32}
+    found = []
+    with OffloadZero(model, trained, tier="cpu", param_tier="cpu", **options) as optimizer:
+        parameters = optimizer._parts.parameters
+        tiles = len(parameters.tiles_of(parameters.index[model.layers[0].experts.up]))
+        for step in range(3):
+            ids = tokens(step, words=5) if dist.get_rank() else torch.zeros(3, dtype=torch.int64)
+            with torch.no_grad(), optimizer.gathered(model):
+                for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+                    if own.requires_grad:
+                        own.copy_(other)
+            pairs = [(one, loss_of(one, ids)) for one in (model, plain)]
+            routers = [torch.autograd.grad(loss, one.layers[0].router.weight, retain_graph=True) for one, loss in pairs]
+            found += [torch.equal(pairs[0][1], pairs[1][1]), torch.equal(routers[0][0], routers[1][0])]
+            pairs[0][1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found, tiles
+
+
+@pytest.mark.parametrize(("stage", "use"), [(2, "indexed"), (3, "grouped"), (3, "gathered")])
+def test_quantised_experts_in_tiles_have_each_ranks_own_bits(worlds: Worlds, stage: int, use: str) -> None:
+    for found, tiles in worlds(2).run(_quantised, stage, use):
+        assert tiles == 3
+        assert found == [True] * 6
 
 
 def _peak(stage: int, tile: int) -> int:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload import OffloadZero
+from offload import OffloadZero, Tuning
+from tests.support.quantised import Matrices, in_blocks, in_fp8, in_int8, in_uint8
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 16, 6, 40
 Use = Callable[["Experts", Tensor, Tensor], Tensor]
@@ -126,6 +127,40 @@ class Mixture(nn.Module):
 def mixture(use: str, **options: Any) -> Callable[[], Mixture]:
     """What builds a model whose experts are used in a way of `USES`."""
     return partial(Mixture, USES[use], **options)
+
+
+FORMATS: dict[str, Callable[[Tensor], Matrices]] = {
+    "fp8": in_fp8,
+    "int8": in_int8,
+    "uint8": in_uint8,
+    "blocks": in_blocks,
+}
+
+
+def quantised(make: Callable[[Tensor], Any], use: str | Use, words: int = 5) -> Mixture:
+    """A mixture whose experts are frozen and quantised. All else is trained."""
+    model = Mixture(USES[use] if isinstance(use, str) else use, words)
+    for layer in model.layers:
+        layer.experts.requires_grad_(False)
+        for name in ("up", "down"):
+            weight = nn.Parameter(make(getattr(layer.experts, name).detach()), requires_grad=False)
+            setattr(layer.experts, name, weight)
+    return model
+
+
+def weights_of(model: Mixture) -> list[Any]:
+    return [weight for layer in model.layers for weight in (layer.experts.up, layer.experts.down)]
+
+
+def bytes_of(weight: Any) -> int:
+    """Of codes and scales."""
+    return sum(getattr(weight, name).nbytes for name in weight.NAMES if name != "table")
+
+
+def in_tiles(model: Mixture, matrices: int = 2, ahead: int = 1) -> Tuning:
+    """Makes so many of a weight's quantised matrices a tile."""
+    tile = matrices * bytes_of(weights_of(model)[0]) // EXPERTS
+    return Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=ahead, threads=1, tile=tile)
 
 
 def tokens(step: int, count: int = TOKENS, words: int = 11) -> Tensor:
