@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import pairwise
@@ -29,6 +29,11 @@ ROOT = ""
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+USE_ALL: dict[str, Callable[[Any], Tensor]] = {
+    "peft.tuners.lora.layer.ParamWrapper": lambda module: module.get_param(),  # adds adapters to it in each forward
+}
+"""Modules that use a parameter of another module as a whole, by the full names of their classes, and which one."""
 
 Chosen = Sequence[type[nn.Module] | str] | None
 KeepFp32 = Sequence[nn.Module | type[nn.Module]]
@@ -96,8 +101,10 @@ def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
     """How many elements a row of each of `inners` has that can be tiled, by its number.
 
     It can be tiled if it is the weight of nn.Linear and nn.Embedding, which may share it, or if it has three dimensions
-    and is a parameter of one module that is none of torch's own: those use theirs as a whole.
+    and is a parameter of one module that is none of torch's own: those use theirs as a whole. So do the classes in
+    USE_ALL.
     """
+    whole = _used_as_whole(model)
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -112,9 +119,20 @@ def rows_of(model: nn.Module, inners: Sequence[Inner]) -> dict[int, int]:
             is_of_rows = one.param.dim() == 2 and all(
                 name == "weight" and _uses_rows(module) for module, name in used_by
             )
-        if is_of_rows and one.tensor is one.param and not one.is_part and one.param.is_contiguous():
+        is_plain = one.tensor is one.param and not one.is_part and one.param.is_contiguous()
+        if is_of_rows and is_plain and one.param not in whole:
             rows[number] = one.param.shape[1:].numel()
     return rows
+
+
+def _used_as_whole(model: nn.Module) -> set[Tensor]:
+    """The parameters that modules of classes in USE_ALL use."""
+    found = set()
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if use := USE_ALL.get(f"{base.__module__}.{base.__qualname__}"):
+                found.add(use(module))
+    return found
 
 
 def _uses_rows(module: nn.Module) -> bool:
