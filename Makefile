@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h ker
 # Where it is set, each process that tests start compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers docs wheel fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -86,6 +86,14 @@ test-peers: $(VENV)/installed
 	$(BIN)/python -m pytest -m peers $(ARGS)
 	OFFLOAD_TEST_DEVICE=simulated $(BIN)/python -m pytest -n 2 -m peers tests/peers/test_frameworks.py \
 		tests/peers/test_framework_ranks.py tests/peers/test_resuming.py $(ARGS)
+
+# A wheel, and a training with it in an environment that has nothing else.
+wheel: $(VENV)/installed
+	rm -rf out/wheel
+	$(BIN)/pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir out/wheel .
+	$(PYTHON) -m venv out/wheel/env
+	out/wheel/env/bin/pip --disable-pip-version-check install --quiet -c constraints.txt "$$(echo out/wheel/*.whl)[plots]"
+	cd out/wheel && env/bin/offload doctor && env/bin/offload train --preset 1m --steps 5
 
 # The pages of docs/, README and the results of benchmarks as a site, out/site/index.html. A broken link is an error.
 docs: $(VENV)/installed

@@ -1144,6 +1144,8 @@ class OffloadZero(torch.optim.Optimizer):
           then.
         - tried_bytes, kept_bytes: states of steps that were tried in backward, and those of them that `step()` kept
           (`Tuning.speculate`).
+        - owing_chunks: chunks of idle experts that owe steps now. late_bytes: states on NVMe that steps neither read
+          nor wrote, as their chunks owe these steps (`Tuning.late`).
         - host_to_device_bytes, device_to_host_bytes: parameters and gradients copied between RAM and the device, those
           of streamed units, too. gathered_bytes: parameters of streamed units brought to where they are used, wherever
           the model is.
@@ -1190,6 +1192,8 @@ class OffloadZero(torch.optim.Optimizer):
             "nvme_written_bytes": counted("nvme_written_bytes") - initial,
             "tried_bytes": counted("tried_bytes"),
             "kept_bytes": counted("kept_bytes"),
+            "owing_chunks": len(parts.masters.late.owed),
+            "late_bytes": counted("late_bytes"),
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
             "gathered_bytes": counted("gathered_bytes"),

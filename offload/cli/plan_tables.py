@@ -255,15 +255,20 @@ def _experts_line(experts: dict[str, Any]) -> str:
         f"Each token needs {experts['per_token']} of a layer's {experts['experts']} experts, those of a micro-batch "
         f"about {experts['expected']:.3g} if routing is uniform"
     )
+    states = ""
+    if experts["states"]:
+        figures = " of ".join(format_bytes(experts[name]) for name in ("states_expected", "states"))
+        states = f" Of their states a step reads and writes {figures}."
     if not experts["nbytes"]:
-        return f"{needed}; all experts are on the device."
+        return f"{needed}; all experts are on the device.{states}"
     how = f"in tiles of {experts['together']}" if experts["together"] else "with whole layers"
     moved = [
         f"{format_bytes(experts[f'{what}_expected'])} of {format_bytes(experts[what])} {where}"
         for what, where in (("link", "over the link"), ("disk", "from the disk"))
         if experts[what]
     ]
-    return f"{needed}. Experts come {how}: {' and '.join(moved) or 'nothing is moved for that'} in a step."
+    moves = f"{' and '.join(moved) or 'nothing is moved for that'} in a step"
+    return f"{needed}. Experts come {how}: {moves}.{states}"
 
 
 def _activation_line(summary: dict[str, Any], options: PlanOptions, model: Sized) -> str:

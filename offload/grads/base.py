@@ -257,9 +257,13 @@ class GradientBuffer(ABC):
         """
         return self.is_in_memory and self._layout.ranks == 1 and not self._is_written_over[param]
 
-    def zero_tiles(self, param: int) -> frozenset[int]:
-        """The tiles of a parameter whose gradient is zeros, with one rank. Called after `finalize`."""
-        return self._shards.sums.zero_tiles(param)
+    def are_zeros(self, param: int, parts: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether parts of a gradient are zeros on this rank; see SquareSums. Called after `finalize`."""
+        return self._shards.sums.are_zeros(param, parts)
+
+    def discard(self, index: int) -> None:
+        """Forgets the gradients of a chunk, which the step does not need."""
+        self._shards.discard(index)
 
     def expect(self, chunks: Iterable[int]) -> None:
         """Announces the order in which the step reads the chunks."""

@@ -255,6 +255,9 @@ class GradShards(ABC):
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         """See `GradientBuffer.shard`."""
 
+    def discard(self, index: int) -> None:  # noqa: B027
+        """See `GradientBuffer.discard`."""
+
     @abstractmethod
     def expect(self, chunks: Iterable[int]) -> None:
         """See `GradientBuffer.expect`."""
@@ -398,6 +401,9 @@ class ShardsInSlots(GradShards):
     def shard(self, index: int) -> Iterator[Tensor]:
         with self._store.lease(index, Use.CONSUME, step=0) as lease:
             yield lease.arrays[0].view(self.dtypes[self._layout.chunks[index].flat])
+
+    def discard(self, index: int) -> None:
+        self._store.discard(index)
 
     def expect(self, chunks: Iterable[int]) -> None:
         self._store.expect(chunks)

@@ -18,6 +18,7 @@ than were expected.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -189,16 +190,26 @@ class SquareSums:
         """The sum of squares of this rank's elements of a gradient, as far as they are summed."""
         return sum(float(sums.sum()) for sums in self._sums[param])
 
-    def zero_tiles(self, param: int) -> frozenset[int]:
-        """The tiles of a parameter whose gradient is zeros; all sums of it are current.
+    def are_zeros(self, param: int, parts: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether parts of a gradient are zeros; all sums of it are current.
 
-        The square of an fp32 is exact in fp64, and 0 for zeros alone.
+        The square of an fp32 is exact in fp64, and 0 for zeros alone. Elements of a block have one sum: beside another
+        one that is not zero, zeros count as such, too.
+
+        Args:
+            param: the parameter's index.
+            parts: elements of this rank, [start, stop), at least one, of one tile each.
         """
         assert not self.stale(param)
-        sums = self._sums[param]
-        ends = torch.tensor([len(one) for one in sums], device="cpu").cumsum(0)
-        others = torch.bucketize(torch.cat(sums).nonzero().flatten(), ends, right=True)
-        return frozenset(range(len(sums))) - {*others.unique().tolist()}
+        before = [0, *(torch.cat(self._sums[param]).ne(0).cumsum(0).tolist() if parts else ())]
+        starts = [*accumulate((span.blocks for span in self.spans[param]), initial=0)]
+
+        def block(element: int) -> int:
+            tile = self.tile_at(param, element)
+            span = self.spans[param][tile]
+            return starts[tile] + (element - span.begin) // SUM_BLOCK - (span.first - span.begin) // SUM_BLOCK
+
+        return [before[block(start)] == before[block(stop - 1) + 1] for start, stop in parts]
 
     def stale(self, param: int) -> list[int]:
         """The tiles of a parameter whose sums are not current."""

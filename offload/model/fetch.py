@@ -177,6 +177,17 @@ class HeldUnits:
             tiles: at least one, all of one weight.
         """
 
+    def on_any_rank(self, used: Sequence[bool]) -> list[bool]:
+        """Which tiles of a weight some rank uses. The ranks that share it have to call this alike.
+
+        Args:
+            used: for each tile, whether this one uses it.
+
+        Raises:
+            RankError: another rank failed, or cannot be reached.
+        """
+        return list(used)
+
     def refuse_whole(self, unit: Unit, what: str) -> NoReturn:
         """Refuses an operation that needs all of a tiled weight on the device.
 
@@ -305,6 +316,7 @@ class StreamedUnits(HeldUnits):
         self._backward_order = BackwardOrder() if has_order else None
         self._policy = UnitPolicy(transfers.ahead)
         self._tokens = TokenWatch(run.timeline)
+        self._ranks = run.comm.shard_group
         self._replicas = run.layout.replicas
 
     # Forward and backward.
@@ -543,6 +555,11 @@ class StreamedUnits(HeldUnits):
     def expect_tiles(self, tiles: Sequence[Unit]) -> None:
         if not in_backward() and not self.entries.is_beside():
             self._policy.order.expect_tiles(tiles)
+
+    def on_any_rank(self, used: Sequence[bool]) -> list[bool]:
+        rows = call_hidden(self._ranks.all_gather, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+        found: list[bool] = rows.any(0).tolist()
+        return found
 
     def _borrow(self, units: Sequence[Unit]) -> None:
         """Fetches units for a thread beside the one that trains.
@@ -793,6 +810,7 @@ class StreamedUnits(HeldUnits):
         unchanged = [unit for unit in self._units.values() if unit.stays and unit.is_frozen]
         self._release_all_but(unchanged)
         self._parameters.arrange(unchanged)
+        self.transfers.step_begins()
         self.store_outside_writes()  # to what `gathered` holds: the step is to see it
         self.drain()
         self.transfers.expect_same_order()

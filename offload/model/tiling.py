@@ -42,6 +42,9 @@ Where each rank has all parameters (stages 1 and 2), it fetches the tiles that i
 them (stage 3), a fetch needs all ranks, and their routings differ. So a call uses all tiles there, in their order, with
 no rows where there are no tokens: forward and backward of every rank gather the same, and each tile has a gradient.
 Views of single rows would come in another order on each rank, and are refused.
+
+Where tiles may owe steps (optim/late.py), one that no rank has tokens for would come for nothing, and its states from
+the disk with it. So ranks tell one another there which tiles they have tokens for, once a call, and all use those.
 """
 
 from __future__ import annotations
@@ -101,16 +104,18 @@ class TiledWeight:
         weight: the model's parameter.
         unit: its unit, whose update brings new values.
         shards: how many shards it has, of equally many rows each. A tile has some rows of every shard.
+        is_late: whether its tiles may owe steps.
 
     Attributes:
         tiles: in the order of the rows of a shard.
         rows: how many rows it has.
     """
 
-    def __init__(self, number: int, weight: nn.Parameter, unit: Unit, shards: int) -> None:
+    def __init__(self, number: int, weight: nn.Parameter, unit: Unit, shards: int, *, is_late: bool) -> None:
         self.number = number
         self.weight = weight
         self.unit = unit
+        self.is_late = is_late
         self.tiles: list[Tile] = []
         self.rows = len(weight)
         self._shards = shards
@@ -187,8 +192,9 @@ class Tiling:
             one = layout.slices[index]
             if one.flat not in self._of_flat:
                 (number,) = layout.flats[one.flat].params
-                weight = parameters.params[number]
-                found = TiledWeight(number, weight, parameters.units[layout.flats[one.flat].unit], layout.ranks)
+                weight, unit = parameters.params[number], parameters.units[layout.flats[one.flat].unit]
+                is_late = layout.specs[number].is_late
+                found = TiledWeight(number, weight, unit, layout.ranks, is_late=is_late)
                 self._tiled[weight] = self._of_flat[one.flat] = found
             self._of_flat[one.flat].add(parameters.units[one.unit], leaf)
 
@@ -280,9 +286,12 @@ class Tiling:
 
     def _to_run(self, one: TiledWeight, counts: Mapping[Tile, int]) -> list[Tile]:
         """The tiles that a call uses: those with rows, by how many they have. It is at least one."""
+        used = [counts[tile] > 0 for tile in one.tiles]
         if self._takes_all:
-            return one.tiles
-        return [tile for tile in one.tiles if counts[tile]] or one.tiles[:1]
+            if not one.is_late:
+                return one.tiles
+            used = self._units.on_any_rank(used)
+        return [tile for tile, is_used in zip(one.tiles, used, strict=True) if is_used] or one.tiles[:1]
 
     def _begin(self, one: TiledWeight, tile: Tile) -> None:
         call_hidden(tile.leaf.requires_grad_, one.weight.requires_grad)

@@ -182,6 +182,7 @@ class UnitTransfers:
             if unit.weight is not None:
                 self._tiles_of.setdefault(unit.slices[0].flat, []).append(unit)
         self._with_memory: dict[Unit, None] = {}
+        self._fetched: set[Unit] = set()  # since the last step
         self._uploads: deque[_Upload] = deque()  # whose leases are not given back yet
         # Guards `_uploads` alone, because the step's worker may want a lease. The presence of units has the lock of the
         # run's entries.
@@ -203,8 +204,19 @@ class UnitTransfers:
         return 0 if self.limit is None else sum(unit.nbytes for unit in together) - self.limit
 
     def owes(self, unit: Unit) -> bool:
-        """Whether steps have to be made before a unit can be fetched."""
-        return self._store.owe(unit.chunk_numbers)
+        """Whether steps have to be made before a unit can be fetched.
+
+        Ranks that share parameters owe different ones, and have to fetch alike. There it is all that can owe steps, but
+        for what was fetched since the last one: then each rank has made its own.
+        """
+        if self._layout.shard_group_size == 1:
+            return self._store.owe(unit.chunk_numbers)
+        params = (self._layout.flats[one.flat].params[0] for one in unit.slices)
+        return unit not in self._fetched and any(self._layout.specs[param].is_late for param in params)
+
+    def step_begins(self) -> None:
+        """Called when a step begins, after which units may owe it."""
+        self._fetched.clear()
 
     def expect(self, units: Iterable[Unit]) -> None:
         """Tells the store the order in which units will be fetched."""
@@ -231,6 +243,7 @@ class UnitTransfers:
         if not units:
             return
         self._owner.require_usable()
+        self._fetched.update(units)
         for unit in units:
             for one in unit.slices:
                 if not one.is_tile:

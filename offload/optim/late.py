@@ -28,6 +28,18 @@ no log, and one in which the parameter has no gradient at all is none of its ste
 
 After `settle` the states stay in RAM, if there is a buffer for them, until the step that follows.
 
+[Note: late steps over ranks]
+A rank looks at the averages of its own shards, so it decides for its own chunks alone, and asks nobody. That is right
+because each chunk has one owner, and zeros that were averaged are zeros whoever else has others. Ranks then owe
+different steps, of parts of one tile, too. The owner makes them when it leases its part for a gather, so they are made
+before anybody gets the values. What ranks have to know alike is which tiles they fetch: they agree on those that any
+of them has tokens for (model/tiling.py), and what is fetched ahead does not go by what one of them owes
+(model/transfer.py).
+
+That holds where each use of a parameter is one of all its owners: at stage 3 without replicas. Where ranks have copies
+(stages 1 and 2, and replicas) they use these alone, in orders of their own, and only the owner of the states could make
+the steps. There all steps are made in time.
+
 Why the factor of the gradients and the sign of a zero do not count: a product of zero is a zero, and Adam adds it to a
 number, or squares it. x + 0 is x for both zeros, but for x = -0; then the kernel's sum is +0 for both. Each factor is
 finite, or the step is skipped.
@@ -60,6 +72,11 @@ MOST_OWED = 64
 """A chunk owes at most so many steps. That bounds the log, and what a reader waits for."""
 _SPREAD = 16
 """Chunks that never get a token come to their limits in so many different steps."""
+
+
+def most_owed(chunk: int) -> int:
+    """How many steps a chunk owes at most."""
+    return MOST_OWED - chunk % _SPREAD
 
 
 def regions(layout: Layout, memory: Tier) -> list[Region]:
@@ -195,13 +212,18 @@ class LateSteps:
         owed: dict[int, list[Any]] = {}
         for param in self._late & keys.keys():
             group, before, _ = keys[param]
-            tile, zeros = self._layout.specs[param].tile, gradients.zero_tiles(param)
-            for chunk, piece in self._layout.pieces_of(param):
-                count = self._owed.get(chunk.index, 0)
-                if piece.param_offset // tile in zeros and count < MOST_OWED - chunk.index % _SPREAD:
-                    waiting.add(chunk.index)
+            pieces = [piece for _, piece in self._layout.pieces_of(param)]
+            zeros = gradients.are_zeros(param, [(one.param_offset, one.param_offset + one.numel) for one in pieces])
+            for chunk, is_zero in zip(self._layout.chunks_of[param], zeros, strict=True):
+                count = self._owed.get(chunk, 0)
+                if is_zero and count < most_owed(chunk):
+                    waiting.add(chunk)
+                    gradients.discard(chunk)
+                    self._timeline.count(
+                        "late_bytes", 0 if self._store.is_resident(chunk) else self._store.nbytes(chunk)
+                    )
                 elif count:
-                    owed[chunk.index] = self._scalars(chunk.index)
+                    owed[chunk] = self._scalars(chunk)
             for number in self._layout.chunks_of[param]:
                 if number in waiting:
                     self._owed[number] = self._owed.get(number, 0) + 1
@@ -256,14 +278,15 @@ class LateSteps:
             return
         one, steps = self._layout.chunks[chunk], self._scalars(chunk)
         try:
-            # FILL: whoever asks reads the parameters next, and a step may follow, so neither is written yet.
-            with (
-                self._params.lease(chunk, Use.FILL, step=self._step) as values,
-                self._store.lease(chunk, Use.FILL, step=self._step) as lease,
-                self._timeline.span("adam_s"),
-                self._timeline.event(ADAM, "late steps", chunk=chunk),
-            ):
-                self.run(one, steps, lease.arrays, values, is_split=lease.master.dtype is torch.int16)
+            # Whoever asks reads the parameters next, and a step may follow, so neither is written yet.
+            with self._store.lease(chunk, Use.FILL, step=self._step) as lease:
+                is_split = lease.master.dtype is torch.int16  # then half of each master is in the parameters
+                with (
+                    self._params.lease(chunk, Use.FILL if is_split else Use.REFILL, step=self._step) as values,
+                    self._timeline.span("adam_s"),
+                    self._timeline.event(ADAM, "late steps", chunk=chunk),
+                ):
+                    self.run(one, steps, lease.arrays, values, is_split=is_split)
             del self._owed[chunk]
             self._settled.add(chunk)
             self._shorten(one.pieces[0].param)

@@ -198,7 +198,9 @@ class ModelShape:
         streams = [choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE for spec in self.specs]
         rows = {number: row for number, row in self.rows.items() if streams[number]}
         specs = tiled(self.specs, rows, choice.params.tile_bytes, ranks=ranks)
-        specs = [replace(one, is_late=one.is_late and one.tile > 0 and choice.states.is_late) for one in specs]
+        # Who makes owed steps has to hear of every use. Where ranks have copies, they use these alone.
+        can_owe = choice.states.is_late and (ranks == 1 or (choice.grads.stage == 3 and replicas == 1))
+        specs = [replace(one, is_late=one.is_late and one.tile > 0 and can_owe) for one in specs]
         held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
         kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
         return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)

@@ -135,7 +135,7 @@ def decide(options: Options, situation: Situation, wish: Wish | None = None) -> 
             temporary_bytes=situation.temporary_bytes,
             tries_steps=tuning.speculate,
             shares=_shares(options, situation, params, wish.grads),
-            is_late=tuning.late and options.state_tier.is_durable and situation.is_alone,
+            is_late=tuning.late and options.state_tier.is_durable,
         ),
         params,
         GradChoice(

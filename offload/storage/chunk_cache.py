@@ -50,6 +50,8 @@ class Use(Enum):
     unless the lease was of the buffer that held them."""
     FILL = "fill"
     """As UPDATE, and more of it comes soon. It is written back when another use ends, or when its buffer is needed."""
+    REFILL = "refill"
+    """As OVERWRITE, and more uses of it come soon. It is written back as after FILL."""
     TRY = "try"
     """As UPDATE, for a step that may not be made. What is written goes to a place beside the last version, which stays
     the chunk's until `keep`. Of chunks that never leave RAM, and those that no slot has yet, nothing can be tried."""
@@ -212,6 +214,7 @@ class Store:
         self._announced: list[tuple[int, bool]] = []
         self._order: tuple[_Expected, ...] = ()  # of what was announced, the uses of chunks that are not resident
         self._is_between = False  # the order has been used up, and has not begun again
+        self._is_once = False  # some of what was announced was not expected again
         self._used: list[tuple[int, bool]] = []
         self._health = health.part("came while a chunk moved between RAM and disk")
         self._lock = threading.RLock()
@@ -231,6 +234,7 @@ class Store:
         with self._lock, self._books:
             self.check()
             self._announce([(chunk, False) for chunk in order], repeats=repeats)
+            self._is_once = bool(once)
             if once:
                 self._announced = []  # what repeats is another order
                 self._order = tuple(use for use in self._order if use.chunk not in once)
@@ -477,7 +481,7 @@ class Store:
         """
         chunk = self._chunks[lease.chunk]
         with self._books:
-            overwrites = lease.use is Use.OVERWRITE
+            overwrites = lease.use in (Use.OVERWRITE, Use.REFILL)
             if not self._make_ready(chunk, overwrites=overwrites, tries=lease.use is Use.TRY):
                 return False
             lease.is_blank = overwrites and chunk.state in (Residency.EMPTY, Residency.STORED)
@@ -558,7 +562,7 @@ class Store:
                         self._drop(chunk)
                 else:
                     chunk.change(Residency.DIRTY)
-                    is_wanted = is_new and use is not Use.FILL
+                    is_wanted = is_new and use not in (Use.FILL, Use.REFILL)
                     if chunk.is_resident:
                         is_wanted = use in (Use.UPDATE, Use.OVERWRITE) and self._is_due(step)
                     if is_wanted:
@@ -601,8 +605,10 @@ class Store:
         index = victim(clean, (use.chunk for use in self._ahead if not use.overwrites))
         if index is not None:
             self._drop(self._chunks[index])
-        elif not any(chunk.state is Residency.WRITING for chunk in self._in_buffers):
+        elif not any(chunk.state in (Residency.READING, Residency.WRITING) for chunk in self._in_buffers):
             dirty = [chunk.index for chunk in self._in_buffers if chunk.state is Residency.DIRTY]
+            if self._is_once:  # a step that is not known yet uses them in their order: the last of them last
+                dirty.sort(reverse=True)
             index = victim(dirty, (use.chunk for use in self._ahead))
             if index is not None:
                 self._write(self._chunks[index], Residency.STORED)

@@ -125,7 +125,7 @@ def test_a_change_makes_the_sums_of_one_tile_stale_and_a_sum_forgets_norms() -> 
     assert not sums.norms
 
 
-def test_a_tile_of_zeros_is_one_whose_elements_are_all_zeros() -> None:
+def test_zeros_are_what_has_no_other_elements() -> None:
     """Also where a square is less than any fp32, and where it is NaN."""
     tile, tiles = SUM_BLOCK + 64, 7
     layout = build([ParamSpec("p", tiles * tile - 5, "p", torch.float32, 0, tile)], 1 << 20)
@@ -137,4 +137,19 @@ def test_a_tile_of_zeros_is_one_whose_elements_are_all_zeros() -> None:
     grad[-1] = float("inf")
     for number, span in enumerate(sums.spans[0]):
         sums.sum_tile(0, number, grad[span.first : span.stop])
-    assert sums.zero_tiles(0) == {0, 1, 5}
+    tiles_of = [(span.first, span.stop) for span in sums.spans[0]]
+    assert sums.are_zeros(0, tiles_of) == [True, True, False, False, False, True, False]
+    ends = [(start + SUM_BLOCK, stop) for start, stop in tiles_of]
+    assert sums.are_zeros(0, ends) == [True, True, True, False, True, True, False]
+    assert sums.are_zeros(0, []) == []
+
+
+def test_zeros_that_share_a_block_with_others_are_none() -> None:
+    """A rank has parts of tiles, one after the other, whose blocks count from the beginning of the parameter."""
+    part = SUM_BLOCK + 64
+    layout = build([ParamSpec("p", 8 * part, "p", torch.float32, 0, 2 * part)], 1 << 20, ranks=2, rank=1)
+    sums, grad = sums_of(layout), torch.zeros(4 * part)
+    grad[1 * part - 1] = 1.0
+    sums.sum_tile(0, 0, grad)
+    parts = [(4 * part + start * part, 4 * part + (start + 1) * part) for start in range(4)]
+    assert sums.are_zeros(0, parts) == [False, False, True, True]

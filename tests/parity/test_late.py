@@ -681,15 +681,18 @@ class Counting(ThreadEngine):
         return super().submit(transfer)
 
 
-def moved_by(path: Path, *, late: bool, grad_tier: str) -> tuple[int, int, Bits]:
+BUFFERS = 5 * 13 * 64 * 128
+"""Bytes of a few buffers, so that what a forward has settled waits for its step."""
+
+
+def moved_by(path: Path, *, late: bool, grad_tier: str, beside: int) -> tuple[int, int, Bits]:
     """What 16 steps move of a model of eight experts, each of which has tokens in every eighth step.
 
-    Returns: as the engine has counted, as `stats()` says, and the bits.
+    Args: beside: RAM beside the least. Returns: as the engine has counted, as `stats()` says, and the bits.
     """
     engine = Counting()
     tuning = replace(TUNING, tile=4 * 64 * 128, late=late, prefetch_chunks=6)
     model = Model(width=64, hidden=128, experts=8)
-    beside = 5 * 13 * 64 * 128  # a few buffers, so that what a forward has settled waits for its step
     with on_disk(None, engine), held(model, path, beside=beside, tuning=tuning, grad_tier=grad_tier) as optimizer:
         assert optimizer.stats()["streamed_chunks"] >= 2 * 2 * 8  # those of experts
 
@@ -708,12 +711,21 @@ def moved_by(path: Path, *, late: bool, grad_tier: str) -> tuple[int, int, Bits]
         return *moved, bits_of(model, optimizer)
 
 
-@pytest.mark.parametrize("grad_tier", [pytest.param("cpu", marks=pytest.mark.slow), "nvme"])
-def test_where_one_of_eight_experts_has_tokens_a_fifth_of_the_bytes_is_moved(grad_tier: str, tmp_path: Path) -> None:
-    counted, said, found = moved_by(tmp_path / "late", late=True, grad_tier=grad_tier)
-    of_all, _, expected = moved_by(tmp_path / "in time", late=False, grad_tier=grad_tier)
+@pytest.mark.parametrize(
+    ("grad_tier", "beside", "most"),
+    [
+        pytest.param("cpu", BUFFERS, 0.2, marks=pytest.mark.slow),
+        ("nvme", BUFFERS, 0.2),
+        pytest.param("cpu", 0, 0.21, marks=pytest.mark.slow),  # two of four tiles leave between forward and step
+    ],
+)
+def test_where_one_of_eight_experts_has_tokens_a_fifth_of_the_bytes_is_moved(
+    grad_tier: str, beside: int, most: float, tmp_path: Path
+) -> None:
+    counted, said, found = moved_by(tmp_path / "late", late=True, grad_tier=grad_tier, beside=beside)
+    of_all, _, expected = moved_by(tmp_path / "in time", late=False, grad_tier=grad_tier, beside=beside)
     assert_same(found, expected)
-    assert 0 < counted <= 0.2 * of_all
+    assert 0 < counted <= most * of_all
     assert said == pytest.approx(counted, rel=0.05)  # of what is under way at an end, one counts more than the other
 
 

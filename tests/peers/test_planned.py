@@ -137,3 +137,9 @@ def test_a_mixture_of_experts_has_its_routing(tmp_path: Path) -> None:
     assert (found["link"], found["link_expected"]) == (3 * found["nbytes"], 3 * found["nbytes"])  # whole layers
     shown = CliRunner().invoke(app, ["plan", *options]).stdout
     assert "Each token needs 2 of a layer's 8 experts" in shown
+    assert "Of their states" not in shown  # which are in RAM
+    on_disk = [*options, "--tier", "nvme", "--cpu-memory", "least"]
+    found = printed(CliRunner().invoke(app, ["plan", "--json", *on_disk]))["experts"]
+    assert found["states_expected"] == found["states"]  # whole layers
+    assert 0 < found["states"] == pytest.approx(2 * 12 * found["nbytes"] / 2, rel=0.01)
+    assert "Of their states a step reads and writes" in CliRunner().invoke(app, ["plan", *on_disk]).stdout

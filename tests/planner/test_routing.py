@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import cache
 from itertools import combinations, product
 from math import comb
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offload import OffloadZero, Tuning
+from offload.optim.late import most_owed
 from offload.planner.explain import plan_of
 from offload.planner.routing import Routing, routed_bytes
 from tests.support.experts import EXPERTS, HIDDEN, WIDTH, loss_of, mixture
@@ -80,3 +84,47 @@ def test_tiles_of_one_expert_move_what_tokens_need(tmp_path: Path) -> None:
     assert routed_bytes(planned, [], routing, 3).nbytes == 0
     alike = plan_of(model, direct=False, ranks=2, stage=3, **options)
     assert routed_bytes(alike, names, routing, 3).link_expected == 2 * size  # ranks gather all tiles
+    assert found.states == found.states_expected == 0  # they are frozen
+
+
+class Layer(nn.Module):
+    """Experts, each with one matrix."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(experts, HIDDEN, WIDTH))
+
+
+@cache
+def _simulated(chance: float, most: int) -> float:
+    """In which part of many steps a chunk is stepped that has tokens with this chance, and owes at most so many."""
+    generator = random.Random(1)
+    owed = moved = 0
+    for _ in range(steps := 50_000):
+        if generator.random() < chance or owed == most:
+            moved, owed = moved + 1, 0
+        else:
+            owed += 1
+    return moved / steps
+
+
+def test_ranks_that_share_late_experts_fetch_what_any_of_them_needs(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path, "param_tier": "nvme", "tuning": Tuning(chunk="4KiB", tile=2 * MATRIX)}
+    planned = plan_of(nn.ModuleList([Layer(EXPERTS)]), direct=False, ranks=2, stage=3, **options)
+    found = routed_bytes(planned, ["0.up"], Routing(EXPERTS, 1), 3)
+    assert found.link_expected == round(found.link * (1 - (2 / 3) ** 6))
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, 500])
+def test_states_of_idle_experts_are_moved_when_they_have_tokens_or_owe_the_most(experts: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path, "param_tier": "nvme", "accumulation": 2}
+    planned = plan_of(
+        nn.ModuleList([Layer(experts)]), direct=False, tuning=Tuning(chunk="4KiB", tile=MATRIX), **options
+    )
+    planned = planned.with_memory(planned.least())
+    found = routed_bytes(planned, ["0.up"], Routing(experts, 1), 2)
+    slots = planned.place().states
+    assert found.states == 2 * sum(slots.streamed)
+    chance = 1 - (1 - 1 / experts) ** 4  # of two micro-batches
+    expected = [size * _simulated(chance, most_owed(chunk)) for chunk, size in enumerate(slots.sizes)]
+    assert found.states_expected == pytest.approx(2 * sum(expected) * sum(slots.streamed) / sum(slots.sizes), rel=0.03)

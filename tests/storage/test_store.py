@@ -111,9 +111,9 @@ def test_any_use_under_any_timing_equals_a_plain_dict(
         with suppress(KeyboardInterrupt), store.lease(index, how, step=clock) as lease:
             if is_cut_off:
                 raise KeyboardInterrupt
-            if how is not Use.OVERWRITE:
+            if how not in (Use.OVERWRITE, Use.REFILL):
                 assert value_in(lease) == values[index]
-            if how in (Use.UPDATE, Use.OVERWRITE, Use.FILL):
+            if how in (Use.UPDATE, Use.OVERWRITE, Use.FILL, Use.REFILL):
                 put(lease, clock)
                 values[index] = clock
             elif how is Use.CONSUME:
@@ -363,6 +363,63 @@ def test_a_chunk_that_is_filled_in_parts_is_written_once(store: Store, engine: F
             put(lease, 1)
     store.drain()
     assert engine.writes == before + 1
+
+
+def test_a_chunk_that_is_refilled_is_not_read_and_is_written_once(store: Store, engine: FaultyEngine) -> None:
+    with store.lease(0, Use.UPDATE, step=1) as lease:
+        put(lease, 1)
+    store.drain()
+    before = engine.reads, engine.writes
+    with store.lease(0, Use.REFILL, step=2) as lease:
+        put(lease, 2)
+    with store.lease(0, Use.READ, step=3) as lease:
+        assert value_in(lease) == 2
+    store.drain()
+    assert (engine.reads, engine.writes) == before
+    with store.lease(0, Use.UPDATE, step=3) as lease:
+        put(lease, 3)
+    store.drain()
+    assert (engine.reads, engine.writes) == (before[0], before[1] + 1)
+
+
+def _stored(store: Store) -> None:
+    for index in range(len(NUMELS)):
+        with store.lease(index, Use.UPDATE, step=1) as lease:
+            put(lease, 1)
+    store.drain()
+
+
+def _fill(store: Store, *chunks: int) -> None:
+    for index in chunks:
+        with store.lease(index, Use.FILL, step=2) as lease:
+            put(lease, 2)
+
+
+def test_of_chunks_for_a_step_to_come_the_last_one_leaves(store: Store, engine: FaultyEngine) -> None:
+    """It uses them in their order: whatever leaves instead has to be there sooner."""
+    _stored(store)
+    store.expect([], once={0, 1, 2, 3})
+    _fill(store, 0, 1, 2, 3)
+    store.drain()
+    before = engine.reads
+    _fill(store, 0, 1, 3)
+    assert engine.reads == before
+    _fill(store, 2)
+    assert engine.reads == before + 1
+
+
+def test_no_chunk_is_written_for_a_buffer_that_a_read_will_leave(tmp_path: Path) -> None:
+    engine = FaultyEngine(delay_s=0.05)
+    with store_on(engine, tmp_path / "run") as store:
+        _stored(store)
+        store.expect([], once={0, 1})
+        _fill(store, 0, 1)
+        before = engine.writes
+        store.expect([5])
+        with store.lease(2, Use.READ, step=2) as lease:
+            assert value_in(lease) == 1
+        assert engine.writes == before
+    engine.close()
 
 
 def test_what_is_consumed_is_gone(store: Store, engine: FaultyEngine) -> None:

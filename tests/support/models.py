@@ -159,6 +159,43 @@ class Routed(nn.Module):
         return torch.randint(*ranges[turns[number % len(turns)]], (24,), generator=generator)
 
 
+class Sparse(nn.Module):
+    """Two layers of eight experts, one for each word. Most are idle in most steps.
+
+    An expert's matrix has as many elements as squares of gradients are summed together.
+    """
+
+    WIDTH, EXPERTS = 256, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(self.EXPERTS, self.WIDTH)
+        self.layers = nn.ModuleList(SparseLayer(self.EXPERTS, self.WIDTH) for _ in range(2))
+        self.head = nn.Linear(self.WIDTH, self.EXPERTS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x, words)
+        out: Tensor = self.head(x)
+        return out
+
+    @classmethod
+    def draw(cls, number: int, generator: torch.Generator) -> Tensor:
+        """The words of a micro-batch, which are the experts that it uses: at first all, then one."""
+        chosen = (0, 0, 1, 0, 0, 1, 5, 0, 1, 1, 6, 6)[number % 12]
+        return torch.randint(cls.EXPERTS, (24,), generator=generator) if number < 4 else torch.full((24,), chosen)
+
+
+class SparseLayer(nn.Module):
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        return x + torch.tanh(torch.bmm(self.experts[expert], x.unsqueeze(-1)).squeeze(-1))
+
+
 class ConvNet(nn.Module):
     """Convolutions, one of them with channels-last weights, and norms that stay fp32."""
 
@@ -181,7 +218,15 @@ def build(kind: str) -> nn.Module:
         return GPT(GPTConfig(layers=3, heads=2, width=32, context=16))
     if kind in USES:
         return Routed(kind)
-    return {"mlp": Mlp, "conv": ConvNet, "sums": Sums, "turns": Turns, "adapted": Adapted, "words": Words}[kind]()
+    return {
+        "mlp": Mlp,
+        "conv": ConvNet,
+        "sums": Sums,
+        "turns": Turns,
+        "adapted": Adapted,
+        "words": Words,
+        "sparse": Sparse,
+    }[kind]()
 
 
 KINDS = ("gpt", "mlp", "conv")
@@ -205,6 +250,9 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind in USES:
             words = Routed.draw(next(numbers), generator).to(device)
             return words, words % 7
+        if kind == "sparse":
+            words = Sparse.draw(next(numbers), generator)
+            return words, words
         if kind == "sums":
             which = torch.randint(4, (5431,), generator=generator)
             return torch.tensor([1e8, -1e8, 1.0, 1 / 3])[which].to(device), which

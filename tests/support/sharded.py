@@ -109,7 +109,7 @@ def train(
     if options.get("cpu_memory") == "least":
         given = {
             name: options[name]
-            for name in ("param_tier", "tuning", "stage", "compute_dtype", "states")
+            for name in ("param_tier", "grad_tier", "tuning", "stage", "compute_dtype", "states")
             if name in options
         }
         options["cpu_memory"] = least_cpu_memory(
