@@ -494,7 +494,7 @@ class HeldModel:
                     freed = _left_free(freed + nbytes)
             if module is not None:
                 for param in module.parameters(recurse=False):
-                    for one, dtype in unheld.get(param, ()):
+                    for one, dtype in unheld.pop(param, ()) if not param.is_meta else ():
                         if self._original.was_meta(one.used):
                             nbytes = one.tensor.nbytes
                             self._move_other(one, dtype)

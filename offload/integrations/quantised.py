@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,9 @@ class Quantised(PartOfModel):
                 "settings names its quantiser"
             )
         self._made: tuple[nn.Module, nn.Module] | None = None
+
+    def parts(self, prefix: str, module: nn.Module, names: Collection[str]) -> Sequence[Collection[str]]:
+        return [names] if module in self._shells else super().parts(prefix, module, names)
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         if module not in self._shells:

@@ -1,15 +1,16 @@
-"""Models built on the meta device: their values are made module by module, and go straight to their tiers.
+"""Models built on the meta device: their values are made in parts, which go straight to their tiers.
 
-The whole model is never in memory. Values come from safetensors files, from a function of name and tensor, or from the
-modules' own `reset_parameters()`, called in the order of `model.modules()`. The latter gives the values of a model that
-was built as usual, if its constructors draw random numbers in that order and nowhere else.
+The whole model is never in memory. A part is a tensor, or a module where that makes several at once. Values come from
+safetensors files, from a function of name and tensor, or from the modules' own `reset_parameters()`, called in the
+order of `model.modules()`. The latter gives the values of a model that was built as usual, if its constructors draw
+random numbers in that order and nowhere else.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -68,6 +69,19 @@ class Source(ABC):
             module: the module.
             fresh: its own tensors that have no values yet, by name.
         """
+
+    def parts(self, prefix: str, module: nn.Module, names: Collection[str]) -> Sequence[Collection[str]]:
+        """Which of a module's tensors `fill` has to make together. Others need not be in memory meanwhile.
+
+        Args:
+            prefix: what comes before the tensors' names in the model.
+            module: the module.
+            names: the names of those that have no values yet, in the module.
+
+        Returns:
+            Each name once.
+        """
+        return [names]
 
     def make(self, prefix: str, module: nn.Module, names: Collection[str]) -> Mapping[str, Parts]:
         """Makes the inner tensors of quantised parameters of a module.
@@ -138,6 +152,9 @@ class FromFunction(Source):
 
     def check(self, model: nn.Module) -> None:
         return None
+
+    def parts(self, prefix: str, module: nn.Module, names: Collection[str]) -> Sequence[Collection[str]]:
+        return [[name] for name in names]
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         for name, tensor in fresh.items():
@@ -290,6 +307,10 @@ class FromSafetensors(Source):
             )
         raise ConfigError(f"init holds no values for {name}, and {type(module).__name__} has no reset_parameters()")
 
+    def parts(self, prefix: str, module: nn.Module, names: Collection[str]) -> Sequence[Collection[str]]:
+        missing = [name for name in names if not self._names[prefix + name]]
+        return [*filter(None, [missing]), *([name] for name in names if name not in missing)]
+
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         if missing := {prefix + name: tensor for name, tensor in fresh.items() if not self._names[prefix + name]}:
             self._initialise(prefix, module, missing)
@@ -362,6 +383,9 @@ class PartOfModel(Source):
                 raise ConfigError(
                     f"{_join(name)}{min(added)} was added to the model without values: build it on the CPU, with values"
                 )
+
+    def parts(self, prefix: str, module: nn.Module, names: Collection[str]) -> Sequence[Collection[str]]:
+        return self._source.parts(self._prefixes[module], module, names)
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         self._source.fill(self._prefixes[module], module, fresh)
@@ -444,6 +468,9 @@ class KeptValues(Source):
 
     def check(self, model: nn.Module) -> None:
         self._source.check(model)
+
+    def parts(self, prefix: str, module: nn.Module, names: Collection[str]) -> Sequence[Collection[str]]:
+        return self._source.parts(prefix, module, names)
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         others = {}
@@ -541,41 +568,45 @@ def is_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, Collection[Tensor]]]:
-    """Gives one module after the other memory on the CPU and values. Parameters keep their identity.
+    """Gives one part of the model after the other memory on the CPU and values. Parameters keep their identity.
 
     Yields:
-        The module, and those of its parameters whose memory is malloc's and belongs to them alone.
+        The module of a part, and those parameters of the part whose memory is malloc's and belongs to them alone.
     """
-    for prefix, module in model.named_modules():
-        fresh: dict[str, Tensor] = {}
-        made: dict[nn.Parameter, UntypedStorage] = {}
-        quantised = {}
+    for path, module in model.named_modules():
+        prefix, plain, quantised = _join(path), {}, {}
         for name, tensor in meta_tensors(module).items():
-            if is_composite(tensor):
-                inners = inner_tensors([cast(nn.Parameter, tensor)])
-                if any(one.tensor.is_meta for one in inners):  # else another module has it, too
-                    quantised[name] = tensor
-                continue
-            memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                become(tensor, memory, _join(prefix) + name)
-                fresh[name] = tensor
-                made[tensor] = memory.untyped_storage()
-            else:
-                module._buffers[name] = fresh[name] = memory
-            del memory
-        if not fresh and not quantised:
-            continue
-        if fresh:
-            source.fill(_join(prefix), module, fresh)
-            fresh.clear()
+            if not is_composite(tensor):
+                plain[name] = tensor
+            elif any(one.tensor.is_meta for one in inner_tensors([cast(nn.Parameter, tensor)])):
+                quantised[name] = tensor  # else another module has it, too
+        for part in source.parts(prefix, module, [*plain]) if plain else ():
+            yield module, _fill(source, prefix, module, {name: plain.pop(name) for name in part})
         if quantised:
-            for name, parts in source.make(_join(prefix), module, quantised).items():
-                _take(quantised.pop(name), parts, _join(prefix) + name)
+            for name, parts in source.make(prefix, module, quantised).items():
+                _take(quantised.pop(name), parts, prefix + name)
             assert not quantised
-        owned = {param for param, storage in made.items() if _is_owned(param, storage)}
-        made.clear()
-        yield module, owned
+            yield module, ()
+
+
+def _fill(source: Source, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> set[nn.Parameter]:
+    """Gives tensors of a module, which are on the meta device, memory and values.
+
+    Returns:
+        The parameters whose memory is malloc's and belongs to them alone.
+    """
+    made: dict[nn.Parameter, UntypedStorage] = {}
+    for name, tensor in fresh.items():
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            become(tensor, memory, prefix + name)
+            made[tensor] = memory.untyped_storage()
+        else:
+            module._buffers[name] = fresh[name] = memory
+        del memory
+    source.fill(prefix, module, fresh)
+    fresh.clear()
+    return {param for param, storage in made.items() if _is_owned(param, storage)}
 
 
 def _take(param: Any, parts: Parts, name: str) -> None:

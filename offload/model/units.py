@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import pairwise
@@ -37,6 +37,11 @@ ROOT = ""
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+USE_ALL: dict[str, Callable[[Any], Tensor]] = {
+    "peft.tuners.lora.layer.ParamWrapper": lambda module: module.get_param(),  # adds adapters to it in each forward
+}
+"""Modules that use a parameter of another module as a whole, by the full names of their classes, and which one."""
 
 Chosen = Sequence[type[nn.Module] | str] | None
 KeepFp32 = Sequence[nn.Module | type[nn.Module]]
@@ -106,8 +111,8 @@ def rows_of(
     """Where weights can be cut into tiles.
 
     One can be tiled if it is the weight of nn.Linear and nn.Embedding, which may share it, or if it has three
-    dimensions and is a parameter of one module that is none of torch's own: those use theirs as a whole. All of its
-    inner tensors are cut at the same places.
+    dimensions and is a parameter of one module that is none of torch's own: those use theirs as a whole. So do the
+    classes in USE_ALL. All inner tensors of a weight are cut at the same places.
 
     Args:
         model: the model.
@@ -118,6 +123,7 @@ def rows_of(
         The weights that can be tiled, by the number of the first inner tensor. Of each inner tensor of quantised
         weights of three dimensions that cannot be tiled, by its number, why.
     """
+    always_whole = _used_as_whole(model)
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -134,7 +140,7 @@ def rows_of(
             is_of_rows = len(used_by) == 1 and not type(used_by[0][0]).__module__.startswith("torch.")
         else:
             is_of_rows = len(shape) == 2 and all(name == "weight" and _uses_rows(module) for module, name in used_by)
-        if not is_of_rows or is_dtensor(param):
+        if not is_of_rows or is_dtensor(param) or param in always_whole:
             continue
         own = [inners[number] for number in numbers]
         together, why = rows_between_cuts(param, own)
@@ -146,6 +152,16 @@ def rows_of(
         elif len(shape) == 3 and own[0].is_part:
             whole |= dict.fromkeys(numbers, f"{name} is a {kind_of(param).__name__}, and {why}")
     return rows, whole
+
+
+def _used_as_whole(model: nn.Module) -> set[Tensor]:
+    """The parameters that modules of classes in USE_ALL use."""
+    found = set()
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if use := USE_ALL.get(f"{base.__module__}.{base.__qualname__}"):
+                found.add(use(module))
+    return found
 
 
 def _uses_rows(module: nn.Module) -> bool:

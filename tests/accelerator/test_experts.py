@@ -27,6 +27,7 @@ from tests.support.experts import (
     same_steps,
     tokens,
     weights_of,
+    wrapped,
 )
 
 pytestmark = [
@@ -141,3 +142,12 @@ def test_without_room_another_use_is_a_budget_error_and_the_weight_can_be_read_i
         assert torch.equal(model.layers[0].experts.up.detach(), values)
         assert torch.equal(model.state_dict()["layers.0.experts.up"], values)
         assert optimizer.stats()["peak_device_bytes"] <= caught.value.needed
+
+
+def test_a_parameter_that_a_wrapper_uses_whole_needs_its_room_from_the_start() -> None:
+    model, plain = wrapped().to(DEVICE), wrapped().to(DEVICE)
+    with pytest.raises(BudgetError) as refused:
+        held(model, device_memory=1)
+    with held(model, device_memory=refused.value.needed) as optimizer:
+        same_steps(model, plain, optimizer)
+        assert optimizer.stats()["peak_device_bytes"] <= refused.value.needed

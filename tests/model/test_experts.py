@@ -36,6 +36,7 @@ from tests.support.experts import (
     same_steps,
     tokens,
     weights_of,
+    wrapped,
 )
 from tests.support.quantised import BLOCK, TABLE, Matrices, in_blocks, in_int8
 from tests.support.streamed import in_little_memory
@@ -137,6 +138,24 @@ def test_a_tile_without_tokens_has_a_gradient_of_zeros() -> None:
             loss_of(one, ids).backward()
         assert torch.equal(weights[0][0].grad, weights[1][0].grad)
         assert torch.equal(nn.utils.get_total_norm([weights[0][0].grad]), nn.utils.get_total_norm([weights[1][0].grad]))
+
+
+def test_a_parameter_that_a_wrapper_of_peft_uses_whole_is_no_tiles_and_needs_its_room() -> None:
+    model, plain = wrapped(), wrapped()
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "tuning": tuning(), **ON_CPU}
+    layer = sum(p.nbytes for name, p in model.layers[0].named_parameters() if not name.endswith("down"))
+    root = sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("layers"))
+    with pytest.raises(BudgetError) as refused:
+        OffloadZero(model, device_memory=1, **options)
+    assert refused.value.needed >= root + layer
+    assert not any(hasattr(type(p), "_kind") for p in model.parameters())
+    with held(model, device_memory=refused.value.needed, **options) as optimizer:
+        parameters = optimizer._parts.parameters
+        inside = model.layers[0].experts.inside
+        tiles = [len(parameters.tiles_of(parameters.index[one])) for one in (inside.up, inside.down)]
+        assert tiles == [0, EXPERTS // 2]
+        same_steps(model, plain, optimizer)
+        assert optimizer.stats()["peak_device_bytes"] <= refused.value.needed
 
 
 def penalised(own: Experts, x: Tensor, expert: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, Tuning
 from offload.demo.gpt import GPT, GPTConfig, initial_values
+from offload.model.meta_init import FromFunction, FromSafetensors
 from tests.support.released import has_no_values
 from tests.support.toy import take_step
 
@@ -224,6 +225,42 @@ def test_only_a_unit_and_the_root_are_in_memory_at_once(tmp_path: Path) -> None:
     block = sum(p.numel() for p in model.blocks[0].parameters())
     root = sum(p.numel() for p in model.parameters()) - 12 * block
     assert max(held) <= root + block
+
+
+class Stacks(nn.Module):
+    """Two large parameters in one module, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.empty(4, 32, 32)) for _ in range(2))
+        self.bias = nn.Parameter(torch.empty(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + torch.tanh(x @ up) @ down + self.bias
+        return x
+
+
+@pytest.mark.parametrize("init", ["a function", "files"])
+def test_of_a_module_in_tiles_one_parameter_is_in_memory_at_once(
+    init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, here = on_meta(Stacks), []
+    values = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+    save_file(values, tmp_path / "model.safetensors")
+    fill = FromSafetensors.fill if init == "files" else FromFunction.fill
+
+    def watched(self: Any, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
+        fill(self, prefix, module, fresh)
+        here.append([n for n, p in model.named_parameters() if not p.is_meta and p.numel() and not has_no_values(p)])
+
+    monkeypatch.setattr(FromSafetensors if init == "files" else FromFunction, "fill", watched)
+    given: Any = tmp_path if init == "files" else (lambda name, tensor: tensor.copy_(values[name]))
+    options: dict[str, Any] = {"tuning": Tuning(chunk="4KiB", tile=32 * 32 * 4), "compute_dtype": torch.float32}
+    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", init=given, **options):
+        assert here == [["up"], ["down"], ["bias"]]
+        for name, value in values.items():
+            assert torch.equal(model.get_parameter(name), value)
 
 
 class Odd(nn.Module):

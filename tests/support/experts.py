@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from offload import OffloadZero, Tuning
 from tests.support.quantised import Matrices, in_blocks, in_fp8, in_int8, in_uint8
@@ -161,6 +162,45 @@ def in_tiles(model: Mixture, matrices: int = 2, ahead: int = 1) -> Tuning:
     """Makes so many of a weight's quantised matrices a tile."""
     tile = matrices * bytes_of(weights_of(model)[0]) // EXPERTS
     return Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=ahead, threads=1, tile=tile)
+
+
+class ParamWrapper(nn.Module):
+    """What peft's class of this name does with a parameter of the module inside of it.
+
+    Args:
+        inside: the module.
+        name: the parameter's name in it.
+    """
+
+    def __init__(self, inside: Experts, name: str) -> None:
+        super().__init__()
+        self.inside, self.name = inside, name
+        self.adapter = nn.Parameter(torch.randn(EXPERTS, 1, 1) / 10)
+
+    def get_param(self) -> Tensor:
+        found: Tensor = getattr(self.inside, self.name)
+        return found
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        proxy = nn.Module()
+        proxy.forward = lambda weight: weight + self.adapter  # type: ignore[method-assign]
+        parametrize.register_parametrization(self.inside, self.name, proxy)
+        try:
+            out: Tensor = self.inside(x, expert)
+        finally:
+            parametrize.remove_parametrizations(self.inside, self.name, leave_parametrized=False)
+        return out
+
+
+ParamWrapper.__module__ = "peft.tuners.lora.layer"
+
+
+def wrapped() -> Mixture:
+    """A frozen mixture with adapters of one of the two parameters of experts in each layer."""
+    model = mixture("grouped", words=5)().requires_grad_(False)
+    for layer in model.layers:
+        layer.experts = ParamWrapper(layer.experts, "up")
+    return model
 
 
 def tokens(step: int, count: int = TOKENS, words: int = 11) -> Tensor:
