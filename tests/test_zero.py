@@ -443,6 +443,7 @@ CLOSED: dict[str, Callable[[OffloadZero, nn.Parameter], object]] = {
     "consolidate_state_dict": lambda optimizer, _: optimizer.consolidate_state_dict(),
     "load_state_dict": lambda optimizer, _: optimizer.load_state_dict(optimizer.state_dict()),
     "synchronize": lambda optimizer, _: optimizer.synchronize(),
+    "weights": lambda optimizer, _: next(iter(optimizer.weights())),
     "with": lambda optimizer, _: optimizer.__enter__(),
 }
 GO_ON = {"zero_grad", "stats", "state_dict", "close"}

@@ -68,7 +68,8 @@ def test_a_plan_for_a_machine_is_the_one_for_its_figures(monkeypatch: pytest.Mon
     found = planned("--machine", "rtx4090-64gb", "--device-memory", "4MiB")
     of_machine = {"flops_from", "disk_from", "drive_life_steps", "endurance_bytes", "disk_capacity_bytes"}
     of_kernels = {"kernel_seconds", "kernels_from", "budgets", "disk_gb_per_s"}
-    for key in wanted.keys() - of_machine - of_kernels:
+    of_time = {"predicted", "not_predicted"}  # of which the options give too few rates
+    for key in wanted.keys() - of_machine - of_kernels - of_time:
         assert found[key] == wanted[key], key
     assert found["disk_gb_per_s"] == pytest.approx(wanted["disk_gb_per_s"])
     assert (found["flops_from"], found["disk_from"], found["kernels_from"]) == ("described",) * 3

@@ -181,7 +181,7 @@ def test_no_values_stay_behind_when_a_model_is_taken(
     ended = run_code(PLACED, json.dumps([source, tensor_mib * MIB, frozen, options]))
     assert ended.returncode == 0, ended.stderr
     arena, slab, on_device, in_model, built, stays, trained = json.loads(ended.stdout)
-    plan, more = arena + on_device, 32 * MIB
+    plan, more = arena + on_device, 36 * MIB
     # A model on the CPU is there as a whole before it is taken, and all that is reserved beside it.
     assert built <= max(plan, in_model + arena + slab) + more
     assert stays <= plan + more
