@@ -303,7 +303,10 @@ def bring_along(inners: Sequence[Inner]) -> None:
 
     A table may be somebody else's, too, so it stays where it is, and is replaced.
     """
-    devices = {one.param: one.tensor.device for one in inners if not one.is_table}
+    with torch_private.PastSubclasses():
+        # Released tensors share a storage, as tables do, in which they have no room.
+        released = {one.tensor for one in inners if one.tensor.untyped_storage().nbytes() < one.tensor.nbytes}
+    devices = {one.param: one.tensor.device for one in inners if not one.is_table or one.tensor in released}
     moved: dict[tuple[Tensor, torch.device], Tensor] = {}
     for one in inners:
         device = devices.get(one.param, one.tensor.device)
