@@ -63,6 +63,39 @@ PRODUCTS = (
 )
 """Where not all combinations of values run in make test: see `covering`."""
 
+DEAR = (
+    "tests/distributed/test_device_share.py::test_another_share_over_another_number_of_ranks_goes_on",
+    "tests/distributed/test_late.py::test_ranks_that_owe_different_steps_have_the_bits_of_one_process[2-2-cpu]",
+    "tests/distributed/test_late.py::test_ranks_that_owe_different_steps_have_the_bits_of_one_process[4-1-cpu]",
+    "tests/distributed/test_moved_ranks.py::"
+    "test_machines_in_another_order_go_on_with_the_bits_of_those_in_their_own[before1-after1-options1]",
+    "tests/distributed/test_resharding.py::test_a_run_goes_on_over_another_number_of_ranks[1, 3, 2-8bit]",
+    "tests/distributed/test_tensor_parallel.py::test_frozen_parts_stream_and_what_is_written_to_them_is_committed[4]",
+    "tests/distributed/test_whole_parameters.py::test_all_uses_have_the_bits_of_resident_parameters",
+    "tests/faults/test_commits.py::test_a_killed_loop_draws_schedules_and_drops_out_as_if_it_had_not_been",
+    "tests/faults/test_commits.py::test_power_cuts_lose_nothing_that_was_committed_where_experts_owe_steps",
+    "tests/faults/test_commits.py::test_power_cuts_lose_nothing_that_was_committed_where_steps_are_tried",
+    "tests/faults/test_given_back.py::test_ctrl_c_anywhere_in_a_construction_gives_the_model_back[streamed from nvme]",
+    "tests/faults/test_interrupted_steps.py::test_a_method_is_applied_or_not_or_says_so[streamed]",
+    "tests/faults/test_interrupted_steps.py::test_a_step_that_torch_runs_is_made_or_not[SGD-streamed]",
+    "tests/faults/test_resharding.py::test_cut_off_at_any_operation_one_of_the_two_commits_is_there[a-ab]",
+    "tests/faults/test_resharding.py::test_power_cuts_in_ever_other_layouts_lose_nothing_that_was_committed",
+    "tests/faults/test_snapshots.py::test_cut_off_at_every_third_operation_there_is_no_half_snapshot",
+    "tests/faults/test_snapshots.py::test_going_back_cut_off_anywhere_leaves_what_was_or_what_is_to_be[run]",
+    "tests/faults/test_snapshots_and_cuts.py::test_power_cuts_leave_whole_snapshots",
+    "tests/model/test_loss.py::test_the_peak_is_a_fraction_of_that_of_all_logits",
+    "tests/oracle/test_frozen.py::"
+    "test_idiom_with_frozen_parameters_is_as_in_plain_torch[prompt_tuning-cpu, frozen in tiles from nvme]",
+    "tests/parity/test_whole_optimizers.py::"
+    "test_a_run_that_goes_on_in_one_place_after_the_other_has_the_bits_of_plain_torch[one class with a flag-1]",
+    "tests/planner/test_peak.py::test_the_process_uses_what_the_plan_said[0.0-1-large]",
+    "tests/planner/test_trying.py::test_all_ranks_do_what_rank_0_would[1]",
+    "tests/test_examples.py::test_example_of_ranks_runs_and_resumes_under_torchrun",
+    "tests/threads/test_beside.py::"
+    "test_a_thread_that_a_forward_waits_for_reads_all_parameters_there[activations on nvme]",
+)
+"""What takes many seconds and has others beside it that stand for it in make test: all cases of a test, or one."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore it, and so would all processes that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -174,6 +207,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(often):
             if number not in chosen:
                 item.add_marker("slow")
+    for item in items:
+        if item.nodeid in DEAR or item.nodeid.partition("[")[0] in DEAR:
+            item.add_marker("slow")
 
 
 def _values(item: pytest.Function) -> list[tuple[int, ...]]:
