@@ -93,6 +93,24 @@ DEAR = (
     "tests/test_examples.py::test_example_of_ranks_runs_and_resumes_under_torchrun",
     "tests/threads/test_beside.py::"
     "test_a_thread_that_a_forward_waits_for_reads_all_parameters_there[activations on nvme]",
+    "tests/distributed/test_tiles.py::test_a_run_goes_on_with_other_tiles_at_another_stage",
+    "tests/distributed/test_whole_optimizers.py::test_a_commit_is_resumed_at_another_number_of_ranks[muon-2-3]",
+    "tests/faults/test_commits.py::"
+    "test_killed_between_a_backward_that_tries_steps_and_its_step_it_goes_on_with_the_same_bits[1-8bit]",
+    "tests/faults/test_interrupted_calls.py::test_an_interrupted_call_leaves_what_was_or_says_so[close]",
+    "tests/faults/test_interrupted_steps.py::test_a_step_is_made_or_not[streamed]",
+    "tests/faults/test_signals.py::"
+    "test_a_handler_that_raises_is_heard_once_and_changes_nothing[streamed-step-in the forward]",
+    "tests/io/test_engines.py::test_an_interrupt_anywhere_in_an_engines_life_leaves_no_thread[threads]",
+    "tests/model/test_tiling.py::test_gradients_of_tiles_and_of_their_whole_weight_are_one[late copies-2-nvme]",
+    "tests/model/test_tiling.py::test_tiled_runs_have_the_same_bits_on_every_tier[late copies--2]",
+    "tests/model/test_tiling.py::"
+    "test_tiles_of_units_whose_activations_wait_train_as_plain_torch[late copies-False-cpu]",
+    "tests/parity/test_small_states.py::"
+    "test_resumed_training_has_the_bits_of_training_that_never_stopped[split, parameters on disk-2-8bit]",
+    "tests/threads/test_beside.py::test_what_changes_the_run_waits_for_the_end_of_a_pass[activations on nvme-commit]",
+    "tests/threads/test_readers.py::"
+    "test_a_reader_sees_values_of_one_step_and_the_training_its_own[activations on nvme-commit]",
 )
 """What takes many seconds and has others beside it that stand for it in make test: all cases of a test, or one."""
 
