@@ -37,19 +37,6 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True)
-class NetworkSpeed:
-    """Between ranks.
-
-    Attributes:
-        bytes_per_s: that a rank sends, and as many that it receives at the same time.
-        delay_s: that a collective takes beside its bytes.
-    """
-
-    bytes_per_s: float
-    delay_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Speeds:
     """Of a rank's machine.
 
@@ -58,14 +45,12 @@ class Speeds:
         memory: bytes of RAM that a copy reads and writes, together; inf: it takes no time.
         drives: those of the run's directories, in their order.
         link: None: the device has no memory of its own.
-        network: None: there is one rank.
     """
 
     elements_per_s: float
     memory: float = float("inf")
     drives: Sequence[DriveSpeed] = ()
     link: LinkSpeed | None = None
-    network: NetworkSpeed | None = None
 
 
 @dataclass(frozen=True)
