@@ -24,15 +24,35 @@ from offload.sizes import format_bytes
 from offload.storage.directories import TEMPORARY
 
 
+def nothing() -> None:
+    return None
+
+
 def write_file(
-    files: Files, path: Path, pieces: Iterable[bytes | memoryview], spare: Path | None = None, *, is_exact: bool = False
+    files: Files,
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    spare: Path | None = None,
+    *,
+    is_exact: bool = False,
+    check: Callable[[], None] = nothing,
 ) -> Digest:
-    """Replaces a file atomically. That is not durable before `sync_directory`. The arguments are `write_temporary`'s.
+    """Replaces a file atomically. That is not durable before `sync_directory`.
+
+    Args:
+        files: see `write_temporary`.
+        path: see `write_temporary`.
+        pieces: see `write_temporary`.
+        spare: see `write_temporary`.
+        is_exact: see `write_temporary`.
+        check: called when all is written, just before the rename. If it raises, the file stays what it was.
 
     Raises:
         TierIOError: a disk or its file system failed.
+        OffloadError: what `check` raises.
     """
     written = write_temporary(files, path, pieces, spare, is_exact=is_exact)
+    check()
     atomic_replace(files, path, spare)
     return written
 

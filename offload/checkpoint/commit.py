@@ -24,7 +24,7 @@ directory failed, either may be. Then nothing of either may be overwritten by th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -39,7 +39,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.atomic_file import copy_file, failing, read_whole, sync_directory, write_file
+from offload.checkpoint.atomic_file import copy_file, failing, nothing, read_whole, sync_directory, write_file
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -159,7 +159,9 @@ def names_of(manifest: Manifest, rank: int, *, has_tensors: bool) -> tuple[str, 
     return tag_name(run, rank), swap_name(run, rank), manifest_name(manifest, rank), *tensors
 
 
-def write_files(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> tuple[Digest, bool]:
+def write_files(
+    directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL, check: Callable[[], None] = nothing
+) -> tuple[Digest, bool]:
     """Writes the rank's manifest, and what the user gives along. Both are durable when it returns.
 
     Args:
@@ -167,6 +169,7 @@ def write_files(directory: Path, manifest: Manifest, extra: object = None, files
         manifest: the manifest, whose `extra` and `tensors` are filled in here.
         extra: anything that `extra.encode` takes.
         files: the file system.
+        check: see `write_file`.
 
     Returns:
         What the COMMIT record has to say of the manifest, and whether there are tensors beside it.
@@ -175,6 +178,7 @@ def write_files(directory: Path, manifest: Manifest, extra: object = None, files
         ConfigError: a part of `extra`, which the error names, or of the run cannot be stored; or the tensors are too
             large. Nothing was written.
         TierIOError: a disk or its file system failed.
+        OffloadError: what `check` raises.
     """
     room = Room(directory, manifest.run_id, manifest.rank, files)
     structure, tensors = extra_state.encode(extra)
@@ -186,9 +190,9 @@ def write_files(directory: Path, manifest: Manifest, extra: object = None, files
     found = None
     if tensors:
         path, entries = directory / tensors_name(manifest, manifest.rank), map(_entry, count(), tensors)
-        found = write_file(files, path, stream([*entries]), _spare(room, EXTRA))
+        found = write_file(files, path, stream([*entries]), _spare(room, EXTRA), check=check)
     path, whole = directory / manifest_name(manifest, manifest.rank), replace(manifest, extra=structure, tensors=found)
-    written = write_file(files, path, [serialise(whole)], _spare(room, MANIFEST))
+    written = write_file(files, path, [serialise(whole)], _spare(room, MANIFEST), check=check)
     sync_directory(files, directory)
     return written, found is not None
 
@@ -213,11 +217,18 @@ def _line(commit: Commit) -> bytes:
     )
 
 
-def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
+def write_commit(directory: Path, commit: Commit, files: Files = LOCAL, check: Callable[[], None] = nothing) -> None:
     """Makes `commit` the one that is found, durably.
+
+    Args:
+        directory: where.
+        commit: the record.
+        files: the file system.
+        check: see `write_file`.
 
     Raises:
         TierIOError: a disk or its file system failed. [Note: COMMIT format 2] says which commit is found then.
+        OffloadError: what `check` raises.
     """
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
@@ -226,7 +237,7 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
     # The record before becomes the spare. It has that name, too, when it loses its own.
     with suppress(TierIOError), failing("link", path):
         room.keep(path, RECORD, is_needed=True)
-    write_file(files, path, [data], made, is_exact=True)
+    write_file(files, path, [data], made, is_exact=True, check=check)
     sync_directory(files, directory)
 
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from offload.checkpoint.atomic_file import sync_directory
+from offload.checkpoint.atomic_file import nothing, sync_directory
 from offload.checkpoint.commit import (
     Commit,
     RankFiles,
@@ -264,7 +264,9 @@ class Commits:
         try:
             with self._agree():
                 if self._comm.rank == 0:
-                    self._final_if_ambiguous(lambda: write_commit(self._home, attempt.record, self._files))
+                    self._final_if_ambiguous(
+                        lambda: write_commit(self._home, attempt.record, self._files, self._claims.require_ours)
+                    )
             # Only now does this rank know.
             self._note(attempt)
         except BaseException as error:
@@ -349,12 +351,15 @@ class Commits:
             for path in self._paths:
                 sync_directory(self._files, path.parent)  # the directory itself may be new
         carried = carried_in(extra)._replace(named=self._named)
+        # Before each name that is given or taken: another run may have one of the same name.
+        check = self._claims.require_ours
+        check()
         if self._record is not None:
             for path in self._paths:  # what a commit that failed has left is room for this one
                 collect(path, self._record, (), self._files, rank=self._comm.rank)
-        written = [write_files(path, manifest, carried, self._files) for path in self._paths]
+        written = [write_files(path, manifest, carried, self._files, check) for path in self._paths]
         slots.require_here()
-        self._claims.require_ours()
+        check()
         slots.make_permanent()
         return manifest, versions, *written[0]
 
@@ -429,7 +434,7 @@ class Commits:
             self._replaces = found.commit.run_id
             # With other states it is no copy of that commit: a state dict that names it is of another optimizer.
             source = "" if found.begins_states else _id_of(found.commit, found.extra.source)
-            self.commit(_nothing, step, progress, groups, found.extra._replace(source=source))
+            self.commit(nothing, step, progress, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
             found.collect(self._record, self._comm)
@@ -567,7 +572,7 @@ class Commits:
         self._take_values(reader)
         carried = carried_in(reader.extra())
         source = _id_of(reader.commit, carried.source)
-        self.commit(_nothing, reader.commit.step, progress, groups, carried._replace(source=source))
+        self.commit(nothing, reader.commit.step, progress, groups, carried._replace(source=source))
 
     def _require_convertible(self, reader: Reader) -> None:
         """Reads the states that are in another form in a commit, if there are any, before anything is changed.
@@ -1032,7 +1037,3 @@ def _cut_off() -> InterruptedStepError:
         "a commit was interrupted, and this rank cannot know what the others know of it: start again with resume=True, "
         "which finds this commit or the last"
     )
-
-
-def _nothing() -> None:
-    return None

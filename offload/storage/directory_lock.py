@@ -14,8 +14,9 @@ elsewhere, and opens it again.
 [Note: locks of other machines]
 A file server keeps the lock of a machine that was lost until its lease ends. So where the file names a machine that is
 not this one since its last boot, the lock is waited for. And where a file system keeps flock to itself on each machine,
-two runs may have one directory. So each start's id is compared before a run writes (`Claims.require_ours`): the first
-run finds the id of the second, and ends. What both wrote before that is found by checksums.
+two runs may have one directory. So each start's id is compared before a run writes, and before a file of a commit gets
+its name, which the other run may have given to one of its own (`Claims.require_ours`): the first run finds the id of
+the second, and ends. What both wrote before that is found by checksums.
 """
 
 from __future__ import annotations

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint import committer, recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
-from offload.errors import CorruptionError, PathInUseError, ResumeError
-from offload.io.files import Host
+from offload.errors import CorruptionError, OffloadError, PathInUseError, ResumeError
+from offload.io.engine import IOFile
+from offload.io.files import Files, Host
 from offload.ranks.communicator import Communicator
 from offload.storage.directories import LOCK_NAME
 from offload.storage.directory_lock import Claimant, Claims
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
+from tests.support.disks import on_disk
 from tests.support.run_files import contents, swap_in, swaps_in
 
 
@@ -164,6 +168,59 @@ def test_a_run_whose_directory_another_machine_takes_writes_no_more(make: Make, 
     (path / LOCK_NAME).write_bytes(ours)
     optimizer.step()
     optimizer.commit()
+
+
+class Deaf(Files):
+    """What a machine sees of a file system that keeps its locks to itself there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._host = Host(name, f"boot-{name}")
+
+    def host(self) -> Host:
+        return self._host
+
+    def lock(self, file: IOFile, *, exclusive: bool) -> None:
+        pass
+
+
+CUT_IN = [
+    (Claims, "require_ours", False),
+    (committer, "write_files", False),
+    (committer, "write_files", True),
+    (committer, "write_commit", False),
+]
+"""Moments of a commit."""
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), CUT_IN, ids=["begins", "writes", "has written", "decides"])
+def test_where_locks_stay_on_each_machine_a_second_run_in_a_commit_makes_no_wrong_number(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool
+) -> None:
+    """The second run resumes, trains on other data, and commits the same step."""
+    with on_disk(Deaf("alpha")):
+        model, optimizer = committed(make)
+    one_step(model, optimizer, 3)
+    made: list[dict[str, Tensor]] = []
+
+    def meanwhile() -> None:
+        other = Tiny()
+        with on_disk(Deaf("beta")), make(other, resume=True, commit_every=0) as second:
+            one_step(other, second, 77)
+            second.commit({"seen": 77})
+            made.append(bits(other, second))
+
+    once(monkeypatch, owner, name, meanwhile, after=after)
+    with pytest.raises(PathInUseError, match="another run on beta"):
+        optimizer.commit({"seen": 4})
+    with suppress(OffloadError):
+        optimizer.close()
+    found = Tiny()
+    with Reader([path]) as reader:
+        assert all(slot.error is None for slot in reader.verify())
+    resumed = make(found, resume=True, commit_every=0)
+    assert resumed.resumed == (4, {"seen": 77})
+    assert_same(bits(found, resumed), made[0])
 
 
 def test_a_lock_is_waited_for_half_as_long_as_other_ranks_wait(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 DIRECTORY is shared. It has the run, one line of JSON for what happens on rank 0 (`log`), and the weights at the end. A
 file hold-WORLD-STEP[-WHERE] stops the last of WORLD ranks before that step, or in a call of it; it says so by a file
-held-WORLD-STEP[-WHERE].
+held-WORLD-STEP[-WHERE], and goes on when somebody removes that one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tests.support.toy import Net
 
 STEPS, EVERY = 18, 3
 """Of the run, and from a commit to the next."""
+HELD_S = 600.0
+"""Nobody stays stopped for longer."""
 
 
 def model() -> nn.Module:
@@ -63,10 +65,13 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     def hold(where: str = "") -> None:
         name = f"{ranks}-{step}{where}"
         if rank == ranks - 1 and (directory / f"hold-{name}").exists():
-            (directory / f"held-{name}").touch()
-            time.sleep(600)
+            held = directory / f"held-{name}"
+            held.touch()
+            end = time.monotonic() + HELD_S
+            while held.exists() and time.monotonic() < end:
+                time.sleep(0.05)
 
-    held = model()
+    net = model()
     write = committer.write_files
 
     def writes(*args: Any, **how: Any) -> Any:
@@ -77,7 +82,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     options = {"path": directory / "run", "commit_every": EVERY, "resume": "auto", "tuning": tuning} | options
     with (
         patch.object(committer, "write_files", writes),
-        OffloadZero(held, adamw(held), compute_dtype=torch.float32, **options) as optimizer,
+        OffloadZero(net, adamw(net), compute_dtype=torch.float32, **options) as optimizer,
     ):
         schedule = schedule_of(optimizer)
         optimizer.attach(schedule=schedule, rng=True)
@@ -85,7 +90,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         log(resumed=step)
         while step < STEPS:
             hold()
-            loss = loss_of(held, step, rank)
+            loss = loss_of(net, step, rank)
             loss.register_hook(lambda _: hold("-backward"))
             loss.backward()
             optimizer.clip_grad_norm_(CLIP)
@@ -94,7 +99,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
             schedule.step()
             step += 1
             log(step=step)
-        weights = {name: value.detach().clone() for name, value in held.state_dict().items()}
+        weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
     if rank == 0:
         torch.save(weights, directory / "weights")
     dist.destroy_process_group()
