@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from offload.checkpoint.manifest import NEWEST, VERSION
 from offload.cli.main import app
 from tests.checkpoint import stored_runs
-from tests.checkpoint.stored_runs import CASES, FOLDER, RANKS, STEPS, Model, unpacked
+from tests.checkpoint.stored_runs import CASES, FOLDER, RANKS, STEPS, unpacked
 
 ARCHIVES = sorted(FOLDER.glob("*/*.tar.xz"))
 OF_ONE_RANK = [archive for archive in ARCHIVES if archive.name.removesuffix(".tar.xz") not in RANKS]
@@ -22,14 +24,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {"as it was": {}, "another": {"tuning": {"c
 @pytest.mark.parametrize("archive", OF_ONE_RANK, ids=lambda archive: f"{archive.parent.name}/{archive.name}")
 def test_a_stored_run_goes_on_with_the_same_bits(archive: Path, layout: str, tmp_path: Path) -> None:
     case, plain, directories = unpacked(archive, tmp_path)
-    model = Model(is_frozen=case == "frozen")
-    for param in model.parameters():
-        if param.requires_grad:
-            torch.nn.init.constant_(param, 0.5)  # what was there before has no part in it
     given = stored_runs.options(case, tmp_path, resume=True, **LAYOUTS[layout])
     if case == "snapshot":
         given["resume"] = directories
-    with stored_runs.in_least_memory(model, case, given) as optimizer:
+    model, optimizer = stored_runs.begun(case, given)
+    with optimizer:
         assert optimizer.resumed is not None
         assert optimizer.resumed.step == STEPS
         extra: Any = optimizer.resumed.extra
@@ -52,3 +51,14 @@ def test_a_stored_run_is_verified(archive: Path, tmp_path: Path) -> None:
 
 def test_every_case_is_stored() -> None:
     assert {archive.name.removesuffix(".tar.xz") for archive in ARCHIVES} == CASES.keys()
+
+
+def test_every_version_of_the_manifest_is_stored(tmp_path: Path) -> None:
+    found = set()
+    for archive in ARCHIVES:
+        *_, directories = unpacked(archive, tmp_path / archive.parent.name / archive.stem)
+        for manifest in (one for directory in directories for one in directory.glob("*manifest*")):
+            content = manifest.read_bytes().rstrip(b"\0")
+            if content:
+                found.add(json.loads(content)["version"])
+    assert found == {*range(VERSION, NEWEST + 1)}

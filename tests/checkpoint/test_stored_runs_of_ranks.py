@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.checkpoint import stored_runs
-from tests.checkpoint.stored_runs import FOLDER, RANKS, STEPS, Model, PlainRun, unpacked
+from tests.checkpoint.stored_runs import FOLDER, RANKS, STEPS, PlainRun, unpacked
 from tests.support.ranks import Worlds
 
 ARCHIVES = [path for path in sorted(FOLDER.glob("*/*.tar.xz")) if path.name.removesuffix(".tar.xz") in RANKS]
@@ -21,10 +21,8 @@ MORE = 2
 
 def _gone_on(case: str, given: dict[str, Any], rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Resumes. Returns: what the run has at its commit, and `MORE` steps later."""
-    model = Model()
-    for param in model.parameters():
-        torch.nn.init.constant_(param, 0.5)  # what was there before has no part in it
-    with stored_runs.in_least_memory(model, case, given) as optimizer:
+    model, optimizer = stored_runs.begun(case, given)
+    with optimizer:
         assert optimizer.resumed is not None
         assert optimizer.resumed.step == STEPS
         extra: Any = optimizer.resumed.extra

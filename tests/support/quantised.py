@@ -146,10 +146,13 @@ def quantise(model: nn.Module) -> None:
     """Quantises the linear layers of blocks in place, with values or on the meta device: a quantiser as torchao's."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name.startswith("blocks."):
-            layer.weight = nn.Parameter(_planned(layer) if layer.weight.is_meta else Codes.of(layer.weight), False)
+            layer.weight = nn.Parameter(codes_of(layer), False)
 
 
-def _planned(layer: nn.Linear) -> Codes:
+def codes_of(layer: nn.Linear) -> Codes:
+    """A layer's weight in codes, or what they are going to be, on the meta device."""
+    if not layer.weight.is_meta:
+        return Codes.of(layer.weight)
     rows, columns = layer.weight.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
     return Codes(codes, torch.empty(rows, columns // BLOCK, device="meta"), TABLE, layer.weight.dtype)

@@ -6,8 +6,13 @@ A directory is named after the commit of this repository that made the runs in i
     21e757d    swap file format 1, manifest format 2, COMMIT format 1; before frozen parameters streamed
     c019a63    the same formats; with frozen parameters, and what commits carry of them
     f46cdb4    COMMIT format 2, with names of files that never change
-    6612228    manifest format 4: states in other forms than fp32
+    6612228    manifest formats 3 and 4: another optimizer than Adam, states in other forms than fp32
     d8529f4    manifest format 5: states of other shapes than their parameters', and whole parameters of two ranks
+    11c93be    manifest format 6: a kept base, in chunks
+    764ae93    the same, with a base of named tensors
+    f7598739   manifest format 7: chunks with three slots
+    a2f5cb3    manifest format 8: chunks that owe steps
+    300669c    manifest format 9: ranks that had one another's shards when they committed
 
 Each archive holds the directories of one run, and plain.safetensors: the states at its commit as plain torch computed
 them. A new directory is made, by `python -m tests.checkpoint.stored_runs NAME`, when a version of a format changes or a
@@ -27,9 +32,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.support.quantised import codes_of
+
 FOLDER = Path(__file__).parent
 PLAIN = "plain.safetensors"
 STEPS = 3
+EXPERTS, QUANTISED = 6, "base."
 LR, BETAS, EPS = 1e-2, (0.8, 0.99), 1e-6
 DECAY = {True: 0.1, False: 0.0}  # of matrices, of vectors
 CASES: dict[str, dict[str, Any]] = {
@@ -49,9 +57,14 @@ CASES: dict[str, dict[str, Any]] = {
     "8bitsplit": {"states": "8bit", "tuning": {"chunk": "4KiB", "split_master": True}},
     "adafactor": {"param_tier": "nvme"},
     "muon": {"stage": 3, "param_tier": "nvme"},
+    "sgd": {},
+    "base": {"param_tier": "nvme", "compute_dtype": torch.float32},
+    "trials": {"tuning": {"chunk": "4KiB", "speculate": True}},
+    "late": {"param_tier": "nvme", "tuning": {"chunk": "4KiB", "tile": 4 * 4 * 4}},
+    "moved": {"stage": 3, "param_tier": "nvme", "path": ["rank{other}"]},
 }
 """Options of OffloadZero. Paths are names in the archive, "a" if there are none."""
-RANKS = {"stage2": 2, "stage3": 2, "stage3split": 2, "muon": 2}
+RANKS = {"stage2": 2, "stage3": 2, "stage3split": 2, "muon": 2, "moved": 2}
 """How many ranks committed a case; the others are runs of one."""
 
 
@@ -64,29 +77,43 @@ def muon_and_adafactor(params: list[nn.Parameter]) -> list[torch.optim.Optimizer
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]] = {
     "adafactor": lambda params: [torch.optim.Adafactor(params, lr=LR, weight_decay=0.1)],
     "muon": muon_and_adafactor,
+    "sgd": lambda params: [torch.optim.SGD(params, lr=LR, momentum=0.9, foreach=False)],
 }
 """Those of cases that do not have AdamW."""
 
 
 class Model(nn.Module):
-    """Two chunks in one flat parameter, a transposed matrix, fp32 parameters, and one that misses the first step."""
+    """Two chunks in one flat parameter, a transposed matrix, fp32 parameters, and one that misses the first step.
 
-    def __init__(self, *, is_frozen: bool = False) -> None:
+    Some cases have more: layers that are going to be quantised, or matrices of which each step uses two.
+    """
+
+    def __init__(self, case: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(260, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.blocks[1].weight = nn.Parameter(torch.empty(4, 4).t())
         self.norm = nn.LayerNorm(4)
         self.late = nn.Parameter(torch.empty(4))
+        if case == "base":
+            self.base = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)).requires_grad_(False)
+        if case == "late":
+            self.experts = nn.Parameter(torch.empty(EXPERTS, 4, 4))
         with torch.no_grad():  # the same on every machine
             for param in self.parameters():
                 param.copy_((torch.arange(param.numel()) * 37 % 101 - 50).view(param.shape) / 64)
-        self.blocks[0].requires_grad_(not is_frozen)
+        self.blocks[0].requires_grad_(case != "frozen")
 
     def forward(self, tokens: Tensor, step: int) -> Tensor:
         h = self.embed(tokens)
         for block in self.blocks:
             h = h + torch.tanh(block(h))
+        if hasattr(self, "base"):
+            for layer in self.base:
+                h = h + torch.tanh(layer(h))
+        if hasattr(self, "experts"):
+            for number in (step % EXPERTS, (step + 1) % EXPERTS):
+                h = h + torch.tanh(h @ self.experts[number])
         h = self.norm(h.float()).to(h.dtype)
         return (h + self.late if step else h).float().square().mean(dim=1).exp().mean()
 
@@ -107,6 +134,13 @@ class Model(nn.Module):
         if not self.blocks[0].weight.requires_grad:
             with torch.no_grad():
                 self.blocks[0].weight.mul_(0.7)
+
+
+def quantise(model: nn.Module) -> None:
+    """Quantises the layers of that case, with values or on the meta device."""
+    for name, layer in model.named_modules():
+        if name.startswith(QUANTISED) and isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(codes_of(layer), requires_grad=False)
 
 
 def tokens(step: int, rank: int) -> Tensor:
@@ -130,7 +164,7 @@ def options(case: str, folder: Path, rank: int = 0, **changes: Any) -> dict[str,
         **CASES[case],
         **changes,
     }
-    paths = [folder / name.format(rank=rank) for name in found["path"]]
+    paths = [folder / name.format(rank=rank, other=RANKS.get(case, 1) - 1 - rank) for name in found["path"]]
     return {**found, "path": paths, "tuning": Tuning(threads=1, **found["tuning"])}
 
 
@@ -144,14 +178,29 @@ def unpacked(archive: Path, folder: Path) -> tuple[str, PlainRun, list[Path]]:
     return case, plain, sorted(path for path in folder.iterdir() if path.is_dir())
 
 
-def in_least_memory(model: Model, case: str, given: dict[str, Any]) -> Any:
-    """An OffloadZero with these options, and the least RAM that is not refused."""
+def begun(case: str, given: dict[str, Any]) -> tuple[Model, Any]:
+    """A model, and an OffloadZero with these options, and the least RAM that is not refused.
+
+    What the model has before a resume has no part in it.
+    """
     from offload import BudgetError, OffloadZero
 
+    with torch.device("meta" if case == "base" else "cpu"):
+        model = Model(case)
+    if case == "base":
+        from offload.integrations.quantised import Quantised
+
+        source = given["path"][0].with_suffix(".safetensors")
+        save_file({name: value.contiguous() for name, value in Model(case).state_dict().items()}, source)
+        given = {**given, "init": Quantised(source, quantise, model, settings="codes of 4 bits"), "device": "cpu"}
+    elif given.get("resume"):
+        for param in model.parameters():
+            if param.requires_grad:
+                nn.init.constant_(param, 0.5)
     memory = 1
     while True:  # a resume in another layout learns from the files that it needs more
         try:
-            return OffloadZero(model, model.optimizers(case), cpu_memory=memory, **given)
+            return model, OffloadZero(model, model.optimizers(case), cpu_memory=memory, **given)
         except BudgetError as error:
             memory = error.needed
 
@@ -167,13 +216,14 @@ class PlainRun:
     def __init__(self, case: str) -> None:
         dtype = CASES[case].get("compute_dtype", torch.bfloat16)
         self.form = CASES[case].get("states", "fp32")
-        self.model = Model(is_frozen=case == "frozen")
+        self.model = Model(case)
         named = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
         self.masters = {name: param.detach().clone() for name, param in named}
         self.exp_avg = {name: torch.zeros_like(param) for name, param in named}
         self.exp_avg_sq = {name: torch.zeros_like(param) for name, param in named}
         self.steps = {name: 0 for name, _ in named}
         self.model.to(dtype).norm.float()
+        quantise(self.model)
 
     def step(self, step: int, ranks: int = 1) -> None:
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -222,7 +272,7 @@ class PlainRun:
 
     def states(self) -> dict[str, Tensor]:
         """Everything that has to have the same bits."""
-        found = {f"{name}.param": param.detach() for name, param in self.model.named_parameters()}
+        found = {f"{name}.param": param.detach() for name, param in plain_parameters(self.model)}
         for name, step in self.steps.items():
             of = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
             found |= {f"{name}.{kind}": tensors[name] for kind, tensors in of.items()}
@@ -238,7 +288,7 @@ class PlainRun:
             self.masters[name], self.exp_avg[name] = found[f"{name}.master"], found[f"{name}.exp_avg"]
             self.exp_avg_sq[name], self.steps[name] = found[f"{name}.exp_avg_sq"], int(found[f"{name}.step"])
         with torch.no_grad():
-            for name, param in self.model.named_parameters():
+            for name, param in plain_parameters(self.model):
                 param.copy_(found[f"{name}.param"])
 
 
@@ -284,6 +334,11 @@ class PlainTorchRun(PlainRun):
         return next(one for one, group in groups if any(param is other for other in group["params"]))
 
 
+def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those that are not quantised."""
+    return [(name, param) for name, param in model.named_parameters() if not name.startswith(QUANTISED)]
+
+
 def plain_run(case: str) -> PlainRun:
     return PlainTorchRun(case) if case in OPTIMIZERS else PlainRun(case)
 
@@ -292,7 +347,7 @@ def states_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The same of a run of the library."""
     optimizer.synchronize()
     found = {}
-    for name, param in model.named_parameters():
+    for name, param in plain_parameters(model):
         with optimizer.gathered(param):
             found[f"{name}.param"] = param.detach().clone()
         if param.requires_grad:

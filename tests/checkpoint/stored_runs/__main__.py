@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from tests.checkpoint import stored_runs
-from tests.checkpoint.stored_runs import CASES, FOLDER, PLAIN, RANKS, STEPS, Model, plain_run
+from tests.checkpoint.stored_runs import CASES, FOLDER, PLAIN, RANKS, STEPS, plain_run
 
 
 def make(case: str, archive: Path, package: str | None) -> None:
@@ -49,12 +49,19 @@ def run_rank(rank: int, ranks: int, case: str, folder: Path, package: str | None
 
 def run(case: str, folder: Path, rank: int = 0) -> None:
     """Trains in the least RAM, commits, and goes on for a step. Fails where `plain_run` computes other bits."""
-    plain, model = plain_run(case), Model(is_frozen=case == "frozen")
-    given = stored_runs.options(case, folder, rank)
-    with stored_runs.in_least_memory(model, case, given) as optimizer:
+    plain, given, done = plain_run(case), stored_runs.options(case, folder, rank), 0
+    if case == "moved":  # ranks that have their own shards first, and then one another's
+        model, optimizer = stored_runs.begun(case, stored_runs.options(case, folder, rank, path=["rank{rank}"]))
+        with optimizer:
+            stored_runs.train(model, optimizer, 0, rank)
+            optimizer.commit()
+        given, done = {**given, "resume": True}, 1
+    model, optimizer = stored_runs.begun(case, given)
+    with optimizer:
         for step in range(STEPS):
             plain.step(step, RANKS.get(case, 1))
-            stored_runs.train(model, optimizer, step, rank)
+            if step >= done:
+                stored_runs.train(model, optimizer, step, rank)
         optimizer.commit(stored_runs.extra_of(rank))
         stored_runs.assert_same(stored_runs.states_of(model, optimizer), plain.states())
         kept = optimizer.snapshot() if case == "snapshot" else ()
