@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple
@@ -83,6 +83,7 @@ class HeldModel:
         owner: the optimizer.
         original: what the model was, and what is needed to give it back.
         undo: gets what lets go of the model.
+        check: called before values travel. It raises if another rank has failed.
 
     Attributes:
         pending: updates that are not in the model yet.
@@ -102,6 +103,7 @@ class HeldModel:
         owner: Owner,
         original: Original,
         undo: ExitStack,
+        check: Callable[[], None],
     ) -> None:
         self._model = model
         self._parts = parts
@@ -119,7 +121,7 @@ class HeldModel:
         if parameters.streams_any:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         undo.callback(self.remove)
-        self._take_model(values, transfers)
+        self._take_model(values, transfers, check)
         transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
@@ -310,7 +312,7 @@ class HeldModel:
 
     # Taking the model.
 
-    def _take_model(self, values: Values, transfers: UnitTransfers) -> None:
+    def _take_model(self, values: Values, transfers: UnitTransfers, check: Callable[[], None]) -> None:
         """Takes the model, a few flat parameters after the others.
 
         Makes the masters, casts the held parameters, and moves them to the device to train on.
@@ -336,7 +338,7 @@ class HeldModel:
                     sent += [
                         (flattened(locals_[number]), specs[number].shard_dim) for number in layout.flats[flat].params
                     ]
-            self._broadcast(sent)
+            self._broadcast(sent, check)
             del sent
             for flat in group:
                 has_values = self._has_values(flat, values)
@@ -387,11 +389,14 @@ class HeldModel:
         elif streams:
             parts.parameters.free_flat(flat)
 
-    def take_others(self) -> None:
+    def take_others(self, check: Callable[[], None]) -> None:
         """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype.
 
         It is the last step of taking the model. What is cast on its own device has no copy to go back to, so nothing
         may fail after it. The largest of these is cast first, so that the others find the memory that it leaves.
+
+        Args:
+            check: called before values travel. It raises if another rank has failed.
         """
         left, device = self._others(), self._parts.parameters.device
         for one, dtype in left:
@@ -403,7 +408,7 @@ class HeldModel:
         aliased = {alias.tensor for alias in self._original.aliases}
         buffers = [(buffer, None) for buffer in self._model.buffers() if buffer not in aliased]
         others = ((one.tensor, shard_dim_of(one.param)) for one, _ in self._others())
-        self._broadcast(chain(others, buffers))
+        self._broadcast(chain(others, buffers), check)
 
     @uninterrupted
     def _cast_others(self, casts: Iterable[tuple[Inner, torch.dtype]]) -> None:
@@ -426,15 +431,19 @@ class HeldModel:
             if alias.param is one.used:
                 alias.follow(one.tensor.data)
 
-    def _broadcast(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
+    def _broadcast(self, tensors: Iterable[tuple[Tensor, int | None]], check: Callable[[], None]) -> None:
         """Gives tensors the values of the first data-parallel rank.
 
         A tensor that is not cut along a dimension is the same in every slice, so it gets the values of the first slice.
 
         Args:
             tensors: each with the dimension along which it is cut, or None.
+            check: called before they travel, if there are any.
         """
         comm, tensors = self._run.comm, list(tensors)
+        if not tensors:
+            return
+        check()
         broadcast_from_first(comm.tensor_parallel, [tensor for tensor, shard_dim in tensors if shard_dim is None])
         broadcast_from_first(comm, [tensor for tensor, _ in tensors])
 
@@ -451,7 +460,9 @@ class HeldModel:
         Those of a group are all frozen or all trained.
         """
         flats, params = self._parts.parameters.layout.flats, self._parts.parameters.params
-        most = TOGETHER_BYTES if self._run.comm.everyone.size > 1 else 0
+        comm = self._run.comm
+        # Slices of a model have parts of other sizes, and would make other groups.
+        most = TOGETHER_BYTES if comm.size > 1 and comm.everyone is comm else 0
         group: list[int] = []
         filled = 0
         for flat in self._complete_flats(source, owned):

@@ -52,7 +52,6 @@ from offload.errors import (
     ConfigError,
     NonFiniteGradientError,
     OffloadError,
-    PathInUseError,
     ResumeError,
 )
 from offload.health import Health
@@ -294,33 +293,15 @@ class OffloadZero(torch.optim.Optimizer):
         self._undo = undo = ExitStack()
         try:
             given, source, found = self._reserve(undo, optimizer, options)
-            super().__init__(groups_of(given), defaults_of(given))
-            move_hooks(given, self)
-            self._adopted = True
-            original = self._hold(undo, source, found)
-            self._watch = Watch(self._model, self.param_groups, self._held.answers.is_live_of)
-            undo.callback(self._watch.settle)
-            stop_reducing(wrapper, undo)
-            for one in given:
-                undo.enter_context(retired(one))
-            del one
-            with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-                paths, left = self._parts.run.paths, self._plan.unquantised
-                print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
-                if self._everyone.size > self._everyone.ranks_on_node:
-                    print(
-                        "offload: ranks on several machines: one that is lost is found after "
-                        f"{self._everyone.timeout_s:.0f} s; a shorter init_process_group(timeout=...) finds it sooner",
-                        file=sys.stderr,
-                    )
-                if found is not None:
-                    states = "; the optimizer's states begin anew" if found.begins_states else ""
-                    at = f"step {self._step}, committed {found.committed_at}"
-                    print(f"offload: resumed at {at}{states}", file=sys.stderr)
-            self._held.take_others()
-            self._changes = Changes(self._parts.parameters, self._model.parameters(), self._step)
-            if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
-                self._parts.slots.make_permanent()
+            with together(self._everyone) as check:
+                super().__init__(groups_of(given), defaults_of(given))
+                move_hooks(given, self)
+                self._adopted = True
+                original = self._hold(undo, source, found, check)
+            if found is not None:
+                self._begin_at(found)
+            with together(self._everyone) as check:
+                self._take_over(undo, wrapper, given, found, check)
             self._advice.model_is_taken()
             original.kept = None  # the last instruction: no interrupt comes between it and the end
         except BaseException as error:
@@ -406,13 +387,14 @@ class OffloadZero(torch.optim.Optimizer):
         """Undoes what a construction that failed has done so far; original.py says what becomes of the model."""
         self._undo.__exit__(type(error), error, error.__traceback__)
 
-    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> Original:
-        """Takes the model: its parameters go to their tiers, with their own values or those of the commit.
+    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None, check: Callable[[], None]) -> Original:
+        """Takes the model: its parameters go to their tiers, those that are in no commit with their values.
 
         Args:
             undo: gets what gives the model back.
             source: where the values of a model on the meta device come from.
             found: the commit to resume; None: there is none.
+            check: called before values travel. It raises if another rank has failed.
 
         Returns:
             What gives the model back, until it forgets what the model was.
@@ -435,19 +417,56 @@ class OffloadZero(torch.optim.Optimizer):
             frozen = found.extra.attached.get(written_frozen.NAME)
             written_frozen.write(self._model, frozen, original.keep)
             values = Values(source, {param.name for param in found.first.parameters}, frozen)
-        self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo)
+        self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo, check)
         self._attached = Attached(_committed(found))
-        self._resumed = None
+        self._resumed = None if found is None else Resumed(found.commit.step, found.extra.extra)
         self._take_initial_progress()
         self._is_loop_resumed = found is None
-        if found is not None:
-            self._resumed = Resumed(found.commit.step, found.extra.extra)
-            self._begin_at(found)
+        return original
+
+    def _take_over(
+        self,
+        undo: ExitStack,
+        wrapper: nn.Module,
+        given: Sequence[torch.optim.Optimizer],
+        found: RecoveryPlan | None,
+        check: Callable[[], None],
+    ) -> None:
+        """Takes what is left, once states and parameters have the values that they begin with.
+
+        Args:
+            undo: gets what lets go of all of it.
+            wrapper: the model, or what is around it.
+            given: the optimizers to take over.
+            found: the commit to resume; None: there is none.
+            check: see `_hold`.
+        """
         streams = any(spec.is_frozen for spec in self._plan.held.specs) and self._choice.commits.every is not None
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
-        return original
+        self._watch = Watch(self._model, self.param_groups, self._held.answers.is_live_of)
+        undo.callback(self._watch.settle)
+        stop_reducing(wrapper, undo)
+        for one in given:
+            undo.enter_context(retired(one))
+        with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+            paths, left = self._parts.run.paths, self._plan.unquantised
+            print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
+            if self._everyone.size > self._everyone.ranks_on_node:
+                print(
+                    "offload: ranks on several machines: one that is lost is found after "
+                    f"{self._everyone.timeout_s:.0f} s; a shorter init_process_group(timeout=...) finds it sooner",
+                    file=sys.stderr,
+                )
+            if found is not None:
+                states = "; the optimizer's states begin anew" if found.begins_states else ""
+                at = f"step {self._step}, committed {found.committed_at}"
+                print(f"offload: resumed at {at}{states}", file=sys.stderr)
+        self._held.take_others(check)
+        self._changes = Changes(self._parts.parameters, self._model.parameters(), self._step)
+        if self._parts.slots is not None and (found is None or self._choice.commits.every is not None):
+            self._parts.slots.make_permanent()
 
     def _place(self, reserved: int) -> Placement:
         """Decides what is where. On the device ranks have alike what each of them has room for.
@@ -920,7 +939,7 @@ class OffloadZero(torch.optim.Optimizer):
             RankError: another rank failed, or cannot be reached.
         """
         update = _Update(math.nan, {})
-        fault: ConfigError | PathInUseError | None = None
+        fault: Exception | None = None
         try:
             self._parts.run.claims.require_ours()
             require_sound(self._plan.rules, self.param_groups)
@@ -928,7 +947,7 @@ class OffloadZero(torch.optim.Optimizer):
             if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
             update = _Update(self._factor(active), changes)
-        except (ConfigError, PathInUseError) as error:
+        except Exception as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
         if self._everyone.size > 1:
@@ -939,8 +958,8 @@ class OffloadZero(torch.optim.Optimizer):
             if not self._parts.scale.agree(self._everyone, have, names, repr((numbers, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
-                    "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "
-                    "step() again; nothing was changed"
+                    "scaled, or one of them cannot step and says why: set param groups, call clip_grad_norm_ and use a "
+                    "GradScaler alike on every rank, then step() again; nothing was changed"
                 )
         if fault is not None:
             raise fault
@@ -1062,6 +1081,7 @@ class OffloadZero(torch.optim.Optimizer):
             AccumulationError: over several ranks, some dropped gradients that others use.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: it failed on another rank.
             RankError: another rank does not take part.
         """
         self._require_usable()
@@ -1070,7 +1090,8 @@ class OffloadZero(torch.optim.Optimizer):
             return None
         first, last = self._layout.param_shard_range(number)
         view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
-        view[first:last] = self._parts.gradients.values(number).float() * self._parts.scale.of(number)
+        with together(self._everyone):
+            view[first:last] = self._parts.gradients.values(number).float() * self._parts.scale.of(number)
         all_gather_shards(self._comm, self._layout, number, [view])
         return self._whole(number, view)
 
@@ -1141,6 +1162,7 @@ class OffloadZero(torch.optim.Optimizer):
             BudgetError: a unit does not fit on the device beside what `gathered` holds.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: it failed on another rank.
             RankError: another rank does not take part.
         """
         return self._held.weights.hand_over(self._parts_since(since, merged=merged), self._step)
@@ -1149,18 +1171,18 @@ class OffloadZero(torch.optim.Optimizer):
     def _parts_since(self, since: int | None, *, merged: bool) -> list[Part]:
         """What `weights` hands over, the same on all ranks."""
         self._require_usable()
-        newest = self._changes.newest
+        newest, everyone = self._changes.newest, self._everyone
         is_step = isinstance(since, int) and not isinstance(since, bool) and 0 <= since <= newest
-        if since is not None and not is_step:
-            raise ConfigError(
-                f"weights(since={since!r}): give a step from 0 to {newest}, the last one, or None for all"
+        with together(everyone):
+            if since is not None and not is_step:
+                raise ConfigError(
+                    f"weights(since={since!r}): give a step from 0 to {newest}, the last one, or None for all"
+                )
+            if since is not None:
+                self._held.take_outside_writes()
+            parts = self._held.weights.parts(
+                lambda param: since is None or self._changes.of(param, self._step) >= since, merged=bool(merged)
             )
-        if since is not None:
-            self._held.take_outside_writes()
-        parts = self._held.weights.parts(
-            lambda param: since is None or self._changes.of(param, self._step) >= since, merged=bool(merged)
-        )
-        everyone = self._everyone
         if everyone.size > 1 and not everyone.all_equal(repr((self._step, [part.names for part in parts]))):
             raise ConfigError(
                 f"weights(merged={merged}, since={since}): the ranks would hand over different parameters: call it "
@@ -1188,13 +1210,15 @@ class OffloadZero(torch.optim.Optimizer):
                 value was pending.
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: it failed on another rank.
             RankError: another rank does not take part.
         """
         self._require_usable()
         number = self._number(param)
         self._held.pending.apply_all()
-        self._held.take_outside_writes([number])
-        views = self._parts.masters.states(number, self._step)
+        with together(self._everyone):
+            self._held.take_outside_writes([number])
+            views = self._parts.masters.states(number, self._step)
         all_gather_shards(self._comm, self._layout, number, [*views.values()])
         forms, small = {state.name: state.form for state in self._layout.specs[number].states}, self._small_of(number)
         shaped: dict[str, Any] = {

@@ -25,9 +25,16 @@ from offload.errors import (
     OffloadError,
     OtherRankError,
     RankError,
+    TierIOError,
 )
+from offload.grads.base import GradientBuffer
+from offload.model.flat_param import FlatParameters
+from offload.model.master_weights import MasterWeights
+from offload.model.weights import Weights
 from offload.ranks import torch_distributed as comm
 from offload.ranks.communicator import Communicator, Work
+from offload.storage.directory_lock import Claims
+from offload.storage.swap_file import SwapFile
 from tests.support import models, sharded
 from tests.support.cases import products
 from tests.support.communicators import Late
@@ -290,6 +297,90 @@ def test_ranks_that_differ_are_refused_on_all_of_them(worlds: Worlds) -> None:
     first, second = worlds(2).run(_differ, "memory")
     assert "of RAM are needed" in second
     assert first == f"rank 1: BudgetError: {second}"
+
+
+TAKEN: dict[str, tuple[type, str]] = {
+    "before values travel": (FlatParameters, "make_dense"),
+    "after they have": (MasterWeights, "make_flat"),
+    "when all is taken": (SwapFile, "make_permanent"),
+}
+"""What fails, by when that is."""
+
+
+def _take_twice(place: str | None, path: Path) -> list[torch.Tensor]:
+    """Rank 1 has no memory there, once. Returns: a second model after a step."""
+    fails_here = dist.get_rank() == 1
+    options: dict[str, Any] = {"path": path, "tuning": Tuning(threads=1)}
+    if place is not None:
+        owner, name = TAKEN[place]
+        real = getattr(owner, name)
+
+        def call(*args: Any, **given: Any) -> Any:
+            if fails_here:
+                raise MemoryError("none is left")
+            return real(*args, **given)
+
+        with patch.object(owner, name, call), pytest.raises((MemoryError, OtherRankError)) as caught:
+            OffloadZero(models.build("gpt"), **options)
+        assert str(caught.value) == ("none is left" if fails_here else "rank 1: MemoryError: none is left")
+    model = models.build("gpt")
+    with OffloadZero(model, **options) as optimizer:
+        take_step(optimizer, next(models.losses("gpt", model))())
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("place", TAKEN)
+def test_a_rank_that_fails_to_take_the_model_is_an_error_on_all_at_once(
+    worlds: Worlds, tmp_path: Path, place: str
+) -> None:
+    expected, _ = worlds(2).run(_take_twice, None, tmp_path / "expected")
+    for stepped in worlds(2).run(_take_twice, place, tmp_path / "run", timeout_s=40):
+        assert all(map(torch.equal, stepped, expected))
+
+
+ASKED: dict[str, tuple[type, str]] = {
+    "step": (Claims, "require_ours"),
+    "grad": (GradientBuffer, "values"),
+    "state_of": (MasterWeights, "states"),
+    "weights": (Weights, "parts"),
+}
+"""What fails in a call, by the call."""
+
+
+def _ask_twice(call: str) -> None:
+    """The disk of rank 1 fails in a call, once."""
+    model, fails_here = models.build("mlp"), dist.get_rank() == 1
+    owner, name = ASKED[call]
+    param = next(model.parameters())
+    with OffloadZero(model, tuning=Tuning(threads=1)) as optimizer:
+        next(models.losses("mlp", model))().backward()
+
+        def ask() -> object:
+            if call == "weights":
+                return list(optimizer.weights())
+            return optimizer.step() if call == "step" else getattr(optimizer, call)(param)
+
+        real = getattr(owner, name)
+
+        def fail(*args: Any, **given: Any) -> Any:
+            if fails_here:
+                raise TierIOError("read", 5, "/a", 0, 0, "failed")
+            return real(*args, **given)
+
+        with patch.object(owner, name, fail), pytest.raises((TierIOError, OtherRankError, ConfigError)) as caught:
+            ask()
+        kind = TierIOError if fails_here else ConfigError if call == "step" else OtherRankError
+        assert type(caught.value) is kind
+        ask()
+        optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.stats()["step"] == 1 + (call == "step")
+
+
+@pytest.mark.parametrize("call", ASKED)
+def test_a_rank_that_fails_in_a_call_of_all_is_an_error_on_all_and_they_go_on(worlds: Worlds, call: str) -> None:
+    worlds(2).run(_ask_twice, call, timeout_s=40)
 
 
 def _drop_by_hand() -> tuple[str, str, float]:
