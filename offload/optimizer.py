@@ -1467,7 +1467,9 @@ class OffloadZero(torch.optim.Optimizer):
         is_committed = False
         while not is_committed:
             step = self._begin_commit()
-            is_committed = self._commit_of(step, self._attached.carry(extra))
+            with together(self._everyone):
+                carried = self._attached.carry(extra)
+            is_committed = self._commit_of(step, carried)
 
     @exclusive_entry("commit")
     def _begin_commit(self) -> int:
@@ -1514,10 +1516,13 @@ class OffloadZero(torch.optim.Optimizer):
     def _commit(self, extra: object) -> None:
         if self._first is not None:
             extra = carried_in(extra)._replace(source=self._first.name)
-        prepare = self._held.take_outside_writes
+
+        def prepare() -> None:
+            require_sound(self._plan.rules, self.param_groups)
+            self._held.take_outside_writes()
+
         self._end_trials()
         with self._together():
-            require_sound(self._plan.rules, self.param_groups)
             self._commits.commit(prepare, self._step, self._parts.parameters.progress, self.param_groups, extra)
         self._attached.commit_ends()
 

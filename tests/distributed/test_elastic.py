@@ -41,10 +41,10 @@ def machines(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
                 print(node.output.read_text()[-6000:] if node.output.exists() else "nothing was started")
 
 
-def wait_for(file: Path, text: str = "") -> None:
-    end = time.monotonic() + BACK_S
+def wait_for(file: Path, text: str = "", timeout_s: float = BACK_S) -> None:
+    end = time.monotonic() + timeout_s
     while not file.exists() or text not in file.read_text():
-        assert time.monotonic() < end, f"there is no {text} {file.name} after {BACK_S} s"
+        assert time.monotonic() < end, f"there is no {text} {file.name} after {timeout_s} s"
         time.sleep(0.02)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import OffloadZero, Tuning
+from offload.checkpoint.reader import Reader
 from offload.errors import (
     AccumulationError,
     BudgetError,
@@ -381,6 +382,39 @@ def _ask_twice(call: str) -> None:
 @pytest.mark.parametrize("call", ASKED)
 def test_a_rank_that_fails_in_a_call_of_all_is_an_error_on_all_and_they_go_on(worlds: Worlds, call: str) -> None:
     worlds(2).run(_ask_twice, call, timeout_s=40)
+
+
+class _Drawn:
+    """Attributes: fails: whether its state cannot be had, once."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            self.fails = False
+            raise ValueError("no state")
+        return {"rank": dist.get_rank()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError(state)
+
+
+def _commit_twice(path: Path) -> None:
+    model, drawn, fails_here = models.build("mlp"), _Drawn(), dist.get_rank() == 1
+    with OffloadZero(model, path=path, commit_every=0, tuning=Tuning(threads=1)) as optimizer:
+        optimizer.attach(drawn=drawn)
+        take_step(optimizer, next(models.losses("mlp", model))())
+        drawn.fails = fails_here
+        with pytest.raises((ValueError, OtherRankError)) as caught:
+            optimizer.commit()
+        assert str(caught.value) == ("no state" if fails_here else "rank 1: ValueError: no state")
+        optimizer.commit()
+
+
+def test_a_state_that_one_rank_cannot_commit_is_an_error_on_all_and_they_go_on(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(2).run(_commit_twice, tmp_path / "run", timeout_s=40)
+    with Reader([tmp_path / "run"]) as reader:
+        assert reader.commit.step == 1
 
 
 def _drop_by_hand() -> tuple[str, str, float]:

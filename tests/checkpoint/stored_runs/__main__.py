@@ -2,7 +2,8 @@
 
 NAME: of the directory, the commit that makes them; PACKAGE: a folder with another version's `offload`, such as what
 `git archive` gives; CASE: which ones, all by default. The packages of before need no compiler: without kernels they
-compute in torch operations, with the same bits.
+compute in torch operations, with the same bits. Where an installed library of kernels is not theirs, set
+OFFLOAD_KERNEL_LIBRARY to a file that is not there.
 """
 
 from __future__ import annotations
