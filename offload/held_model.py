@@ -50,12 +50,14 @@ class Values(NamedTuple):
 
     Attributes:
         source: gives values to parameters on the meta device.
+        check: called before values travel to other ranks. It raises if one of them has failed.
         committed: the names of the parameters whose states come from a commit, so that masters are not made from the
             model's values.
         frozen: what that commit says of frozen parameters; the state of `WrittenFrozen`.
     """
 
     source: Source
+    check: Callable[[], None]
     committed: Collection[str] = ()
     frozen: object = None
 
@@ -83,7 +85,6 @@ class HeldModel:
         owner: the optimizer.
         original: what the model was, and what is needed to give it back.
         undo: gets what lets go of the model.
-        check: called before values travel. It raises if another rank has failed.
 
     Attributes:
         pending: updates that are not in the model yet.
@@ -103,7 +104,6 @@ class HeldModel:
         owner: Owner,
         original: Original,
         undo: ExitStack,
-        check: Callable[[], None],
     ) -> None:
         self._model = model
         self._parts = parts
@@ -121,7 +121,7 @@ class HeldModel:
         if parameters.streams_any:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         undo.callback(self.remove)
-        self._take_model(values, transfers, check)
+        self._take_model(values, transfers)
         transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
@@ -312,7 +312,7 @@ class HeldModel:
 
     # Taking the model.
 
-    def _take_model(self, values: Values, transfers: UnitTransfers, check: Callable[[], None]) -> None:
+    def _take_model(self, values: Values, transfers: UnitTransfers) -> None:
         """Takes the model, a few flat parameters after the others.
 
         Makes the masters, casts the held parameters, and moves them to the device to train on.
@@ -338,7 +338,7 @@ class HeldModel:
                     sent += [
                         (flattened(locals_[number]), specs[number].shard_dim) for number in layout.flats[flat].params
                     ]
-            self._broadcast(sent, check)
+            self._broadcast(sent, values.check)
             del sent
             for flat in group:
                 has_values = self._has_values(flat, values)

@@ -411,13 +411,13 @@ class OffloadZero(torch.optim.Optimizer):
         if parts.step.trials is not None:
             parts.step.trials.owner = self._owner
         undo.push(original := Original(self._model, parts.parameters, parts.masters, aliases))
-        values = Values(source)
+        values = Values(source, check)
         if found is not None:
             found = found.with_frozen({spec.name for spec in self._layout.specs})
             frozen = found.extra.attached.get(written_frozen.NAME)
             written_frozen.write(self._model, frozen, original.keep)
-            values = Values(source, {param.name for param in found.first.parameters}, frozen)
-        self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo, check)
+            values = Values(source, check, {param.name for param in found.first.parameters}, frozen)
+        self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo)
         self._attached = Attached(_committed(found))
         self._resumed = None if found is None else Resumed(found.commit.step, found.extra.extra)
         self._take_initial_progress()
