@@ -53,8 +53,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -278,6 +279,16 @@ class Trials:
             future.cancel()
         wait_for_all(self._queue)  # a call that is interrupted here has to wait again
         self._queue.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which no trial is made. Those that have been made stay, and later gradients lead to others."""
+        was_open = self._is_open
+        self.end()
+        try:
+            yield
+        finally:
+            self._is_open = was_open  # not inside a step, which has ended them, too
 
     def keep(self, works: Iterable[ChunkWork]) -> None:
         """Gives works of a step that begins the results of trials with the same inputs. All trials have ended.
