@@ -599,6 +599,25 @@ def test_as_many_bytes_move_as_without_trials(by: float, tmp_path: Path) -> None
     assert moved[0] == moved[1]
 
 
+def test_a_step_moves_24_bytes_a_parameter_where_none_clips_and_ten_steps_after_all_do(tmp_path: Path) -> None:
+    """12 are read, 12 written: fp32 masters and two moments. New parameters wait in RAM."""
+    loop = Loop("nvme", tmp_path, commit_every=None, chunk="256KiB", width=512)
+    count = sum(p.numel() for p in loop.model.parameters())
+    per_param, since = [], 0.0
+    for first, stop, by in ((0, 2, 1e4), (2, 6, 1e4), (6, 16, 1e-4), (16, 20, 1e-4)):
+        for _ in range(first, stop):
+            loop.backward()
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), by)  # nobody knows before
+            loop.step()
+        per_param.append((loop.disk_bytes() - since) / count / (stop - first))
+        since = loop.disk_bytes()
+    loop.end()
+    _, none_clips, first_clip, all_clip = per_param
+    assert none_clips == pytest.approx(24, rel=0.02)
+    assert first_clip > 24.5  # what was tried in vain is written twice
+    assert all_clip == pytest.approx(24, rel=0.02)
+
+
 def test_where_most_steps_come_to_clip_nothing_is_tried_any_more(tmp_path: Path) -> None:
     loop = Loop("nvme", tmp_path, commit_every=None)
     tried = [0.0]
