@@ -59,7 +59,7 @@ test-faults: $(VENV)/installed
 
 # What promises the same bits, where each run on NVMe tries its steps in backward: some minutes. Optimizers of whole
 # matrices refuse it, no share of states is on a device beside it, tests of trials decide themselves what is tried, and a
-# few tests count writes and slots, or damage one of two.
+# few tests count writes and slots, damage one of two, or interrupt a kernel that a step that was tried does not run.
 TRIED_TESTS := tests/parity tests/oracle tests/faults/test_training.py tests/faults/test_commits.py \
 	tests/faults/test_interrupted_steps.py tests/faults/test_full_disk.py tests/faults/test_loss_scale.py
 UNTRIED := --ignore=tests/parity/test_trials.py --ignore=tests/parity/test_whole_optimizers.py \

@@ -1521,8 +1521,8 @@ class OffloadZero(torch.optim.Optimizer):
             require_sound(self._plan.rules, self.param_groups)
             self._held.take_outside_writes()
 
-        self._end_trials()
-        with self._together():
+        trials = self._parts.step.trials
+        with nullcontext() if trials is None else trials.paused(), self._together():
             self._commits.commit(prepare, self._step, self._parts.parameters.progress, self.param_groups, extra)
         self._attached.commit_ends()
 

@@ -45,6 +45,10 @@ something to do in forward; nothing is tried while the squares of the gradients 
 norm only grows; nor before a step has been seen whose trials would have been kept; nor while, of the last steps'
 chunks, fewer than LEAST_KEPT would have been.
 
+Where the disk cannot follow the backward, trials wait. No more of them wait than the unit with most of them has. So
+what is not tried is of all units alike. If all waited, it would be of those that come last, which the forward needs
+first: it would wait for them beside a busy disk, and its end would run beside an idle one.
+
 Over several ranks each makes and judges the trials of its own chunks. What is expected is the same on all of them, but
 nobody has to agree: with a trial or without one, a step has the same bits and the same collectives.
 """
@@ -53,8 +57,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -128,7 +134,7 @@ class _Round:
     def __init__(self, expected: Expected, rules: Sequence[Rule]) -> None:
         self.expected = expected
         self.squares = 0.0
-        self.submitted: dict[int, tuple[int, ...]] = {}  # by chunk, the generations of its gradients
+        self.came: dict[int, tuple[int, ...]] = {}  # by chunk, the generations of its gradients, when all had come
         self._rules = rules
         self._scalars: dict[StepKey, Any] = {}
 
@@ -194,7 +200,9 @@ class Trials:
         self._order = chosen[::-1]  # in which gradients are complete
         self._made: dict[int, _Trial] = {}
         self._round: _Round | None = None
-        self._queue: list[Future[None]] = []
+        self._queue: deque[Future[None]] = deque()
+        of_units = Counter(layout.flats[layout.chunks[chunk].flat].unit for chunk in chosen)
+        self._most_waiting = max(of_units.values(), default=0)
         self._is_open = True
         self._kept_share: float | None = None  # it is not known before the first step
         self._worker = worker
@@ -228,9 +236,15 @@ class Trials:
             if chunk not in self._new:
                 continue
             generations = self._generations(chunk)
-            if generations is not None and self._round.submitted.get(chunk) != generations:
-                self._round.submitted[chunk] = generations
+            if generations is None or self._round.came.get(chunk) == generations:
+                continue
+            self._round.came[chunk] = generations
+            while self._queue and self._queue[0].done():
+                self._queue.popleft()
+            if len(self._queue) < self._most_waiting:
                 self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
+            else:
+                self._store.unexpect(chunk)
 
     def _generations(self, chunk: int) -> tuple[int, ...] | None:
         """The numbers of a chunk's gradients; None: one of them is not whole."""
@@ -279,6 +293,16 @@ class Trials:
         wait_for_all(self._queue)  # a call that is interrupted here has to wait again
         self._queue.clear()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which no trial is made. Those that have been made stay, and later gradients lead to others."""
+        was_open = self._is_open
+        self.end()
+        try:
+            yield
+        finally:
+            self._is_open = was_open  # not inside a step, which has ended them, too
+
     def keep(self, works: Iterable[ChunkWork]) -> None:
         """Gives works of a step that begins the results of trials with the same inputs. All trials have ended.
 
@@ -301,7 +325,7 @@ class Trials:
                 work.tried = self._new[work.chunk.index]
                 self._timeline.count("kept_bytes", self._store.nbytes(work.chunk.index))
         if self._round is not None:
-            came = self._round.submitted
+            came = self._round.came
             self._order = [*came, *(chunk for chunk in self._order if chunk not in came)]
         self._made.clear()
         self._round = None

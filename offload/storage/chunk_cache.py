@@ -246,6 +246,15 @@ class Store:
             self.check()
             self._announce(self._used)
 
+    @uninterrupted
+    def unexpect(self, chunk: int) -> None:
+        """Takes back that a chunk is leased next, if it was announced. Others are read in its place."""
+        with self._lock, self._books:
+            use = next((use for use in self._ahead if use.chunk == chunk), None)
+            if use is not None:
+                self._ahead.remove(use)
+                self._read_ahead()
+
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM. All of its leases then have the same arrays."""
         return self._chunks[chunk].is_resident

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from offload.io.threads import Workers
 from offload.layout import ParamSpec, StateKind, Whole, build
 from offload.optim import on_device
 from offload.optim.step import Step
+from offload.planner import least_cpu_memory
 from offload.planner.explain import plan_of
 from offload.ranks.torch_distributed import _GroupWork
 from offload.sizes import PAGE_BYTES
@@ -39,7 +40,9 @@ from tests import simulated_device
 from tests.simulated_device import process_group
 from tests.support import experts
 from tests.support.cases import often
+from tests.support.disks import on_disk
 from tests.support.ranks import World
+from tests.support.virtual_disk import CLOCKS, VirtualDisk, clock_of_thread, steps_wait_for
 
 pytestmark = [
     pytest.mark.device,
@@ -87,8 +90,6 @@ class Shape(NamedTuple):
 ONE = Shape()
 LAYER = Shape(7, 20, 20, 10, 7, 11)
 """Of `Layer`. Its forward is computed again but for the last product, whose result nobody needs."""
-CLOCKS = {"offload-gradients": 1, "offload-step": 2}
-"""Of the workers, by name; all other threads are one after the other, and have clock 0."""
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def workers_have_clocks(adam_s: float) -> Iterator[None]:
         future: Future[Any] = Future()
 
         def task() -> Any:
-            clock = CLOCKS.get(threading.current_thread().name.rpartition("_")[0], 0)
+            clock = clock_of_thread()
             simulated_device.use_clock(clock)
             simulated_device.host_until(began)
             result = work(*args, **options)
@@ -588,3 +589,74 @@ def test_waiting_for_the_routing_costs_little_of_a_step(copy_s: float, monkeypat
     """1.5, 4 and 7 %: the first tiles of the last step are on their way meanwhile."""
     waiting, knowing = (_mixture_s(copy_s, monkeypatch, waits=waits) for waits in (True, False))
     assert 1.0 < waiting / knowing < 1.08, (waiting, knowing)
+
+
+LAYERS, SLOTS, IN_FLIGHT = 40, 4, 4
+"""As many layers as a model of 13e9 parameters has; chunks of each one's states, and buffers that they pass through."""
+COMPUTE_S = (3 * LAYERS - 1) * PRODUCT_S
+
+
+def measured_on_disk(
+    ratio: float, folder: Path, *, tries: bool, clipped: Container[int] = (), steps: int = 7, param_tier: str = "device"
+) -> list[float]:
+    """Virtual seconds of steps, the second and later ones, whose states all stream from one disk.
+
+    Args:
+        ratio: of the seconds that the disk takes for a step to those of all products.
+        folder: for the swap file; it is made.
+        tries: whether steps are tried in backward.
+        clipped: the steps that clip, from 0.
+        steps: how many there are.
+        param_tier: where the parameters are.
+    """
+    torch.manual_seed(4)
+    simulated_device.set_delays(0, 0)
+    blocks = (nn.Sequential(nn.Linear(LAYER_WIDTH, LAYER_WIDTH, bias=False), nn.GELU()) for _ in range(LAYERS))
+    model = nn.Sequential(*blocks).to("simulated:0")
+    x = torch.ones(4, LAYER_WIDTH, dtype=torch.bfloat16, device="simulated:0")
+    plain = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {
+        "param_tier": param_tier,
+        "tuning": Tuning(chunk="4KiB", speculate=tries, prefetch_chunks=IN_FLIGHT - 2),
+    }
+    slot_bytes = 4 * PAGE_BYTES
+    options["cpu_memory"] = least_cpu_memory(model, plain, **options) + (IN_FLIGHT - 3) * slot_bytes
+    disk = VirtualDisk(2 * LAYERS * SLOTS * slot_bytes / (ratio * COMPUTE_S))
+    ends = []
+    with (
+        workers_have_clocks(0.0),
+        steps_wait_for(disk, adam_s=0.1),
+        simulated_device.virtual_time(2 * LAYER_WIDTH**2 / 0.05, PRODUCT_S),
+        on_disk(engine=disk),
+        OffloadZero(model, plain, tier="nvme", path=folder, commit_every=None, **options) as optimizer,
+    ):
+        assert optimizer.stats()["streamed_chunks"] == LAYERS * SLOTS
+        for step in range(steps):
+            model(x).float().square().mean().backward()
+            optimizer.clip_grad_norm_(1e-30 if step in clipped else 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(simulated_device.host_s())
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize("param_tier", ["device", pytest.param("cpu", marks=_slow)])
+@pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=_slow), 1.0, pytest.param(2.0, marks=_slow)])
+def test_a_step_that_is_tried_takes_little_more_than_the_longer_of_compute_and_disk(
+    ratio: float, param_tier: str, tmp_path: Path
+) -> None:
+    """Where they take equally long, 1.65 of that without trials."""
+    found = measured_on_disk(ratio, tmp_path / "run", tries=True, param_tier=param_tier)
+    wanted = max(1.0, ratio) * COMPUTE_S
+    assert all(0.99 <= step_s / wanted <= 1.05 for step_s in found[-3:]), (found, wanted)
+
+
+def test_steps_that_clip_take_little_longer_than_without_trials(tmp_path: Path) -> None:
+    """The first to clip were tried in vain; where all do, none is tried."""
+    without = measured_on_disk(1.0, tmp_path / "without", tries=False)
+    assert measured_on_disk(1.0, tmp_path / "all", tries=True, clipped=range(7)) == without
+    unexpected = measured_on_disk(1.0, tmp_path / "some", tries=True, clipped=(4, 5), steps=8)
+    chunk_s = COMPUTE_S / (LAYERS * SLOTS)
+    *before, third, fourth, last = unexpected
+    assert max(third, fourth) <= 1.02 * without[-1] + 2 * chunk_s
+    assert min(third, fourth) > without[-1] > 1.4 * max(before[-1], last)

@@ -26,6 +26,7 @@ from tests.support import models, tried
 from tests.support.cases import products
 from tests.support.device import refuse_launches
 from tests.support.interrupted import interrupted_at
+from tests.support.processes import run_killed
 from tests.support.scripts import run_code
 from tests.support.training import train
 
@@ -641,3 +642,11 @@ def test_activations_of_changing_lengths_leave_no_holes_on_the_device(
     assert (stats["activation_read_bytes"] > 0) is (place == "nvme")
     for found in (used, unused):
         assert max(found[100:]) <= max(found[:100]) + segment  # how many copies are under way depends on their time
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_run_that_tries_its_steps_and_is_killed_goes_on_with_the_same_bits(states: str, tmp_path: Path) -> None:
+    """Some of its commits are between a backward and its step."""
+    run_killed("killed", 8, 20, tmp_path, 1, states, "trials")

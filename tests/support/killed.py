@@ -5,7 +5,8 @@ at a random instant, and compares what the one that reaches the end has with an 
 start is in another layout. With `trials` most try steps in backward, and commit between a backward and its step, too.
 With `experts` the model has some, most of which do nothing in a step, and each start has other tiles and chunks, or no
 tiles, or makes their steps in time. STATES is as OffloadZero has it; where it is not fp32, masters are split. Forked
-before torch does anything: a start takes milliseconds.
+before torch does anything: a start takes milliseconds. With OFFLOAD_TEST_DEVICE=simulated each training is on that
+device, which only it has loaded.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from offload import BudgetError, OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from offload.planner import least_cpu_memory
+from tests.support.device import DEVICE, load_simulated
 from tests.support.processes import holds_in_child
 
 STEPS = 24
@@ -95,7 +97,9 @@ def another(paths: list[Path], chance: random.Random, states: str = "fp32") -> L
 def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
     """Resumes or begins."""
     torch.set_num_threads(1)
-    model = build(has_experts=layout.has_experts)
+    if DEVICE != "cpu":
+        load_simulated()
+    model = build(has_experts=layout.has_experts).to(DEVICE)
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
     options: dict[str, Any] = {"accumulation": ACCUMULATION, "states": layout.states}
     options["tuning"] = Tuning(chunk=layout.chunk, threads=1, split_master=layout.states != "fp32")
@@ -106,21 +110,23 @@ def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
     budget = int(1.3 * least_cpu_memory(model, plain, **options))
     if layout.has_experts:
         budget += 64 * 1024  # the same, and some of the states
-    elif layout.resume != "auto" or layout.speculate is not None:
+    elif layout.speculate is not None:
+        budget = least_cpu_memory(model, plain, **options)  # or nothing would stream
+    elif layout.resume != "auto":
         budget += 2 * 3 * (32 + 4) * 1024  # reads slots of the largest chunks
     options |= {"path": layout.paths, "commit_every": 2 * EVERY, "resume": layout.resume}
     try:
         return model, OffloadZero(model, plain, cpu_memory=budget, **options)
     except BudgetError as error:
-        if not layout.has_experts:
+        if not (layout.has_experts or layout.speculate is not None):
             raise
-        return model, OffloadZero(model, plain, cpu_memory=error.needed, **options)  # it reads larger chunks
+        return model, OffloadZero(model, plain, cpu_memory=error.needed, **options)  # it reads slots of another layout
 
 
 def states(model: nn.Module, optimizer: OffloadZero) -> dict[str, Tensor]:
     """Everything that training changes."""
     optimizer.synchronize()
-    found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found: dict[str, Tensor] = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
     for name, param in model.named_parameters():
         state = optimizer.state_of(param)
         found |= {f"{name}.{kind}": torch.as_tensor(value).clone() for kind, value in state.items()}
@@ -144,8 +150,8 @@ def train(layout: Layout, result: Path, after_step: AfterStep | None = None) -> 
         for step in range(begun, STEPS):
             for micro in range(ACCUMULATION):
                 x = torch.randn(4, 32, generator=generator.manual_seed(ACCUMULATION * step + micro))
-                (model(x.bfloat16()).float().square().mean() / ACCUMULATION).backward()
-            optimizer.clip_grad_norm_(0.5 if step % 3 else 1e6)
+                (model(x.bfloat16().to(DEVICE)).float().square().mean() / ACCUMULATION).backward()
+            optimizer.clip_grad_norm_(0.5 if step % 3 == 1 else 1e6)
             if layout.speculate and step % EVERY == 1:
                 optimizer.commit()
             optimizer.step()
@@ -156,6 +162,8 @@ def train(layout: Layout, result: Path, after_step: AfterStep | None = None) -> 
             if after_step is not None:
                 after_step(step + 1, model, optimizer)
         found = states(model, optimizer)
+        if layout.speculate and not begun:
+            assert optimizer.stats()["kept_bytes"]
     save_file(found, str(result))
 
 
