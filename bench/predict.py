@@ -37,9 +37,11 @@ from offload.cli.plan_models import optimizers, rules_named
 from offload.cli.plots import new_figure
 from offload.cli.probing import copies, steps_of
 from offload.demo.gpt import GPT, PRESETS, GPTConfig
+from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.speeds import DriveSpeed, Passes, Speeds
+from offload.planner.simulate.what_if import shared_out
 from offload.sizes import MIB
 
 SIZES = PRESETS | {"46m": GPTConfig(layers=14, width=512, heads=8)}
@@ -47,6 +49,8 @@ WARM_UP = 3
 MEDIAN_TARGET, WORST_TARGET = 0.08, 0.20
 """Of the errors of seconds."""
 DISK_TRANSFERS, DISK_BYTES = 16, 24 * MIB
+WHOSE = "nvme", "activation"
+"""In `stats()`, what drives move."""
 COMPUTED = 3
 """How often plain torch's passes are timed; the median counts."""
 HEADINGS = (
@@ -108,7 +112,11 @@ CONFIGURATIONS = {
     "350m, all on NVMe": _on_nvme("350m", 0.0, param_tier="nvme", grad_tier="nvme"),
     "350m, in RAM": Configuration("350m", options={"tier": "cpu"}),
     "1b, NVMe": _on_nvme("1b", 0.0),
-    "125m, activations in RAM": _on_nvme("125m", 0.0, activation_tier="cpu"),
+    "125m, activations recomputed": _on_nvme("125m", 0.0, activation_tier="cpu"),
+    "125m, activations on NVMe": _on_nvme("125m", 0.0, activation_tier="nvme", activation_memory="8MiB"),
+    "125m, all activations on NVMe": _on_nvme(
+        "125m", 0.0, activation_tier="nvme", activation_memory="256MiB", tuning=Tuning(chunk="16MiB", recompute=False)
+    ),
     "125m, steps tried": _on_nvme("125m", 0.0, tuning=Tuning(chunk="16MiB", speculate=True)),
 }
 """By name. Where no time is predicted for one, the page says why."""
@@ -228,15 +236,6 @@ def batch(one: Configuration, number: int) -> tuple[Tensor, Tensor]:
     return words[:, :-1], words[:, 1:]
 
 
-def passes_of(planned: Planned, forward_s: float, backward_s: float) -> Passes:
-    """A micro-batch's passes, shared out over the units by their elements."""
-    numels: dict[str, int] = {}
-    for spec in planned.layout.specs:
-        numels[spec.unit] = numels.get(spec.unit, 0) + spec.numel
-    total = sum(numels.values())
-    return Passes(*({unit: seconds * n / total for unit, n in numels.items()} for seconds in (forward_s, backward_s)))
-
-
 def options_of(one: Configuration, folder: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Planned]:
     """What OffloadZero is given, and its plan."""
     given: dict[str, Any] = {"tuning": Tuning(chunk="16MiB"), "compute_dtype": dtype} | dict(one.options)
@@ -248,6 +247,15 @@ def options_of(one: Configuration, folder: Path, dtype: torch.dtype) -> tuple[di
         planned = planned.with_memory(planned.cpu_memory_for(one.share))
         given["cpu_memory"] = planned.room.cpu_memory
     return given, planned
+
+
+def waiting_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Mapping[str, Sequence[int]]:
+    """What of a micro-batch waits in the activation tier; of none, nothing."""
+    choice = planned.choice.activations
+    if choice.tier is None:
+        return {}
+    tokens = [part.to("meta") for part in batch(one, 0)]
+    return measure(GPT(SIZES[one.size], device="meta"), dtype, lambda model: model(*tokens)).of(choice)
 
 
 def measured(one: Configuration, given: Mapping[str, Any], steps: int) -> tuple[list[float], float]:
@@ -265,7 +273,7 @@ def measured(one: Configuration, given: Mapping[str, Any], steps: int) -> tuple[
             start, end = end, time.perf_counter()
             seconds.append(end - start)
             stats = optimizer.stats()
-            moved.append(stats["nvme_read_bytes"] + stats["nvme_written_bytes"])
+            moved.append(sum(stats[f"{whose}_{way}_bytes"] for whose in WHOSE for way in ("read", "written")))
     return seconds[WARM_UP:], (moved[-1] - moved[WARM_UP - 1]) / steps
 
 
@@ -273,7 +281,9 @@ def result_of(name: str, one: Configuration, folder: Path, disk: Disk, dtype: to
     """Predicts and measures a configuration."""
     given, planned = options_of(one, folder, dtype)
     layout, placement, count = planned.layout, planned.place(), planned.layout.trained.numel
-    unknown = simulate(layout, placement, Passes(), Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)]))
+    waiting = waiting_of(one, planned, dtype)
+    any_speeds = Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)])
+    unknown = simulate(layout, placement, Passes(waiting=waiting), any_speeds)
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
     with closing(Rates(one, disk, dtype)) as rates:
@@ -284,7 +294,7 @@ def result_of(name: str, one: Configuration, folder: Path, disk: Disk, dtype: to
         after = rates.measure()
     mean = before.mean_with(after)
     speeds = Speeds(mean.elements_per_s, mean.memory, [mean.drive])
-    found = simulate(layout, placement, passes_of(planned, mean.forward_s, mean.backward_s), speeds)
+    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, waiting), speeds)
     assert isinstance(found, Iteration)
     every = planned.choice.commits.every or 0
     commit_s, commit_bytes = (found.commit_s / every, found.commit_bytes / every) if every else (0.0, 0.0)

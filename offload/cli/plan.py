@@ -202,7 +202,7 @@ def plan(
         raise
     figures |= _what_fits(planned, options, model) | _left_out(options, model)
     if picture is not None:
-        _draw(picture, planned, options, model, figures)
+        _draw(picture, planned, options, model, figures, waiting)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen, "lora_rank": lora_rank}
         print_json((given if config is None else {"config": str(config), "lora_rank": lora_rank}) | figures)
@@ -214,7 +214,14 @@ def plan(
     show(Console(), figures, options, model)
 
 
-def _draw(file: Path, planned: Planned, options: PlanOptions, model: Sized, figures: dict[str, Any]) -> None:
+def _draw(
+    file: Path,
+    planned: Planned,
+    options: PlanOptions,
+    model: Sized,
+    figures: dict[str, Any],
+    waiting: Waiting | None,
+) -> None:
     """Draws what a step takes its time from, in this plan and with other budgets of RAM.
 
     Raises:
@@ -231,7 +238,7 @@ def _draw(file: Path, planned: Planned, options: PlanOptions, model: Sized, figu
         other = replace(
             other, room=replace(other.room, free_cpu_bytes=max(budget["cpu_bytes"], figures["free_cpu_bytes"]))
         )
-        found = predicted_of(other, options, model, figures["flops"], hides=False)["predicted"]
+        found = predicted_of(other, options, model, figures["flops"], waiting, hides=False)["predicted"]
         if found is not None:
             steps.append((f"{budget['share']:.0%}", found["parts_s"]))
     draw(file, f"{figures['parameters']:,} trained parameters: what a step takes its time from", steps)
@@ -432,7 +439,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
         planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"], link=link_of(options),
         measures=options.machine is None,
     )  # fmt: skip
-    found |= predicted_of(planned, options, model, found["flops"])
+    found |= predicted_of(planned, options, model, found["flops"], waiting)
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
@@ -623,7 +630,13 @@ def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:
 
 
 def predicted_of(
-    planned: Planned, options: PlanOptions, model: Sized, flops_per_s: float | None, *, hides: bool = True
+    planned: Planned,
+    options: PlanOptions,
+    model: Sized,
+    flops_per_s: float | None,
+    waiting: Waiting | None,
+    *,
+    hides: bool = True,
 ) -> dict[str, Any]:
     """How long a simulated step takes; see `plan_time.predicted`.
 
@@ -636,7 +649,8 @@ def predicted_of(
     steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
     disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
     speeds = speeds_of(there, elements_per_s=None if steps is None else steps.value, disk_bytes_per_s=disk)
-    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, hides=hides)
+    sizes = None if waiting is None else waiting.of(planned.choice.activations)
+    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, sizes, hides=hides)
 
 
 def machine_of(options: PlanOptions) -> Machine | None:

@@ -63,7 +63,13 @@ def speeds_of(
 
 
 def predicted(
-    planned: Planned, work: Work, flops_per_s: float | None, speeds: Speeds | NotPredicted, *, hides: bool = True
+    planned: Planned,
+    work: Work,
+    flops_per_s: float | None,
+    speeds: Speeds | NotPredicted,
+    waiting: Mapping[str, Sequence[int]] | None = None,
+    *,
+    hides: bool = True,
 ) -> dict[str, Any]:
     """What a simulated step takes, as --json prints it.
 
@@ -72,6 +78,7 @@ def predicted(
         work: what a micro-batch computes.
         flops_per_s: FLOP/s that the device achieves; None: that is not known.
         speeds: of the machine.
+        waiting: what of a micro-batch waits in the activation tier, see `Passes`; None: that is not known.
         hides: whether to say which number of tokens hides all else.
 
     Returns:
@@ -82,7 +89,7 @@ def predicted(
     found: Iteration | NotPredicted = speeds if isinstance(speeds, NotPredicted) else NotPredicted("")
     if not isinstance(speeds, NotPredicted) and flops_per_s is not None:
         layout, placement = planned.layout, planned.place()
-        passes = passes_of(layout, work, flops_per_s)
+        passes = passes_of(layout, work, flops_per_s, waiting)
         found = simulate(layout, placement, passes, speeds)
     if isinstance(found, NotPredicted):
         return {"predicted": None, "not_predicted": found.reason}

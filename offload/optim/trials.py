@@ -53,7 +53,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -105,15 +105,83 @@ def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Regio
     return [Region(memory, TRIED, chunk.numel * layout.flats[chunk.flat].dtype.itemsize) for chunk in chunks]
 
 
+Generations = tuple[int, ...]
+"""Numbers of the gradients of a chunk's parameters, each of which changes with its gradient."""
+
+
+class TriedChunks:
+    """Which chunks' steps are tried, when, and in which order.
+
+    Args:
+        layout: of the trained parameters.
+        streamed: see `tried_chunks`.
+
+    Attributes:
+        order: the chunks, in the order in which their gradients are complete.
+    """
+
+    def __init__(self, layout: Layout, streamed: Iterable[int]) -> None:
+        chosen = tried_chunks(layout, streamed)
+        self.order = chosen[::-1]
+        self._layout = layout
+        self._params_of = {c: [*dict.fromkeys(p.param for p in layout.chunks[c].pieces)] for c in chosen}
+        self._came: dict[int, Generations] = {}  # in this step
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._params_of
+
+    def params_of(self, chunk: int) -> Sequence[int]:
+        """The numbers of a chunk's parameters."""
+        return self._params_of[chunk]
+
+    def generations(self, chunk: int, of: Callable[[int], int | None]) -> Generations | None:
+        """The numbers of a chunk's gradients; None: one of them is not whole.
+
+        Args:
+            chunk: the chunk.
+            of: tells that of a parameter's gradient, or None.
+        """
+        found = []
+        for param in self._params_of[chunk]:
+            if (generation := of(param)) is None:
+                return None
+            found.append(generation)
+        return tuple(found)
+
+    def complete(self, param: int, of: Callable[[int], int | None]) -> Iterator[int]:
+        """The chunks to try now that the gradient of a parameter is whole: those of which all others are, too.
+
+        Args:
+            param: the parameter.
+            of: see `generations`.
+        """
+        for chunk in self._layout.chunks_of[param]:
+            if chunk not in self:
+                continue
+            generations = self.generations(chunk, of)
+            if generations is not None and self._came.get(chunk) != generations:
+                self._came[chunk] = generations
+                yield chunk
+
+    def step_begins(self) -> None:
+        """The next step's gradients are expected in the order of this one's."""
+        self.order = [*self._came, *(chunk for chunk in self.order if chunk not in self._came)]
+        self._came = {}
+
+    def forget(self) -> None:
+        """The gradients so far are dropped."""
+        self._came = {}
+
+
 class _Trial(NamedTuple):
     """A trial that has been made.
 
     Attributes:
-        generations: of the gradients of the chunk's parameters.
+        generations: of its gradients.
         runs: the elements that were stepped, and the scalars of each run as the kernel got them.
     """
 
-    generations: tuple[int, ...]
+    generations: Generations
     runs: Sequence[Segment[bytes]]
 
 
@@ -128,7 +196,6 @@ class _Round:
     def __init__(self, expected: Expected, rules: Sequence[Rule]) -> None:
         self.expected = expected
         self.squares = 0.0
-        self.submitted: dict[int, tuple[int, ...]] = {}  # by chunk, the generations of its gradients
         self._rules = rules
         self._scalars: dict[StepKey, Any] = {}
 
@@ -186,12 +253,11 @@ class Trials:
         self._halves = halves
         self._tasks = tasks
         streamed = [chunk.index for chunk in layout.chunks if not store.is_resident(chunk.index)]
-        chosen = tried_chunks(layout, streamed)
+        self._chunks = TriedChunks(layout, streamed)
+        chosen = self._chunks.order[::-1]
         dtypes = [layout.flats[layout.chunks[chunk].flat].dtype for chunk in chosen]
         memory = zip(run.memory.take(TRIED), dtypes, strict=True)
         self._new = dict(zip(chosen, (one.view(dtype) for one, dtype in memory), strict=True))
-        self._params_of = {c: [*dict.fromkeys(p.param for p in layout.chunks[c].pieces)] for c in chosen}
-        self._order = chosen[::-1]  # in which gradients are complete
         self._made: dict[int, _Trial] = {}
         self._round: _Round | None = None
         self._queue: list[Future[None]] = []
@@ -224,22 +290,11 @@ class Trials:
             return
         if self.pending and self._reserves_once:
             return  # what rules take beside their arrays is there for one step at a time
-        for chunk in self._layout.chunks_of[param]:
-            if chunk not in self._new:
-                continue
-            generations = self._generations(chunk)
-            if generations is not None and self._round.submitted.get(chunk) != generations:
-                self._round.submitted[chunk] = generations
-                self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
+        for chunk in self._chunks.complete(param, self._gradients.generation):
+            self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
 
-    def _generations(self, chunk: int) -> tuple[int, ...] | None:
-        """The numbers of a chunk's gradients; None: one of them is not whole."""
-        found = []
-        for param in self._params_of[chunk]:
-            if (generation := self._gradients.generation(param)) is None:
-                return None
-            found.append(generation)
-        return tuple(found)
+    def _generations(self, chunk: int) -> Generations | None:
+        return self._chunks.generations(chunk, self._gradients.generation)
 
     def _try(self, chunk: Chunk, round_: _Round) -> None:
         """Makes the trial of a chunk, in the worker."""
@@ -247,7 +302,7 @@ class Trials:
         generations = self._generations(index)  # before anything is read
         if generations is None or not round_.may_be_made or not self._store.can_try(index):
             return
-        keys = {param: round_.expected.key_of(param) for param in self._params_of[index]}
+        keys = {param: round_.expected.key_of(param) for param in self._chunks.params_of(index)}
         runs = segments(chunk, keys.get)
         scalars = {key: round_.scalars(key) for key in set(keys.values())}
         work = ChunkWork(step, chunk, True, runs, scalars)
@@ -300,9 +355,7 @@ class Trials:
             if work.chunk.index in kept:
                 work.tried = self._new[work.chunk.index]
                 self._timeline.count("kept_bytes", self._store.nbytes(work.chunk.index))
-        if self._round is not None:
-            came = self._round.submitted
-            self._order = [*came, *(chunk for chunk in self._order if chunk not in came)]
+        self._chunks.step_begins()
         self._made.clear()
         self._round = None
 
@@ -344,7 +397,7 @@ class Trials:
     def announce(self) -> None:
         """Announces the trials to come: the last step has been applied."""
         if self.is_on and self._new:
-            self._store.expect(self._order, repeats=False)
+            self._store.expect(self._chunks.order, repeats=False)
             self._gradients.read_soon(self._new.keys())
 
     @uninterrupted
@@ -352,15 +405,18 @@ class Trials:
         """Forgets the trials that no step has kept: the gradients are dropped."""
         if self._round is not None:  # a backward without a step
             self._judge(0.0)
-        self._made.clear()
-        self._round = None
+        self._forget()
         self._is_open = True
+
+    def _forget(self) -> None:
+        self._made.clear()
+        self._chunks.forget()
+        self._round = None
 
     def abandon(self) -> None:
         """Ends the worker's trials, failed or not, and forgets all."""
         self.end()
-        self._made.clear()
-        self._round = None
+        self._forget()
 
     def close(self) -> None:
         """Ends the worker's trials, and lets go of the gradients."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from offload.choices import ActivationChoice
 from offload.layout import Layout
+from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.placement import Placement
-from offload.planner.simulate import Iteration, simulate
+from offload.planner.simulate import Iteration, NotPredicted, simulate
+from offload.planner.simulate.lines import Worker
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
 from offload.storage.slot_map import ChunkKind
+from tests.support import tried
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import Net, batch, take_step
 
@@ -87,6 +93,31 @@ THERE = {
         {"tier": "nvme", "param_tier": "cpu", "accumulation": 2, "device_memory": 600_000}, 0.3, device=True
     ),
 }
+ON_NVME = {"tier": "nvme", "commit_every": None}
+TIGHT = {"activation_tier": "nvme", "activation_memory": 2 * PAGE_BYTES}
+WAITING = {
+    "of each unit what enters it, in RAM": Case({"tier": "cpu", "activation_tier": "cpu"}, device=True),
+    "likewise on NVMe, where RAM has room for two": Case(ON_NVME | TIGHT, 0.0),
+    "likewise of a device": Case(ON_NVME | TIGHT | {"accumulation": 2}, 0.3, device=True),
+    "the oldest on the device, the others on NVMe": Case(
+        ON_NVME | {"activation_tier": "device", "activation_memory": PAGE_BYTES, "cpu_memory": "1GiB"}, device=True
+    ),
+    "recomputed, and nothing waits elsewhere": Case({"tier": "cpu", "activation_tier": "cpu"}),
+    "all that units save": Case(
+        ON_NVME
+        | {"activation_tier": "nvme", "activation_memory": 8 * PAGE_BYTES, "tuning": replace(LARGE, recompute=False)},
+        0.0,
+    ),
+}
+TRIED = Tuning(chunk="4KiB", speculate=True)
+TRIALS = {
+    "steps tried": Case({"tier": "nvme", "tuning": TRIED}, 0.0),
+    "steps tried, of a device": Case({"tier": "nvme", "tuning": TRIED, "accumulation": 2}, 0.3, device=True),
+    "steps tried, split masters of a device": Case(
+        {"tier": "nvme", "tuning": replace(TRIED, split_master=True)}, 0.3, device=True
+    ),
+    "steps tried, parameters that stream": Case({"tier": "nvme", "param_tier": "cpu", "tuning": TRIED}, 0.2),
+}
 TIMED = {
     "parameters on NVMe": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0),
     "parameters on NVMe, accumulation": Case({"tier": "nvme", "param_tier": "nvme", "accumulation": 2}, 0.4),
@@ -113,6 +144,28 @@ def test_states_on_the_device_spare_the_link(name: str, copied_by: CopiedBy, tmp
     assert planned.place().states.on_device
 
 
+@pytest.mark.parametrize("name", WAITING)
+def test_activations_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
+    found, counted, planned = _both(WAITING[name], copied_by, tmp_path)
+    assert found == counted
+    on_nvme = WAITING[name].options.get("activation_memory") is not None
+    assert (planned.place().activation_bytes > 0) == (name != "recomputed, and nothing waits elsewhere")
+    without = replace(planned, choice=replace(planned.choice, activations=ActivationChoice(None)))
+    states = iteration_of(without, WITH_LINK)
+    assert (found.written_bytes > states.written_bytes) == on_nvme
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_steps_that_are_tried_move_what_a_run_counts(
+    name: str, copied_by: CopiedBy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried.at_once(monkeypatch)  # all that can be made, however busy the machine is, in the simulation too
+    monkeypatch.setattr(Worker, "cancel", lambda self: self._queue[-1][1] if self._queue else self._last)
+    found, counted, _ = _both(TRIALS[name], copied_by, tmp_path, is_slow=True)
+    assert found == counted
+    assert found.kept_bytes > 0
+
+
 @pytest.mark.parametrize("name", TIMED)
 def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     name: str, copied_by: CopiedBy, tmp_path: Path
@@ -124,29 +177,46 @@ def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     assert abs(found.read_bytes - counted.read_bytes) <= buffers
 
 
+def waiting_of(planned: Planned, model: nn.Module) -> Mapping[str, Sequence[int]]:
+    """What of `batch` waits in the activation tier, measured on the meta device."""
+    on_meta = copy.deepcopy(model).to("meta")
+    found = measure(on_meta, torch.bfloat16, lambda module: module(batch(0).to("meta", torch.bfloat16)))
+    return found.of(planned.choice.activations)
+
+
 class Moved(NamedTuple):
-    """Bytes of an iteration."""
+    """Bytes of an iteration; kept_bytes: of states of steps that were tried."""
 
     read_bytes: int
     written_bytes: int
     up_bytes: int
     down_bytes: int
+    kept_bytes: int
 
 
-def _both(case: Case, copied_by: CopiedBy, folder: Path) -> tuple[Moved, Moved, Planned]:
-    """What a simulated iteration moves, what that of a run counts, and the plan of both."""
+def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = False) -> tuple[Moved, Moved, Planned]:
+    """What a simulated iteration moves, what that of a run counts, and the plan of both.
+
+    Args:
+        case: the options.
+        copied_by: see there.
+        folder: for the swap files.
+        is_slow: whether a backward takes far longer than what is beside it.
+    """
     given: dict[str, Any] = {"tuning": SMALL} | case.options
     if given["tier"] == "nvme":
         given |= {"path": folder / "run", "commit_every": 0}
-    model = Wide() if given["tuning"] is LARGE else Net()
+    model = Wide() if given["tuning"].chunk == LARGE.chunk else Net()
     planned = plan_of(model, direct=not case.device, **given)
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
-    found = iteration_of(planned, WITH_LINK if case.device else SPEEDS)
+    backward_s = dict.fromkeys((spec.unit for spec in planned.layout.specs), 1.0) if is_slow else {}
+    passes = Passes({}, backward_s, waiting_of(planned, model))
+    found = iteration_of(planned, WITH_LINK if case.device else SPEEDS, passes)
     if case.device:
         copied_by(lambda: LateCopier(1))
-    simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes)
+    simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes, found.kept_bytes)
     return simulated, Moved(*_counted(model, given)), planned
 
 
@@ -160,7 +230,8 @@ def _end_worker(optimizer: OffloadZero) -> None:
 
 def _counted(model: nn.Module, options: dict[str, Any]) -> tuple[int, ...]:
     """What the third iteration of a run moves."""
-    names = ("nvme_read_bytes", "nvme_written_bytes", "host_to_device_bytes", "device_to_host_bytes")
+    nvme = ("nvme_read_bytes", "activation_read_bytes"), ("nvme_written_bytes", "activation_written_bytes")
+    names = (*nvme, ("host_to_device_bytes",), ("device_to_host_bytes",), ("kept_bytes",))
     seen: list[list[int]] = []
     with OffloadZero(model, **options) as optimizer:
         for step in range(4):
@@ -171,7 +242,7 @@ def _counted(model: nn.Module, options: dict[str, Any]) -> tuple[int, ...]:
             for store in optimizer._parts.stores.all:
                 store.drain()
             stats = optimizer.stats()
-            seen.append([stats[name] for name in names])
+            seen.append([sum(stats[name] for name in some) for some in names])
     return tuple(last - before for before, last in zip(seen[-2], seen[-1], strict=True))
 
 
@@ -228,6 +299,59 @@ def test_two_buffers_share_a_slow_disk() -> None:
     speeds = replace(HAND, elements_per_s=math.inf)
     found = seconds_of(2, speeds, Passes())
     assert 4.0 <= found <= 2 * (1.5 + 2.0)
+
+
+def two_units(**options: Any) -> Planned:
+    """Two layers of 272 elements, each a unit and a chunk of 544 bytes in bf16."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    return plan_of(model, tuning=options.pop("tuning", SMALL), **options)
+
+
+TWO_PASSES = Passes({"0": 4.0, "1": 4.0}, {"0": 8.0, "1": 8.0}, {"0": [PAGE_BYTES], "1": [PAGE_BYTES]})
+
+
+def test_activations_come_back_over_the_link() -> None:
+    """A page takes a second each way. Two forwards 8, beside them the inputs leave; the second one's comes back, 1, and
+    then beside its backward, 4 + 8, the first one's; that backward, 12. Then the gradients of the first unit leave, and
+    its new values come."""
+    planned = two_units(direct=False, tier="cpu", activation_tier="cpu", activation_memory=2 * PAGE_BYTES)
+    link = LinkSpeed(PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES)
+    found = iteration_of(planned, Speeds(math.inf, link=link), TWO_PASSES)
+    assert found.seconds == pytest.approx(8 + 1 + 12 + 12 + 2 * 544 / PAGE_BYTES)
+
+
+def test_activations_in_one_page_of_ram() -> None:
+    """A page is written in 2 s and read in 1. Forward 4; what entered it is written, 2, before there is room for what
+    enters the next one; forward 4, backward 4 + 8; the first page is read, 1; backward 12."""
+    planned = two_units(
+        direct=True, tier="cpu", path=".", commit_every=None, activation_tier="nvme", activation_memory=PAGE_BYTES
+    )
+    drive = DriveSpeed(PAGE_BYTES, PAGE_BYTES / 2, 1.5 * PAGE_BYTES)
+    found = iteration_of(planned, Speeds(math.inf, drives=[drive]), TWO_PASSES)
+    assert found.seconds == pytest.approx(4 + 2 + 4 + 12 + 1 + 12)
+    assert (found.written_bytes, found.read_bytes) == (PAGE_BYTES, PAGE_BYTES)
+
+
+def test_activations_without_room_are_no_iteration() -> None:
+    planned = two_units(direct=False, tier="cpu", activation_tier="cpu", activation_memory=PAGE_BYTES)
+    found = simulate(planned.layout, planned.place(), TWO_PASSES, WITH_LINK)
+    assert isinstance(found, NotPredicted)
+    assert "activation_memory" in found.reason
+
+
+@pytest.mark.parametrize(("tries", "seconds"), [(True, 8 + 16 + 5), (False, 8 + 16 + 5 + 1)])
+def test_a_tried_step_is_beside_the_backward(tries: bool, seconds: float) -> None:
+    """A step takes 5 s, a forward 4, a backward 8. Tried, the second unit's is beside the first one's backward, and the
+    first one's behind it. Else both are behind it, the second one's beside the first forward, but for a second."""
+    planned = two_units(direct=False, tier="nvme", path=".", commit_every=None, tuning=replace(SMALL, speculate=tries))
+    placement = planned.place()
+    pool = Pool(placement.states.sizes, frozenset(), 2)
+    placement = replace(placement, pools={**placement.pools, ChunkKind.STATES: pool}, uses_disk=True)
+    fast = DriveSpeed(1e12, 1e12, 2e12)
+    speeds = Speeds(272 / 5, drives=[fast], link=LinkSpeed(1e12, 1e12, 2e12))
+    found = simulate(planned.layout, placement, Passes({"0": 4.0, "1": 4.0}, {"0": 8.0, "1": 8.0}), speeds)
+    assert isinstance(found, Iteration)
+    assert found.seconds == pytest.approx(seconds, abs=1e-3)
 
 
 def bounded(speeds: Speeds, passes: Passes, buffers: int) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from offload.errors import BudgetError
 from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
@@ -47,6 +48,7 @@ class Iteration:
         written_bytes: written to drives.
         up_bytes: from RAM to the device.
         down_bytes: from the device to RAM.
+        kept_bytes: of states whose steps were tried in backward, and kept.
         commit_s: seconds that a commit adds.
         commit_bytes: that a commit adds to what is written.
         spans: what the resources did, from the beginning of the iteration on.
@@ -60,6 +62,7 @@ class Iteration:
     written_bytes: int
     up_bytes: int
     down_bytes: int
+    kept_bytes: int = 0
     commit_s: float = 0.0
     commit_bytes: int = 0
     spans: Sequence[Span] = ()
@@ -80,9 +83,15 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         passes: what a micro-batch computes.
         speeds: of the machine.
     """
-    if (reason := _not_simulated(held, placement, speeds)) is not None:
+    if (reason := _not_simulated(held, placement, passes, speeds)) is not None:
         return NotPredicted(reason)
-    rank = Rank(held, placement, passes, speeds)
+    try:
+        return _simulate(Rank(held, placement, passes, speeds), placement)
+    except BudgetError as error:  # of activations, whose bytes the plan does not know
+        return NotPredicted(str(error))
+
+
+def _simulate(rank: Rank, placement: Placement) -> Iteration:
     before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
     seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
     rank.clock.run_out()
@@ -101,6 +110,7 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         moved["written"],
         moved[UP],
         moved[DOWN],
+        moved["kept"],
         commit_s,
         commit_bytes,
         [
@@ -162,12 +172,11 @@ def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, i
     return max(end.seconds - start.seconds - plain_s, 0.0), added
 
 
-def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | None:
+def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> str | None:
     """Why a run is not simulated; None: it is."""
-    choice, direct = placement.choice, placement.is_direct
     if held.ranks > 1:
         return "several ranks are not simulated yet"
-    if not direct and speeds.link is None:
+    if not placement.is_direct and speeds.link is None:
         return "the speed of the link to the device is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:
         return "the speed of the drives is not known"
@@ -177,8 +186,6 @@ def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | 
         return "an optimizer that steps whole parameters is not simulated yet"
     if any(spec.tile for spec in held.specs):
         return "weights in tiles are not simulated yet"
-    if choice.activations.tier is not None:
-        return "an activation tier is not simulated yet"
-    if choice.states.tries_steps:
-        return "steps that are tried in backward are not simulated yet"
+    if placement.activation_bytes and not passes.waiting:
+        return "what of a micro-batch waits in the activation tier is not known"
     return None

@@ -18,7 +18,7 @@ something else makes that slower, but for transfers on one drive and one link.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,9 @@ from offload.model.pending import order_of_updates
 from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
 from offload.model.units import ROOT
+from offload.optim.trials import TriedChunks
 from offload.planner.placement import Placement, tiers_of
+from offload.planner.simulate.activations import TimedActivations, TimedCopier
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
 from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
 from offload.planner.simulate.speeds import Passes, Speeds
@@ -143,6 +145,26 @@ class Rank:
         self._released: deque[Moment] = deque()  # the last uses of units
         self._launched = Moment()
         self._launched.happen()
+        over_link = {way: partial(self._move, way, what="activation", behind_device=True) for way in (UP, DOWN)}
+        copier = TimedCopier(
+            over_link[UP], over_link[DOWN], self._copied_in_ram if self._direct else None, self._wait_in_call
+        )
+        self._activations = TimedActivations(
+            placement, passes.waiting, copier, self.stores.drives, self.stores.timeline, self._wait_in_call
+        )
+        self._recomputes = self._choice.activations.recomputes
+        self._tried: TriedChunks | None = None
+        self._trials = self._steps
+        if self._choice.states.tries_steps:
+            is_resident = self._states.store.is_resident
+            self._tried = TriedChunks(layout, [one.index for one in layout.chunks if not is_resident(one.index)])
+            if self._direct:
+                self._trials = Worker(clock, Line(clock), self.device.line)
+        self._whole: dict[int, int] = {}  # by parameter whose gradient is whole, the step that it is for
+        self._made: set[int] = set()  # the chunks whose next step was tried
+        self._kept: set[int] = set()  # those whose step under way was
+        self._kept_bytes = 0
+        self._read_soon: Collection[int] = ()
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -153,9 +175,15 @@ class Rank:
 
     @property
     def moved(self) -> dict[str, int]:
-        """The bytes that were read from drives and written to them, and copied up and down, as a run counts them."""
+        """The bytes that were read from drives and written to them, and copied up and down, as a run counts them.
+
+        And the bytes of states whose steps were tried and kept.
+        """
         counted = self.stores.timeline.counted
-        return {"read": counted("nvme_read_bytes"), "written": counted("nvme_written_bytes")} | self.counted
+        read, written = (
+            sum(counted(f"{whose}_{way}_bytes") for whose in ("nvme", "activation")) for way in ("read", "written")
+        )
+        return {"read": read, "written": written, "kept": self._kept_bytes} | self.counted
 
     # An iteration.
 
@@ -187,9 +215,13 @@ class Rank:
                     self._scheduler.pass_begins()
                 self._scheduler.forward_begins(unit)
                 yield from self._do_what_is_to_do()
+            if station.computes and self._recomputes:
+                self._activations.put(station.unit)  # what enters the unit
             seconds = self._passes.forward_s.get(station.unit, 0.0) if station.computes else 0.0
             yield from self._launch(seconds, f"forward {station.unit}", arrived + self._arrived.get(unit, []))
             if station.computes:
+                if not self._recomputes:
+                    self._activations.put(station.unit)
                 self._scheduler.forward_ends(unit)
 
     def _backward(self) -> Process:
@@ -201,8 +233,13 @@ class Rank:
             if station.computes:
                 self._scheduler.backward_begins(unit)
                 yield from self._do_what_is_to_do()
+                self._activations.get(station.unit)
+                if self._recomputes and not unit.is_root:
+                    seconds += self._passes.forward_s.get(station.unit, 0.0)
             waits = [(one, LINK) for one in leaving] + self._arrived.get(unit, [])
             made = yield from self._launch(seconds, f"backward {station.unit}", waits)
+            if station.computes:
+                self._activations.drop(station.unit)
             copies = []
             for param in reversed(station.params):
                 copies += yield from self._gradient_comes(param, made)
@@ -221,6 +258,8 @@ class Rank:
         for fetched, _ in self._fetched:
             fetched.store.repeat()
         yield from self._wait_for_gradients()
+        if self._tried is not None:
+            yield from self.host.wait(self._trials.cancel(), self._trials.line)
         if commits:
             self.host.begins(COMMIT)
             for kind, store in self.stores.by_kind.items():
@@ -231,9 +270,11 @@ class Rank:
         self._order = order_of_updates(self._layout, self._order, self._applied)
         self._applied = []
         works = [chunk for flat in self._order for chunk in self._chunks_of[flat]]
-        self._states.store.expect([chunk.index for chunk in works])
+        yield from self._keep_trials()
+        coming = [chunk.index for chunk in works if chunk.index not in self._kept]
+        self._states.store.expect(coming, repeats=self._tried is None)
         if self._stored_gradients is not None:
-            self._stored_gradients.store.expect([chunk.index for chunk in works])
+            self._stored_gradients.store.expect(coming)
         self._micro_batches.clear_all()
         self._pending = {flat: [] for flat in self._order if self._chunks_of[flat]}
         if not self._direct:
@@ -257,6 +298,7 @@ class Rank:
         number = self._micro_batches.count(param)
         if self._direct:
             yield from self._add(param, number, self.host)
+            self._has_come(param, number)
             return []
         if self._layout.flat_of[param] in self._there:
             return []
@@ -267,6 +309,7 @@ class Rank:
             yield from self._gradients.line.wait(made, self.device.line)
             yield from self._gradients.line.wait(copied, LINK)
             yield from self._add(param, number, self._gradients.line)
+            self._has_come(param, number)
 
         self._summed = self._gradients.submit(work())
         return [copied]
@@ -275,7 +318,7 @@ class Rank:
         """A process: brings a gradient that is in RAM to where it waits, and sums its squares."""
         is_first, is_last = number == 1, number == self._micro_batches.expected
         for chunk, piece in self._layout.pieces_of(param):
-            lease = None
+            lease, is_unfinished = None, False
             if self._stored_gradients is not None:
                 params = [one.param for one in chunk.pieces]
                 is_unfinished = len(params) > 1 and not self._micro_batches.are_equal(params)
@@ -287,6 +330,8 @@ class Rank:
             line.begins(NOTHING)
             if lease is not None:
                 assert self._stored_gradients is not None
+                if not is_unfinished and chunk.index in self._read_soon:
+                    self._stored_gradients.store.retain(chunk.index)
                 self._stored_gradients.release(lease)
 
     def _bytes_in_ram(self, flat: int, numel: int, *, is_first: bool, is_last: bool) -> float:
@@ -335,6 +380,9 @@ class Rank:
                     size = self._uploaded_bytes(chunk)
                     uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
         self._applied.append(flat)
+        if self._tried is not None and not self._pending:
+            self._states.store.expect(self._tried.order, repeats=False)
+            self._read_soon = set(self._tried.order)
         if self._params is not None:
             unit = self._units[self._layout.flats[flat].unit]
             if unit.presence is not Presence.UPDATING:
@@ -357,6 +405,9 @@ class Rank:
 
     def _step_chunk(self, chunk: Chunk, line: Line) -> Process:
         """A process: what `Step._run` does with a chunk, in the thread of a line."""
+        if chunk.index in self._kept:
+            yield from self._take_tried(chunk, line)
+            return
         is_split, target, gradient = self._choice.states.split_master, None, None
         if self._params is not None:
             use = Use.UPDATE if is_split else Use.OVERWRITE
@@ -375,6 +426,72 @@ class Rank:
         for store, lease in ((self._stored_gradients, gradient), (self._states, states), (self._params, target)):
             if store is not None and lease is not None:
                 store.release(lease)
+
+    # Trials: as optim/trials.py makes them, where all are kept.
+
+    def _has_come(self, param: int, number: int) -> None:
+        """A gradient has come, and how often; when it is whole, steps are tried."""
+        if self._tried is None or number < self._micro_batches.expected:
+            return
+        self._whole[param] = self._step + 1
+        if self._step:  # whether trials are kept is not known before the first step
+            for index in self._tried.complete(param, self._whole.get):
+                self._trials.submit(self._try(self._layout.chunks[index]))
+
+    def _try(self, chunk: Chunk) -> Process:
+        """A process: what `Trials._try` does, in its worker."""
+        line, gradient = self._trials.line, None
+        if not self._states.store.can_try(chunk.index):
+            return
+        if self._choice.states.split_master:
+            yield from self._copy_current(chunk, line)
+        states = yield from self._states.lease(chunk.index, Use.TRY, self._step + 1, line)
+        if self._stored_gradients is not None:
+            gradient = yield from self._stored_gradients.lease(chunk.index, Use.READ, 0, line)
+        line.begins(KERNELS)
+        # A model that computes on the CPU shares its cores with them.
+        kernels = self.compute if self._direct else self.kernels
+        yield kernels.submit(chunk.numel / self._speeds.elements_per_s, f"try chunk {chunk.index}")
+        line.begins(NOTHING)
+        if self._stored_gradients is not None and gradient is not None:
+            self._stored_gradients.release(gradient)
+        self._states.release(states)
+        self._made.add(chunk.index)
+
+    def _copy_current(self, chunk: Chunk, line: Line) -> Process:
+        """A process: brings the upper halves of a chunk's masters to memory of their own."""
+        size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+        if self._params is None and not self._direct:
+            yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
+            return
+        source = None
+        if self._params is not None:
+            source = yield from self._params.lease(chunk.index, Use.READ, 0, line)
+        yield from self._copy_in_ram(size, line)
+        if self._params is not None and source is not None:
+            self._params.release(source)
+
+    def _keep_trials(self) -> Process:
+        """A process of the host: gives the step that begins what was tried of it."""
+        if self._tried is None:
+            return
+        self._read_soon = ()
+        self._kept = yield from self._states.keep(self._made, self._step)
+        self._kept_bytes += sum(map(self._states.store.nbytes, self._kept))
+        self._tried.step_begins()
+        self._made, self._whole = set(), {}
+
+    def _take_tried(self, chunk: Chunk, line: Line) -> Process:
+        """A process: takes the new parameters of a chunk whose step was tried."""
+        target = None
+        if self._params is not None:
+            target = yield from self._params.lease(chunk.index, Use.OVERWRITE, self._step, line)
+        yield from self._copy_in_ram(chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize, line)
+        if self._params is not None and target is not None:
+            yield from self._chunk_updated(chunk, line)
+            self._params.release(target)
+        if self._stored_gradients is not None:
+            yield from self._stored_gradients.discard(chunk.index, line)
 
     # Units that stream.
 
@@ -439,6 +556,7 @@ class Rank:
         Returns:
             When it is done.
         """
+        self._behind_device()
         line = self.device.line
 
         def work() -> Process:
@@ -464,10 +582,51 @@ class Rank:
         Returns:
             When they have arrived.
         """
+        self.counted[way] += nbytes
+        return self._move(way, nbytes, what, after)
+
+    def _move(
+        self, way: str, nbytes: int, what: str, after: Moment | None = None, *, behind_device: bool = False
+    ) -> Moment:
+        """As `_copy`, of bytes that a run does not count.
+
+        Args:
+            way: see `_copy`.
+            nbytes: likewise.
+            what: likewise.
+            after: likewise.
+            behind_device: whether they are there when the device has done what was launched.
+        """
         assert self.link is not None
         link, arrived = self.link, Moment()
-        self.counted[way] += nbytes
+        if behind_device:
+            after = self._behind_device()
         if after is None:
             return link.submit(way, nbytes, what)
         after.then(lambda: link.submit(way, nbytes, what).then(arrived.happen))
         return arrived
+
+    def _behind_device(self) -> Moment:
+        """When the device has done what was launched, and waited for what that has to come after."""
+        on_device = self._activations.copier.on_device
+        if on_device:
+            waits, line = on_device[:], self.device.line
+            on_device.clear()
+
+            def work() -> Process:
+                for moment in waits:
+                    yield from line.wait(moment, LINK)
+
+            self._launched = self.device.submit(work())
+        return self._launched
+
+    def _copied_in_ram(self, nbytes: int) -> Moment:
+        return self.memory.submit(2 * nbytes / self._speeds.memory, "activation")
+
+    def _wait_in_call(self, moment: Moment, reason: str) -> None:
+        """Lets time pass in a call of the host, which is no process, until a moment. Nobody else waits like this."""
+        if not moment.is_past:
+            before = self.host.doing
+            self.host.begins(reason)
+            self.clock.run_until(moment)
+            self.host.begins(before)

@@ -55,17 +55,22 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds that the device computes in a micro-batch, if nothing else took time.
+    """What the device computes in a micro-batch, if nothing else took time, and what waits for its backward.
 
     Attributes:
-        forward_s: in the forward of each unit, by name; "" is the root unit.
-        backward_s: in the backward of each unit.
+        forward_s: seconds of the forward of each unit, by name; "" is the root unit.
+        backward_s: of its backward, without those of a forward that runs again in it.
+        waiting: the bytes of each tensor that a unit puts into the activation tier.
     """
 
     forward_s: Mapping[str, float] = field(default_factory=dict)
     backward_s: Mapping[str, float] = field(default_factory=dict)
+    waiting: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def times(self, factor: float) -> Passes:
         """The same of so many times as many tokens."""
-        parts = ({unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s))
-        return Passes(*parts)
+        forward_s, backward_s = (
+            {unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s)
+        )
+        waiting = {unit: [round(factor * nbytes) for nbytes in sizes] for unit, sizes in self.waiting.items()}
+        return Passes(forward_s, backward_s, waiting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.simulate import Iteration, simulate
@@ -15,22 +17,39 @@ MOST_TIMES = 1 << 16
 """So many times the tokens of a plan are tried."""
 
 
-def passes_of(held: Layout, work: Work, flops_per_s: float) -> Passes:
+def passes_of(
+    held: Layout, work: Work, flops_per_s: float, waiting: Mapping[str, Sequence[int]] | None = None
+) -> Passes:
     """What a micro-batch computes, shared out over the units by their elements.
 
     Args:
         held: the layout of all parameters that are trained or stream.
         work: what the model computes.
         flops_per_s: FLOP/s that the device achieves; inf: compute takes no time.
+        waiting: see `Passes`.
+    """
+    return shared_out(held, work.forward_flops / flops_per_s, work.backward_flops / flops_per_s, waiting)
+
+
+def shared_out(
+    held: Layout, forward_s: float, backward_s: float, waiting: Mapping[str, Sequence[int]] | None = None
+) -> Passes:
+    """What a micro-batch computes, from the seconds of all units.
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        forward_s: of the forward.
+        backward_s: of the backward, without those of a forward that runs again in it.
+        waiting: see `Passes`.
     """
     numels: dict[str, int] = {}
     for spec in held.specs:
         numels[spec.unit] = numels.get(spec.unit, 0) + spec.numel
     total = max(sum(numels.values()), 1)
-    forward_s, backward_s = work.forward_flops / flops_per_s, (work.flops - work.forward_flops) / flops_per_s
     return Passes(
         {unit: forward_s * numel / total for unit, numel in numels.items()},
         {unit: backward_s * numel / total for unit, numel in numels.items()},
+        waiting or {},
     )
 
 
