@@ -294,7 +294,9 @@ def result_of(name: str, one: Configuration, folder: Path, disk: Disk, dtype: to
         after = rates.measure()
     mean = before.mean_with(after)
     speeds = Speeds(mean.elements_per_s, mean.memory, [mean.drive])
-    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, waiting), speeds)
+    found = simulate(
+        layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, Passes(waiting=waiting)), speeds
+    )
     assert isinstance(found, Iteration)
     every = planned.choice.commits.every or 0
     commit_s, commit_bytes = (found.commit_s / every, found.commit_bytes / every) if every else (0.0, 0.0)

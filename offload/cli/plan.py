@@ -238,7 +238,10 @@ def _draw(
         other = replace(
             other, room=replace(other.room, free_cpu_bytes=max(budget["cpu_bytes"], figures["free_cpu_bytes"]))
         )
-        found = predicted_of(other, options, model, figures["flops"], waiting, hides=False)["predicted"]
+        found = predicted_of(
+            other, options, model, figures["flops"], waiting, figures.get("update_flops_per_s"), hides=False
+        )
+        found = found["predicted"]
         if found is not None:
             steps.append((f"{budget['share']:.0%}", found["parts_s"]))
     draw(file, f"{figures['parameters']:,} trained parameters: what a step takes its time from", steps)
@@ -439,7 +442,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
         planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"], link=link_of(options),
         measures=options.machine is None,
     )  # fmt: skip
-    found |= predicted_of(planned, options, model, found["flops"], waiting)
+    found |= predicted_of(planned, options, model, found["flops"], waiting, found.get("update_flops_per_s"))
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
@@ -635,6 +638,7 @@ def predicted_of(
     model: Sized,
     flops_per_s: float | None,
     waiting: Waiting | None,
+    matrix_flops: float | None = None,
     *,
     hides: bool = True,
 ) -> dict[str, Any]:
@@ -644,13 +648,24 @@ def predicted_of(
         BudgetError: memory or disk space does not suffice.
     """
     from offload.cli.plan_time import predicted, speeds_of
+    from offload.planner.simulate.speeds import Passes
+    from offload.planner.simulate.what_if import expected_tiles
 
     there = machine_of(options)
     steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
     disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
-    speeds = speeds_of(there, elements_per_s=None if steps is None else steps.value, disk_bytes_per_s=disk)
-    sizes = None if waiting is None else waiting.of(planned.choice.activations)
-    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, sizes, hides=hides)
+    speeds = speeds_of(
+        there,
+        elements_per_s=None if steps is None else steps.value,
+        disk_bytes_per_s=disk,
+        matrix_flops=matrix_flops,
+    )
+    sizes = {} if waiting is None else waiting.of(planned.choice.activations)
+    tiles = {}
+    if model.routing is not None:
+        tiles = expected_tiles(planned.layout, model.experts, model.routing, options.batch * options.seq)
+    beside = Passes(waiting=sizes, tiles=tiles)
+    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, beside, hides=hides)
 
 
 def machine_of(options: PlanOptions) -> Machine | None:

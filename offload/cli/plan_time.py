@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.plots import new_figure
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NOTHING
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
+from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import hiding_tokens, passes_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,11 @@ PROBE = "`offload probe` measures this machine, in half a minute"
 
 
 def speeds_of(
-    machine: Machine | None, *, elements_per_s: float | None, disk_bytes_per_s: float | None
+    machine: Machine | None,
+    *,
+    elements_per_s: float | None,
+    disk_bytes_per_s: float | None,
+    matrix_flops: float | None = None,
 ) -> Speeds | NotPredicted:
     """The speeds of a machine, if enough is known of it.
 
@@ -39,6 +43,7 @@ def speeds_of(
         machine: what is known; None: nothing.
         elements_per_s: that the optimizer steps in RAM; None: that is not known.
         disk_bytes_per_s: of a disk, reads and writes together, if it is given; None: it is the machine's.
+        matrix_flops: see `Speeds`.
     """
     if machine is None:
         return NotPredicted("nothing is known of that machine: --machine describes one")
@@ -59,7 +64,7 @@ def speeds_of(
         drives = [DriveSpeed(disk_bytes_per_s, disk_bytes_per_s, disk_bytes_per_s)]
     link = machine.link
     between = None if link is None else LinkSpeed(link.up.value, link.down.value, link.both.value)
-    return Speeds(elements_per_s, machine.memory.value, drives, between)
+    return Speeds(elements_per_s, machine.memory.value, drives, between, matrix_flops)
 
 
 def predicted(
@@ -67,7 +72,7 @@ def predicted(
     work: Work,
     flops_per_s: float | None,
     speeds: Speeds | NotPredicted,
-    waiting: Mapping[str, Sequence[int]] | None = None,
+    beside: Passes,
     *,
     hides: bool = True,
 ) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def predicted(
         work: what a micro-batch computes.
         flops_per_s: FLOP/s that the device achieves; None: that is not known.
         speeds: of the machine.
-        waiting: what of a micro-batch waits in the activation tier, see `Passes`; None: that is not known.
+        beside: what of a micro-batch waits in the activation tier, and which tiles it uses.
         hides: whether to say which number of tokens hides all else.
 
     Returns:
@@ -89,7 +94,7 @@ def predicted(
     found: Iteration | NotPredicted = speeds if isinstance(speeds, NotPredicted) else NotPredicted("")
     if not isinstance(speeds, NotPredicted) and flops_per_s is not None:
         layout, placement = planned.layout, planned.place()
-        passes = passes_of(layout, work, flops_per_s, waiting)
+        passes = passes_of(layout, work, flops_per_s, beside)
         found = simulate(layout, placement, passes, speeds)
     if isinstance(found, NotPredicted):
         return {"predicted": None, "not_predicted": found.reason}

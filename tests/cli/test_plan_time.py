@@ -75,7 +75,6 @@ def test_states_in_ram_are_written_for_commits_alone(machine: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--activation-tier", "cpu"], "an activation tier is not simulated yet"),
         (["--ranks", "2"], "several ranks are not simulated yet"),
         (["--optimizer", "muon"], "the optimizer steps is not known"),
         (["--dtype", "bf16"], "how fast this device computes is not known"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,9 +23,11 @@ from offload.layout import Layout
 from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.placement import Placement
+from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.lines import Worker
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
+from offload.planner.simulate.what_if import expected_tiles
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
 from offload.storage.slot_map import ChunkKind
@@ -61,6 +65,37 @@ class Wide(nn.Module):
         h = self.embed(x)
         for block in self.blocks:
             h = h + block(h)
+        return self.head(h)
+
+
+class Experts(nn.Module):
+    """Four experts. The first half of the rows goes to the second one, the other half to the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half, rows = len(x) // 2, len(x)
+        return x + F.grouped_mm(x, self.up, offs=torch.tensor([0, half, half, rows], dtype=torch.int32))
+
+
+class Routed(nn.Module):
+    """Blocks of experts, of which the numbers USED are used."""
+
+    USED = (1, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(5, 16)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
         return self.head(h)
 
 
@@ -109,6 +144,19 @@ WAITING = {
         0.0,
     ),
 }
+IN_TILES = replace(LARGE, tile="32KiB")
+TILES = {
+    "of dense weights, from RAM": Case({"tier": "cpu", "param_tier": "cpu", "tuning": IN_TILES}),
+    "of dense weights, of a device": Case(
+        {"tier": "nvme", "param_tier": "cpu", "tuning": IN_TILES, "accumulation": 2}, 0.3, device=True
+    ),
+    "of experts of which half are used": Case({"tier": "cpu", "param_tier": "cpu", "tuning": replace(SMALL, tile=512)}),
+    "of experts of which half are used, of a device": Case(
+        {"tier": "nvme", "param_tier": "cpu", "tuning": replace(SMALL, tile=512, late=False), "accumulation": 3},
+        0.3,
+        device=True,
+    ),
+}
 TRIED = Tuning(chunk="4KiB", speculate=True)
 TRIALS = {
     "steps tried": Case({"tier": "nvme", "tuning": TRIED}, 0.0),
@@ -122,6 +170,7 @@ TIMED = {
     "parameters on NVMe": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0),
     "parameters on NVMe, accumulation": Case({"tier": "nvme", "param_tier": "nvme", "accumulation": 2}, 0.4),
     "parameters on NVMe, of a device": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0, device=True),
+    "tiles on NVMe": Case({"tier": "nvme", "param_tier": "nvme", "tuning": IN_TILES}, 0.0),
     "gradients on NVMe": Case({"tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
     "all on NVMe": Case({"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
 }
@@ -153,6 +202,13 @@ def test_activations_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: 
     without = replace(planned, choice=replace(planned.choice, activations=ActivationChoice(None)))
     states = iteration_of(without, WITH_LINK)
     assert (found.written_bytes > states.written_bytes) == on_nvme
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
+    found, counted, planned = _both(TILES[name], copied_by, tmp_path)
+    assert found == counted
+    assert any(spec.tile for spec in planned.layout.specs)
 
 
 @pytest.mark.parametrize("name", TRIALS)
@@ -206,13 +262,16 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = Fals
     given: dict[str, Any] = {"tuning": SMALL} | case.options
     if given["tier"] == "nvme":
         given |= {"path": folder / "run", "commit_every": 0}
-    model = Wide() if given["tuning"].chunk == LARGE.chunk else Net()
+    tuning = given["tuning"]
+    model = Wide() if tuning.chunk == LARGE.chunk else Routed() if tuning.tile else Net()
     planned = plan_of(model, direct=not case.device, **given)
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
     backward_s = dict.fromkeys((spec.unit for spec in planned.layout.specs), 1.0) if is_slow else {}
-    passes = Passes({}, backward_s, waiting_of(planned, model))
+    in_tiles = {spec.unit for spec in planned.layout.specs if spec.tile}
+    tiles = {unit: [Routed.USED] for unit in in_tiles} if isinstance(model, Routed) else {}
+    passes = Passes({}, backward_s, waiting_of(planned, model), tiles)
     found = iteration_of(planned, WITH_LINK if case.device else SPEEDS, passes)
     if case.device:
         copied_by(lambda: LateCopier(1))
@@ -330,6 +389,40 @@ def test_activations_in_one_page_of_ram() -> None:
     found = iteration_of(planned, Speeds(math.inf, drives=[drive]), TWO_PASSES)
     assert found.seconds == pytest.approx(4 + 2 + 4 + 12 + 1 + 12)
     assert (found.written_bytes, found.read_bytes) == (PAGE_BYTES, PAGE_BYTES)
+
+
+def test_tiles_come_beside_one_another() -> None:
+    """A layer of 192 x 16, in RAM, runs in six tiles, of which each takes a second over the link, half a second forward
+    and a second backward. The next one comes beside one: the first is waited for, a second, then each forward ends half
+    a second after its tile came, the last at 6.5. That tile is there for its backward. Each other one comes beside the
+    backward before, so these take 6. Nothing else takes time."""
+    tile = 2 * 32 * 16
+    model = nn.Linear(16, 192, bias=False)
+    planned = plan_of(model, direct=False, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=tile))
+    assert [spec.tile for spec in planned.layout.specs] == [32 * 16]
+    link = LinkSpeed(tile, 1e12, 1e12 + tile)
+    passes = Passes({"weight": 3.0}, {"weight": 6.0})
+    found = iteration_of(planned, Speeds(math.inf, link=link), passes)
+    assert found.up_bytes == (6 + 5) * tile
+    assert found.seconds == pytest.approx(6.5 + 6)
+
+
+def test_as_many_tiles_are_used_as_are_expected() -> None:
+    planned = plan_of(
+        Routed(), direct=True, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=512), accumulation=4
+    )
+    routing = Routing(4, 1)
+    found = expected_tiles(planned.layout, {"blocks.0.up", "blocks.1.up"}, routing, tokens=2, micro_batches=64)
+    assert found.keys() == {"blocks.0.up", "blocks.1.up"}
+    for of_weight in found.values():
+        assert len(of_weight) == 64
+        used = [len(numbers) for numbers in of_weight]
+        assert sum(used) / (4 * 64) == pytest.approx(1 - 0.75**2, abs=1 / 64)
+        assert max(used) - min(used) <= 1
+        counts = Counter(number for numbers in of_weight for number in numbers)
+        assert max(counts.values()) - min(counts.values()) <= 8
+    few = expected_tiles(planned.layout, {"blocks.0.up"}, routing._replace(experts=400), tokens=1, micro_batches=4)
+    assert [len(numbers) for numbers in few["blocks.0.up"]] == [1, 1, 1, 1]
 
 
 def test_activations_without_room_are_no_iteration() -> None:

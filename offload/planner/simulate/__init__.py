@@ -182,10 +182,10 @@ def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: S
         return "the speed of the drives is not known"
     if len(held.param_chunks) > MOST_CHUNKS:
         return f"{len(held.param_chunks):,} chunks take minutes to simulate: a larger chunk makes fewer"
-    if any(flat.is_whole for flat in held.flats):
-        return "an optimizer that steps whole parameters is not simulated yet"
-    if any(spec.tile for spec in held.specs):
-        return "weights in tiles are not simulated yet"
+    if any(flat.is_whole for flat in held.trained.flats) and speeds.matrix_flops is None:
+        return "how fast the optimizer steps matrices is not known"
+    if held.trained.late_chunks:
+        return "experts that may owe steps are not simulated yet"
     if placement.activation_bytes and not passes.waiting:
         return "what of a micro-batch waits in the activation tier is not known"
     return None

@@ -29,7 +29,8 @@ from offload.layout import Chunk, Layout, segments
 from offload.model.pending import order_of_updates
 from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
-from offload.model.units import ROOT
+from offload.model.units import ROOT, encloses
+from offload.optim.flops import matrix_work
 from offload.optim.trials import TriedChunks
 from offload.planner.placement import Placement, tiers_of
 from offload.planner.simulate.activations import TimedActivations, TimedCopier
@@ -48,31 +49,68 @@ After = tuple[Moment, str | Line]
 
 
 @dataclass(frozen=True)
+class TiledParam:
+    """A weight that runs in tiles.
+
+    Attributes:
+        unit: the name of its unit.
+        tiles: the names of its tiles' units.
+        param: its number among trained parameters; None: it is frozen.
+    """
+
+    unit: str
+    tiles: tuple[str, ...]
+    param: int | None
+
+
+@dataclass(frozen=True)
 class Station:
     """A part of a pass: a unit, or what the root unit does before the others, or after them.
 
     Attributes:
         unit: the unit's name.
         params: the numbers of its trained parameters, in the order of the model.
+        tiled: the weights in it that run in tiles, likewise. Each counts as used once.
         computes: whether the time of the unit's pass is spent here.
     """
 
     unit: str
-    params: tuple[int, ...]
+    params: tuple[int, ...] = ()
+    tiled: tuple[TiledParam, ...] = ()
     computes: bool = True
 
 
 def stations_of(held: Layout) -> list[Station]:
     """The parts of a forward, in their order: units run in the order in which the model has their parameters."""
-    units = dict.fromkeys(flat.unit for flat in held.flats if flat.unit != ROOT)
-    first = next((number for number, spec in enumerate(held.specs) if spec.unit != ROOT), len(held.specs))
-    before: list[int] = []
-    behind: list[int] = []
-    of_unit: dict[str, list[int]] = {unit: [] for unit in units}
-    for number, spec in enumerate(held.trained.specs):
-        (of_unit[spec.unit] if spec.unit != ROOT else before if number < first else behind).append(number)
-    found = [Station(unit, tuple(params)) for unit, params in of_unit.items()]
-    return [Station(ROOT, tuple(before), computes=False), *found, Station(ROOT, tuple(behind))]
+    in_tiles = {flat.unit for flat in held.flats if held.tile_of(flat.index)}
+    units = [unit for unit in dict.fromkeys(flat.unit for flat in held.flats) if unit not in {ROOT, *in_tiles}]
+    around = {unit: max((one for one in units if encloses(one, unit)), key=len, default=ROOT) for unit in in_tiles}
+    home = [around.get(spec.unit, spec.unit) for spec in held.specs]
+    first = next((number for number, unit in enumerate(home) if unit != ROOT), len(home))
+    params: dict[str, list[int]] = {unit: [] for unit in (*units, _BEFORE, _BEHIND)}
+    tiled: dict[str, dict[str, int | None]] = {unit: {} for unit in params}
+    trained = {spec.name: number for number, spec in enumerate(held.trained.specs)}
+    for number, spec in enumerate(held.specs):
+        station = home[number] if home[number] != ROOT else _BEFORE if number < first else _BEHIND
+        param = None if spec.is_frozen else trained[spec.name]
+        if spec.unit in in_tiles:
+            tiled[station].setdefault(spec.unit, param)
+        elif param is not None:
+            params[station].append(param)
+    tiles: dict[str, dict[str, None]] = {unit: {} for unit in in_tiles}
+    for one in held.slices:
+        if one.is_tile:
+            tiles[held.flats[one.flat].unit][one.unit] = None
+
+    def made(unit: str, key: str, *, computes: bool = True) -> Station:
+        weights = (TiledParam(weight, tuple(tiles[weight]), param) for weight, param in tiled[key].items())
+        return Station(unit, tuple(params[key]), tuple(weights), computes)
+
+    return [made(ROOT, _BEFORE, computes=False), *(made(unit, unit) for unit in units), made(ROOT, _BEHIND)]
+
+
+_BEFORE, _BEHIND = "\0before", "\0behind"
+"""What the root unit does before the others, and after them; no unit has such a name."""
 
 
 class Rank:
@@ -124,7 +162,8 @@ class Rank:
         self._chunks_of: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
         for chunk in layout.chunks:
             self._chunks_of[chunk.flat].append(chunk)
-        self._step = 0
+        self._step = self._pass = 0
+        self._used_tiles: dict[str, Sequence[int]] = {}  # in the present pass, by the unit of their weight
         self._order: Sequence[int] = [flat.index for flat in layout.flats]
         self._applied: list[int] = []
         self._pending: dict[int, list[Moment]] = {}  # of each flat parameter, when its chunks are stepped
@@ -196,6 +235,7 @@ class Rank:
         for _ in range(self._choice.grads.micro_batches):
             yield from self._forward()
             yield from self._backward()
+            self._pass += 1
         yield from self._take_step(commits=commits)
 
     def expect_commit(self) -> None:
@@ -215,6 +255,8 @@ class Rank:
                     self._scheduler.pass_begins()
                 self._scheduler.forward_begins(unit)
                 yield from self._do_what_is_to_do()
+            for weight in station.tiled:
+                yield from self._forward_tiles(weight)
             if station.computes and self._recomputes:
                 self._activations.put(station.unit)  # what enters the unit
             seconds = self._passes.forward_s.get(station.unit, 0.0) if station.computes else 0.0
@@ -237,6 +279,8 @@ class Rank:
                 if self._recomputes and not unit.is_root:
                     seconds += self._passes.forward_s.get(station.unit, 0.0)
             waits = [(one, LINK) for one in leaving] + self._arrived.get(unit, [])
+            for weight in reversed(station.tiled):
+                yield from self._backward_tiles(weight)
             made = yield from self._launch(seconds, f"backward {station.unit}", waits)
             if station.computes:
                 self._activations.drop(station.unit)
@@ -247,6 +291,37 @@ class Rank:
                 self._leaving.append(copies[-1])
         self._scheduler.backward_ends()
         yield from self._do_what_is_to_do()
+
+    def _forward_tiles(self, weight: TiledParam) -> Process:
+        """A process of the host: as Tiling runs a weight of which a micro-batch uses some tiles."""
+        arrived = yield from self._apply(weight.unit)
+        chosen = self._passes.tiles.get(weight.unit)
+        numbers = range(len(weight.tiles)) if not chosen else chosen[self._pass % len(chosen)]
+        self._used_tiles[weight.unit] = numbers
+        units = [self._units[weight.tiles[number]] for number in numbers]
+        self._scheduler.tiles_begin(units)
+        for unit in units:
+            self._scheduler.forward_begins(unit)
+            yield from self._do_what_is_to_do()
+            seconds = self._passes.forward_s.get(weight.unit, 0.0) / len(units)
+            yield from self._launch(seconds, f"forward {unit.name}", arrived + self._arrived.get(unit, []))
+            self._scheduler.forward_ends(unit)
+
+    def _backward_tiles(self, weight: TiledParam) -> Process:
+        """A process of the host: the backward of the tiles that the forward has used."""
+        numbers, copies = self._used_tiles[weight.unit], []
+        for number in reversed(numbers):
+            unit = self._units[weight.tiles[number]]
+            self._scheduler.backward_begins(unit)
+            yield from self._do_what_is_to_do()
+            seconds = self._passes.backward_s.get(weight.unit, 0.0) / len(numbers)
+            if self._recomputes and not unit.is_root:
+                seconds += self._passes.forward_s.get(weight.unit, 0.0) / len(numbers)
+            made = yield from self._launch(seconds, f"backward {unit.name}", self._arrived.get(unit, []))
+            if weight.param is not None:
+                copies += yield from self._gradient_comes(weight.param, made, number)
+        if copies:
+            self._leaving.append(copies[-1])
 
     def _take_step(self, *, commits: bool) -> Process:
         yield from self._apply_all()
@@ -285,39 +360,48 @@ class Rank:
 
     # Gradients.
 
-    def _gradient_comes(self, param: int, made: Moment) -> Generator[Moment, None, list[Moment]]:
-        """A process of the host: what a hook does with a gradient.
+    def _gradient_comes(self, param: int, made: Moment, tile: int = 0) -> Generator[Moment, None, list[Moment]]:
+        """A process of the host: what a hook does with a gradient, or a tile of it.
 
         Args:
             param: the parameter's number.
             made: when the device has made it.
+            tile: the tile's number.
 
         Returns:
             When it has left the device, if it has to.
         """
-        number = self._micro_batches.count(param)
+        number = self._micro_batches.count(param, tile)
         if self._direct:
-            yield from self._add(param, number, self.host)
+            yield from self._add(param, tile, number, self.host)
             self._has_come(param, number)
             return []
         if self._layout.flat_of[param] in self._there:
             return []
         spec = self._layout.specs[param]
-        copied = self._copy(DOWN, spec.numel * spec.dtype.itemsize, f"gradient of {spec.name}", made)
+        numel = self._tile_numel(param, tile)
+        copied = self._copy(DOWN, numel * spec.dtype.itemsize, f"gradient of {spec.name}", made)
 
         def work() -> Process:
             yield from self._gradients.line.wait(made, self.device.line)
             yield from self._gradients.line.wait(copied, LINK)
-            yield from self._add(param, number, self._gradients.line)
+            yield from self._add(param, tile, number, self._gradients.line)
             self._has_come(param, number)
 
         self._summed = self._gradients.submit(work())
         return [copied]
 
-    def _add(self, param: int, number: int, line: Line) -> Process:
+    def _tile_numel(self, param: int, tile: int) -> int:
+        start, stop = self._layout.tiles_of(param)[tile]
+        return stop - start
+
+    def _add(self, param: int, tile: int, number: int, line: Line) -> Process:
         """A process: brings a gradient that is in RAM to where it waits, and sums its squares."""
         is_first, is_last = number == 1, number == self._micro_batches.expected
+        start, stop = self._layout.tiles_of(param)[tile]
         for chunk, piece in self._layout.pieces_of(param):
+            if not start <= piece.param_offset < stop:  # no piece has elements of two tiles
+                continue
             lease, is_unfinished = None, False
             if self._stored_gradients is not None:
                 params = [one.param for one in chunk.pieces]
@@ -403,6 +487,17 @@ class Rank:
         runs = segments(chunk, lambda param: self._layout.groups[param])
         return sum(run.stop - run.start for run in runs) * itemsize
 
+    def _step_s(self, chunk: Chunk) -> float:
+        """Seconds of the kernels that step a chunk. Matrices are brought to a device beside the products of others."""
+        speeds = self._speeds
+        if not self._layout.flats[chunk.flat].is_whole:
+            return chunk.numel / speeds.elements_per_s
+        assert speeds.matrix_flops is not None
+        work = matrix_work(self._layout, [chunk])
+        link = speeds.link
+        over_link = 0.0 if link is None else max(work.up_bytes / link.up, work.down_bytes / link.down)
+        return max(work.flops / speeds.matrix_flops, over_link)
+
     def _step_chunk(self, chunk: Chunk, line: Line) -> Process:
         """A process: what `Step._run` does with a chunk, in the thread of a line."""
         if chunk.index in self._kept:
@@ -419,7 +514,7 @@ class Rank:
             size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
         line.begins(KERNELS)
-        yield self.kernels.submit(chunk.numel / self._speeds.elements_per_s, f"chunk {chunk.index}")
+        yield self.kernels.submit(self._step_s(chunk), f"chunk {chunk.index}")
         line.begins(NOTHING)
         if target is not None:
             yield from self._chunk_updated(chunk, line)
@@ -431,7 +526,8 @@ class Rank:
 
     def _has_come(self, param: int, number: int) -> None:
         """A gradient has come, and how often; when it is whole, steps are tried."""
-        if self._tried is None or number < self._micro_batches.expected:
+        is_whole = number == self._micro_batches.expected and self._micro_batches.has_all(param)
+        if self._tried is None or not is_whole:
             return
         self._whole[param] = self._step + 1
         if self._step:  # whether trials are kept is not known before the first step
@@ -451,7 +547,7 @@ class Rank:
         line.begins(KERNELS)
         # A model that computes on the CPU shares its cores with them.
         kernels = self.compute if self._direct else self.kernels
-        yield kernels.submit(chunk.numel / self._speeds.elements_per_s, f"try chunk {chunk.index}")
+        yield kernels.submit(self._step_s(chunk), f"try chunk {chunk.index}")
         line.begins(NOTHING)
         if self._stored_gradients is not None and gradient is not None:
             self._stored_gradients.release(gradient)

@@ -45,12 +45,15 @@ class Speeds:
         memory: bytes of RAM that a copy reads and writes, together; inf: it takes no time.
         drives: those of the run's directories, in their order.
         link: None: the device has no memory of its own.
+        matrix_flops: FLOP/s of the steps of optimizers that multiply matrices, where these are stepped; None: that is
+            not known, or there are none.
     """
 
     elements_per_s: float
     memory: float = float("inf")
     drives: Sequence[DriveSpeed] = ()
     link: LinkSpeed | None = None
+    matrix_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,14 @@ class Passes:
         forward_s: seconds of the forward of each unit, by name; "" is the root unit.
         backward_s: of its backward, without those of a forward that runs again in it.
         waiting: the bytes of each tensor that a unit puts into the activation tier.
+        tiles: the numbers of the tiles that a micro-batch uses of a weight, by the weight's unit: of one micro-batch
+            after the other, and then again. Of other weights all are used.
     """
 
     forward_s: Mapping[str, float] = field(default_factory=dict)
     backward_s: Mapping[str, float] = field(default_factory=dict)
     waiting: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tiles: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def times(self, factor: float) -> Passes:
         """The same of so many times as many tokens."""
@@ -73,4 +79,4 @@ class Passes:
             {unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s)
         )
         waiting = {unit: [round(factor * nbytes) for nbytes in sizes] for unit, sizes in self.waiting.items()}
-        return Passes(forward_s, backward_s, waiting)
+        return Passes(forward_s, backward_s, waiting, self.tiles)

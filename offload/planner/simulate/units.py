@@ -136,6 +136,10 @@ class TimedUnits(UnitScheduler):
         """The unit's forward ends."""
         unit.forwards -= 1
 
+    def tiles_begin(self, tiles: Sequence[Unit]) -> None:
+        """These tiles of a weight are used next, in this order."""
+        self._policy.order.expect_tiles(tiles)
+
     def backward_begins(self, unit: Unit) -> None:
         """The backward of a unit begins."""
         if not unit.is_root:
