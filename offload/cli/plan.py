@@ -644,6 +644,8 @@ def predicted_of(
 ) -> dict[str, Any]:
     """How long a simulated step takes; see `plan_time.predicted`.
 
+    An optimizer of matrices has Adam beside it, which steps all else.
+
     Raises:
         BudgetError: memory or disk space does not suffice.
     """
@@ -652,7 +654,10 @@ def predicted_of(
     from offload.planner.simulate.what_if import expected_tiles
 
     there = machine_of(options)
-    steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
+    beside_matrices = options if matrix_flops is None else replace(options, optimizer="adamw")
+    steps = None
+    if there is not None:
+        steps = there.elements_per_s(_step_name(beside_matrices), bytes_an_element(beside_matrices))
     disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
     speeds = speeds_of(
         there,

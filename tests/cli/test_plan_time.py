@@ -76,7 +76,7 @@ def test_states_in_ram_are_written_for_commits_alone(machine: str) -> None:
     ("options", "reason"),
     [
         (["--ranks", "2"], "several ranks are not simulated yet"),
-        (["--optimizer", "muon"], "the optimizer steps is not known"),
+        (["--optimizer", "adagrad"], "the optimizer steps is not known"),
         (["--dtype", "bf16"], "how fast this device computes is not known"),
     ],
 )
@@ -84,6 +84,15 @@ def test_what_is_not_predicted_is_said(machine: str, options: list[str], reason:
     found = figures(machine, *options)
     assert found["predicted"] is None
     assert reason in found["not_predicted"]
+
+
+def test_matrices_take_their_operations(machine: str) -> None:
+    """What is no matrix is stepped beside them, by Adam, at 1e9 elements a second."""
+    found = figures(machine, "--optimizer", "muon")
+    predicted = found["predicted"]
+    assert found["update_seconds"] == pytest.approx(found["update_flops"] / 1e12)
+    beside = found["parameters"] / 1e9
+    assert found["update_seconds"] < predicted["parts_s"]["optimizer's kernels"] < found["update_seconds"] + beside
 
 
 def test_people_see_a_bar_and_a_picture(machine: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.choices import ActivationChoice
+from offload.cli.plan_models import rules_named
 from offload.layout import Layout
 from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
@@ -36,8 +37,8 @@ from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import Net, batch, take_step
 
 DISK, MEMORY, LINK = DriveSpeed(3e9, 2e9, 4e9), 2e10, LinkSpeed(2e10, 2e10, 3e10)
-SPEEDS = Speeds(1e9, MEMORY, (DISK,))
-WITH_LINK = Speeds(1e9, MEMORY, (DISK,), LINK)
+SPEEDS = Speeds(1e9, MEMORY, (DISK,), matrix_flops=1e10)
+WITH_LINK = replace(SPEEDS, link=LINK)
 NO_COMPUTE = Passes()
 SMALL, LARGE, SPLIT = Tuning(chunk="4KiB"), Tuning(chunk="256KiB"), Tuning(chunk="4KiB", split_master=True)
 
@@ -101,11 +102,12 @@ class Routed(nn.Module):
 
 class Case(NamedTuple):
     """Attributes: share: of the states that RAM has room for; None: nothing is said; device: whether the model is on a
-    device with memory of its own."""
+    device with memory of its own; matrices: whether those of blocks have Muon."""
 
     options: dict[str, Any]
     share: float | None = None
     device: bool = False
+    matrices: bool = False
 
 
 CASES = {
@@ -117,6 +119,10 @@ CASES = {
     "split masters": Case({"tier": "nvme", "tuning": SPLIT}, 0.0),
     "split masters of a device": Case({"tier": "nvme", "tuning": SPLIT}, 0.3, device=True),
     "8-bit states": Case({"tier": "nvme", "states": "8bit"}, 0.2),
+    "matrices on NVMe": Case({"tier": "nvme", "tuning": LARGE}, 0.0, matrices=True),
+    "matrices, parameters that stream": Case(
+        {"tier": "nvme", "param_tier": "cpu", "tuning": LARGE, "accumulation": 2}, 0.4, matrices=True
+    ),
     "parameters in RAM": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}),
     "parameters in RAM, of a device": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}, device=True),
 }
@@ -264,7 +270,8 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = Fals
         given |= {"path": folder / "run", "commit_every": 0}
     tuning = given["tuning"]
     model = Wide() if tuning.chunk == LARGE.chunk else Routed() if tuning.tile else Net()
-    planned = plan_of(model, direct=not case.device, **given)
+    rules = rules_named("muon") if case.matrices else None
+    planned = plan_of(model, direct=not case.device, rules=rules, **given)
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
@@ -276,7 +283,7 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = Fals
     if case.device:
         copied_by(lambda: LateCopier(1))
     simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes, found.kept_bytes)
-    return simulated, Moved(*_counted(model, given)), planned
+    return simulated, Moved(*_counted(model, given, matrices=case.matrices)), planned
 
 
 def _end_worker(optimizer: OffloadZero) -> None:
@@ -287,12 +294,15 @@ def _end_worker(optimizer: OffloadZero) -> None:
                 work.done.result()
 
 
-def _counted(model: nn.Module, options: dict[str, Any]) -> tuple[int, ...]:
+def _counted(model: nn.Module, options: dict[str, Any], *, matrices: bool) -> tuple[int, ...]:
     """What the third iteration of a run moves."""
+    own = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
+    others = [param for param in model.parameters() if all(param is not one for one in own)]
+    optimizers = [torch.optim.Muon(own), torch.optim.AdamW(others)] if matrices else None
     nvme = ("nvme_read_bytes", "activation_read_bytes"), ("nvme_written_bytes", "activation_written_bytes")
     names = (*nvme, ("host_to_device_bytes",), ("device_to_host_bytes",), ("kept_bytes",))
     seen: list[list[int]] = []
-    with OffloadZero(model, **options) as optimizer:
+    with OffloadZero(model, optimizers, **options) as optimizer:
         for step in range(4):
             for number in range(options.get("accumulation", 1)):
                 model(batch(7 * step + number)).float().square().mean().backward()
@@ -423,6 +433,24 @@ def test_as_many_tiles_are_used_as_are_expected() -> None:
         assert max(counts.values()) - min(counts.values()) <= 8
     few = expected_tiles(planned.layout, {"blocks.0.up"}, routing._replace(experts=400), tokens=1, micro_batches=4)
     assert [len(numbers) for numbers in few["blocks.0.up"]] == [1, 1, 1, 1]
+
+
+def test_matrices_take_their_operations_or_the_link() -> None:
+    """Two matrices of 16 x 16 have 20 m + 10 m^2 / n operations an element. Each step takes a second, and
+    nothing is beside it but the other one's first forward. Where the link takes longer, that counts."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    planned = plan_of(model, direct=False, tier="cpu", tuning=LARGE, rules=rules_named("muon"))
+    flops = 256 * (20 * 16 + 10 * 16)
+    passes = Passes({"0": 4.0, "1": 4.0}, {"0": 8.0, "1": 8.0})
+    fast = Speeds(math.inf, link=LinkSpeed(1e12, 1e12, 2e12), matrix_flops=flops)
+    assert iteration_of(planned, fast, passes).seconds == pytest.approx(24 + 1)
+    up = 256 * (4 + 4 + 2)  # the master, the momentum and the gradient
+    slow = replace(fast, link=LinkSpeed(up / 2, 1e12, 1e12 + up / 2))
+    upload = 2 * 256 / (up / 2)  # of new parameters
+    assert iteration_of(planned, slow, passes).seconds == pytest.approx(24 + 2 + upload)
+    unknown = simulate(planned.layout, planned.place(), passes, replace(fast, matrix_flops=None))
+    assert isinstance(unknown, NotPredicted)
+    assert "matrices" in unknown.reason
 
 
 def test_activations_without_room_are_no_iteration() -> None:
