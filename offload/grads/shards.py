@@ -458,7 +458,7 @@ class ShardsInSlots(GradShards):
         self._store.discard(index)
 
     def expect(self, chunks: Iterable[int]) -> None:
-        self._store.expect(chunks)
+        self._store.repeat(chunks)  # the next backward comes to them in the order of the last one, not of the step
 
 
 class ShardsInBoth(GradShards):

@@ -240,11 +240,16 @@ class Store:
                 self._order = tuple(use for use in self._order if use.chunk not in once)
 
     @uninterrupted
-    def repeat(self) -> None:
-        """Announces that the leases since the last announcement come again."""
+    def repeat(self, consumed: Iterable[int] = ()) -> None:
+        """Announces that the leases since the last announcement come again.
+
+        Args:
+            consumed: chunks that are consumed before that, in this order. Those that were consumed since the last
+                announcement are not expected again.
+        """
         with self._lock, self._books:
             self.check()
-            self._announce(self._used)
+            self._announce([*((chunk, False) for chunk in consumed), *self._used])
 
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk never leaves RAM. All of its leases then have the same arrays."""
@@ -515,7 +520,8 @@ class Store:
             chunk.change(Residency.LEASED)
             lease.is_held = True
             chunk.holder = weakref.ref(lease)
-            self._used.append((chunk.index, overwrites))
+            if lease.use is not Use.CONSUME:
+                self._used.append((chunk.index, overwrites))
             if not chunk.is_resident:
                 self._has_begun(chunk)
             return True
