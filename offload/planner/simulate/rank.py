@@ -10,6 +10,10 @@ the CPU, the host waits for all that it launches, and steps states itself.
 Where parameters or gradients are on NVMe, whether one is still in RAM at its next use depends on how fast disk and
 workers are, in a run too: reads then differ from those of a run by what the buffers hold. All other bytes are equal.
 
+Where activations wait, the store of them decides (storage/activation_store.py); a tensor that several units keep waits
+once, and counts as that of the first one. Trials are all kept, and those that have not begun when their step does are
+dropped, as in a run; where the device is the CPU, they take its cores. A weight in tiles counts as used once a pass.
+
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
 drives, and the link. All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
 something else makes that slower, but for transfers on one drive and one link.
