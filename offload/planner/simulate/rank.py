@@ -353,7 +353,10 @@ class Rank:
         coming = [chunk.index for chunk in works if chunk.index not in self._kept]
         self._states.store.expect(coming, repeats=self._tried is None)
         if self._stored_gradients is not None:
-            self._stored_gradients.store.repeat(coming)
+            if self._tried is None:
+                self._stored_gradients.store.repeat(coming)
+            else:
+                self._stored_gradients.store.expect(coming, repeats=False)
         self._micro_batches.clear_all()
         self._pending = {flat: [] for flat in self._order if self._chunks_of[flat]}
         if not self._direct:
