@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.plots import new_figure
 from offload.planner.simulate import Iteration, NotPredicted, simulate
-from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NOTHING
+from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
 from offload.planner.simulate.what_if import hiding_tokens, passes_of
 
@@ -22,6 +22,7 @@ COLOURS = {
     KERNELS: "#f58518",
     DISK: "#54a24b",
     LINK: "#8f6bb3",
+    NETWORK: "#e377c2",
     MEMORY: "#72b7b2",
     COMMIT: "#b8423f",
     NOTHING: "#bab0ac",

@@ -148,7 +148,7 @@ def cut_buckets(layout: Layout, bucket_numel: int, device_flats: Collection[int]
             the flat parameter has.
         device_flats: see `Run`.
     """
-    each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
+    each = most_numel(layout.ranks, bucket_numel)
     filled: dict[tuple[torch.dtype, bool], int] = {}  # where in `cut` the last bucket of each kind is
     cut: dict[int, list[SubRange]] = {}  # by the number of the last of them
     for number, one in enumerate(_in_backward(layout, each)):
@@ -165,6 +165,11 @@ def cut_buckets(layout: Layout, bucket_numel: int, device_flats: Collection[int]
             cut[number] = [one]
         filled[kind] = number
     return tuple(Bucket(index, tuple(ranges), layout) for index, ranges in enumerate(cut.values()))
+
+
+def most_numel(ranks: int, bucket_numel: int) -> int:
+    """The most elements of each rank in a bucket; see `cut_buckets`."""
+    return max(bucket_numel // (ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
 
 
 def _in_backward(layout: Layout, each: int) -> Iterator[SubRange]:

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
 from offload.planner.simulate.lines import NOTHING
 from offload.planner.simulate.rank import DOWN, UP, Rank
+from offload.planner.simulate.several import OneOfSeveral
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
@@ -47,6 +49,7 @@ class Iteration:
         written_bytes: written to drives.
         up_bytes: from RAM to the device.
         down_bytes: from the device to RAM.
+        sent: to other ranks, by the names that `stats()` has for them: `<collective>_calls`, and `<collective>_bytes`.
         commit_s: seconds that a commit adds.
         commit_bytes: that a commit adds to what is written.
         spans: what the resources did, from the beginning of the iteration on.
@@ -60,6 +63,7 @@ class Iteration:
     written_bytes: int
     up_bytes: int
     down_bytes: int
+    sent: Mapping[str, int] = field(default_factory=dict)
     commit_s: float = 0.0
     commit_bytes: int = 0
     spans: Sequence[Span] = ()
@@ -82,7 +86,7 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
     """
     if (reason := _not_simulated(held, placement, speeds)) is not None:
         return NotPredicted(reason)
-    rank = Rank(held, placement, passes, speeds)
+    rank = (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds)
     before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
     seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
     rank.clock.run_out()
@@ -90,6 +94,7 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
     rested_s = _state_after(rank).seconds - idle.seconds
     rank.clock.run_out()
     moved = {name: nbytes - idle.moved[name] for name, nbytes in rank.moved.items()}
+    sent = {name: number - idle.sent[name] for name, number in rank.sent.items()}
     commit_s, commit_bytes = 0.0, 0
     if placement.choice.commits.every:
         commit_s, commit_bytes = _commit_of(rank, rested_s + (COMMITTED_BY - 1) * seconds, moved["written"])
@@ -101,6 +106,7 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         moved["written"],
         moved[UP],
         moved[DOWN],
+        sent,
         commit_s,
         commit_bytes,
         [
@@ -117,7 +123,7 @@ def _not_counted(placement: Placement) -> Iterator[str]:
     if not placement.is_direct and (placement.choice.states.tier == DEVICE or placement.device_flats):
         yield "steps of states on the device, which its memory bounds"
     if placement.choice.commits.every:
-        yield "the sync of a commit"
+        yield "the sync of a commit, and what ranks ask one another for it"
 
 
 @dataclass(frozen=True)
@@ -128,15 +134,17 @@ class _State:
         seconds: that have passed.
         busy_s: for how long each resource worked.
         moved: bytes.
+        sent: to other ranks.
     """
 
     seconds: float
     busy_s: Mapping[str, float]
     moved: Mapping[str, int]
+    sent: Counter[str]
 
 
 def _state_of(rank: Rank) -> _State:
-    return _State(rank.clock.now, rank.busy_s, rank.moved)
+    return _State(rank.clock.now, rank.busy_s, rank.moved, rank.sent.copy())
 
 
 def _state_after(rank: Rank, *, commits: bool = False) -> _State:
@@ -165,8 +173,8 @@ def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, i
 def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | None:
     """Why a run is not simulated; None: it is."""
     choice, direct = placement.choice, placement.is_direct
-    if held.ranks > 1:
-        return "several ranks are not simulated yet"
+    if held.ranks > 1 and speeds.network is None:
+        return "the speed of the link between ranks is not known"
     if not direct and speeds.link is None:
         return "the speed of the link to the device is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,19 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True)
+class NetworkSpeed:
+    """Of the link between ranks.
+
+    Attributes:
+        bytes_per_s: that a rank sends, and as many that it receives at the same time.
+        delay_s: seconds until the first byte of a message is there.
+    """
+
+    bytes_per_s: float
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Speeds:
     """Of a rank's machine.
 
@@ -45,12 +58,26 @@ class Speeds:
         memory: bytes of RAM that a copy reads and writes, together; inf: it takes no time.
         drives: those of the run's directories, in their order.
         link: None: the device has no memory of its own.
+        network: None: there is one rank, or it is not known.
     """
 
     elements_per_s: float
     memory: float = float("inf")
     drives: Sequence[DriveSpeed] = ()
     link: LinkSpeed | None = None
+    network: NetworkSpeed | None = None
+
+    def shared_by(self, ranks: int) -> Speeds:
+        """What each of several ranks has of a machine, which all do the same on it at the same time."""
+        drives = [DriveSpeed(one.read / ranks, one.write / ranks, one.both / ranks) for one in self.drives]
+        link, network = self.link, self.network
+        return Speeds(
+            self.elements_per_s / ranks,
+            self.memory / ranks,
+            drives,
+            None if link is None else LinkSpeed(link.up / ranks, link.down / ranks, link.both / ranks),
+            None if network is None else replace(network, bytes_per_s=network.bytes_per_s / ranks),
+        )
 
 
 @dataclass(frozen=True)
