@@ -17,7 +17,7 @@ import torch
 from offload.grads.reduce_scatter import UNITS_AHEAD, UNITS_WAITING
 from offload.grads.reduction_plan import ReductionPlan
 from offload.grads.shards import use_of
-from offload.layout import ALIGN_NUMEL, Layout, is_dithered
+from offload.layout import ALIGN_NUMEL, Layout
 from offload.model.unit import Unit
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Moment, Process
@@ -96,7 +96,6 @@ class AveragingRank(Rank):
         self._entered: dict[str, None] = {}  # units, by the backward under way
         self._left_units: set[str] = set()
         self._alone: str | None = None
-        self._asks_norm = any(is_dithered(spec.states) for spec in layout.specs)
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -208,8 +207,7 @@ class AveragingRank(Rank):
         yield from super()._wait_for_gradients()
 
     def _agree(self) -> Process:
-        if self._asks_norm:
-            yield from self._ask(AVERAGES)
+        yield from self._ask(AVERAGES)  # the norm, in which NaN and Inf are found
         yield from self._ask(VALUES)
 
     def _ask(self, group: str) -> Process:
