@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload.planner.explain import Planned, plan_of
-from offload.planner.simulate import Iteration, simulate
+from offload.planner.explain import Planned, plan_of, sent_numel
+from offload.planner.simulate import Iteration, NotPredicted, averages, simulate
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, NetworkSpeed, Passes, Speeds
 from tests.planner.test_simulate import Wide, _end_worker
 from tests.support.late_copier import LateCopier, copying_by
@@ -123,3 +130,201 @@ def _counted(name: str, options: dict[str, Any]) -> Mapping[str, int]:
             stats = optimizer.stats()
             seen.append({what: stats.get(key, 0) for what, key in names.items()})
     return {what: seen[-1][what] - seen[-2][what] for what in names}
+
+
+# Seconds, worked out by hand.
+
+
+class TwoUnits(nn.Module):
+    """Two units of UNIT elements each, and nothing else."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(127, 128) for _ in range(blocks))
+
+
+UNIT = 128 * 128
+SENT_BYTES = UNIT // 2 * 2
+"""What one of two ranks sends of a unit's gradients, or of its new parameters: its half, in 16 bits."""
+UNIT_S = Passes({"blocks.0": 1.0, "blocks.1": 1.0}, {"blocks.0": 2.0, "blocks.1": 2.0})
+
+
+@cache
+def two_units(stage: int, ranks: int = 2, bucket: int = 4 * UNIT) -> Planned:
+    """Their plan, with states in RAM, and no unit fetched ahead. By that default a bucket has a unit's gradients."""
+    tuning = Tuning(bucket=bucket, prefetch_units=0)
+    return plan_of(TwoUnits(), direct=True, ranks=ranks, stage=stage, tier="cpu", cpus=1, tuning=tuning)
+
+
+def seconds_of(planned: Planned, speeds: Speeds, passes: Passes = UNIT_S) -> float:
+    found = iteration_of(planned, speeds, passes)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    return found.seconds
+
+
+def taking(transfer_s: float, step_s: float, delay_s: float = 0.0) -> Speeds:
+    """With which what a rank sends of a unit, and the step of its half of it, take so many seconds."""
+    return Speeds(UNIT / 2 / step_s, network=NetworkSpeed(SENT_BYTES / transfer_s, delay_s))
+
+
+def test_gradients_travel_beside_the_next_backward_and_new_parameters_together() -> None:
+    """Forwards to 2, backward of the second unit to 4. Its gradients travel until 7, those of the first, made at 6,
+    until 10. Steps until 12. New parameters of both travel together, until 18."""
+    assert seconds_of(two_units(2), taking(3.0, 1.0)) == pytest.approx(18.0)
+
+
+def test_large_new_parameters_travel_alone_beside_the_first_forward() -> None:
+    """The step ends at 0. New parameters come at 3 and 6: forwards until 4 and 7. Backwards until 9 and 11. Gradients,
+    two buckets a unit, travel from 9 to 12 and to 15. Steps until 17."""
+    assert seconds_of(two_units(2, bucket=2 * UNIT), taking(3.0, 1.0)) == pytest.approx(17.0)
+
+
+def test_units_that_ranks_share_come_for_each_pass_and_share_the_link_with_gradients() -> None:
+    """The first unit comes at 3, its forward ends at 4; the second at 7, 8. It is still there: its backward ends at 10.
+    Then its gradients and the first unit travel at once, until 16. Backward until 18, gradients until 21, steps until
+    23."""
+    assert seconds_of(two_units(3), taking(3.0, 1.0)) == pytest.approx(23.0)
+
+
+def test_each_collective_takes_its_delay() -> None:
+    """Two of gradients, of which one is beside the backward; three questions; one of new parameters. Bytes and steps
+    take next to nothing."""
+    speeds = taking(1e-9, 1e-9, delay_s=0.25)
+    assert seconds_of(two_units(2), speeds) == pytest.approx(6.0 + 0.25 * (1 + 3 + 1))
+    assert seconds_of(two_units(2, ranks=8), speeds) == pytest.approx(6.0 + 0.25 * (1 + 3 * 3 + 3))  # log2(8) rounds
+
+
+def test_ranks_of_one_machine_share_it() -> None:
+    """Kernels, RAM, drives and links are all halved, and compute is not."""
+    speeds = replace(WITH_LINK, elements_per_s=1e6, network=NetworkSpeed(1e6))
+    alone, shared = (iteration_of(two_units(2), one, Passes()).seconds for one in (speeds, speeds.shared_by(2)))
+    assert shared == pytest.approx(2 * alone)
+    assert speeds.shared_by(2).link == LinkSpeed(LINK.up / 2, LINK.down / 2, LINK.both / 2)
+    assert speeds.shared_by(2).drives == [DriveSpeed(DRIVE.read / 2, DRIVE.write / 2, DRIVE.both / 2)]
+
+
+times = st.floats(0.01, 100.0)
+
+
+@given(
+    transfer=times, step=times, forward=times, backward=times, delay=st.floats(0, 1), stage=st.integers(1, 3),
+    ranks=st.sampled_from([2, 4]), bucket=st.sampled_from([UNIT, 2 * UNIT, 4 * UNIT]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_step_takes_no_less_than_any_resource_and_no_more_than_all_of_them(
+    transfer: float, step: float, forward: float, backward: float, delay: float, stage: int, ranks: int, bucket: int
+) -> None:
+    speeds = taking(transfer, step, delay)
+    assert speeds.network is not None
+    units = ("blocks.0", "blocks.1")
+    found = iteration_of(
+        two_units(stage, ranks, bucket), speeds, Passes(dict.fromkeys(units, forward), dict.fromkeys(units, backward))
+    )
+    sent = found.sent["reduce_scatter_bytes"] + found.sent["all_gather_bytes"]
+    travel = sent / speeds.network.bytes_per_s
+    calls = (found.sent[f"{name}_calls"] for name in ("reduce_scatter", "all_gather", "gather"))
+    steps, compute = 2 * step * 2 / ranks, 2 * (forward + backward)
+    most = steps + compute + travel + sum(calls) * delay * (ranks - 1).bit_length()
+    assert max(travel, steps + compute) * (1 - 1e-9) <= found.seconds <= most * (1 + 1e-9)
+
+
+@given(transfer=times, step=times, compute=times, faster=st.floats(1.0, 10.0), stage=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_a_faster_link_makes_no_step_slower(
+    transfer: float, step: float, compute: float, faster: float, stage: int
+) -> None:
+    units = ("blocks.0", "blocks.1")
+    passes = Passes(dict.fromkeys(units, compute), dict.fromkeys(units, 2 * compute))
+    slow, fast = (seconds_of(two_units(stage), taking(one, step), passes) for one in (transfer, transfer / faster))
+    assert fast <= slow * (1 + 1e-9)
+
+
+# What the papers say.
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("stage", "times"), [(1, 2), (2, 2), (3, 3)])
+def test_a_rank_sends_two_or_three_times_the_parameters(stage: int, times: int, ranks: int) -> None:
+    """arXiv 1910.02054, section 7: 2 psi elements at stages 1 and 2, and 3 psi at stage 3, of which (N - 1) / N go to
+    others. At stage 3 here backward finds the root unit and the last block still there. Padding is beside it."""
+    planned = plan_of(Wide(width=256, blocks=8), direct=True, ranks=ranks, stage=stage, tier="cpu", cpus=1)
+    found, psi = iteration_of(planned, SPEEDS), planned.layout.numel
+    itemsize, parts = 2, dict.fromkeys(("", "blocks.7"), 0)
+    for spec in planned.layout.specs:
+        if spec.unit in parts and stage == 3:
+            parts[spec.unit] += spec.numel
+    elements = (times * psi - sum(parts.values())) * (ranks - 1) / ranks
+    sent = found.sent["reduce_scatter_bytes"] + found.sent["all_gather_bytes"]
+    assert elements <= sent / itemsize <= elements * 1.01
+    assert sum(sent_numel(planned).values()) == sent / itemsize
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e10])
+def test_efficiency_is_that_of_zero_infinity_where_nothing_overlaps(bandwidth: float) -> None:
+    """arXiv 2104.07857, section 4: ait * bw / (ait * bw + peak), with ait the operations of a byte. At stage 3 without
+    prefetching only the gradients of the last unit travel beside anything: the fetch of the first one, on one link."""
+    planned, tokens, peak = two_units(3), 1000, 1e12
+    flops = 6.0 * planned.layout.numel * tokens
+    compute_s = flops / peak
+    units = ("blocks.0", "blocks.1")
+    passes = Passes(dict.fromkeys(units, compute_s / 6), dict.fromkeys(units, compute_s / 3))
+    found = iteration_of(planned, Speeds(math.inf, network=NetworkSpeed(bandwidth)), passes)
+    ait = flops / (found.sent["reduce_scatter_bytes"] + found.sent["all_gather_bytes"])
+    assert compute_s / found.seconds == pytest.approx(ait * bandwidth / (ait * bandwidth + peak))
+
+
+# Many ranks.
+
+
+def test_buckets_that_are_simulated_together_change_no_byte_and_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan_of(Wide(), direct=False, ranks=2, tier="cpu", stage=3, tuning=Tuning(bucket=4096), cpus=1)
+    passes = Passes({f"blocks.{n}": 1e-3 for n in range(4)}, {f"blocks.{n}": 2e-3 for n in range(4)})
+    one_by_one = iteration_of(planned, WITH_LINK, passes)
+    monkeypatch.setattr(averages, "MOST_BUCKETS", 24)
+    together = iteration_of(planned, WITH_LINK, passes)
+    assert one_by_one.sent["reduce_scatter_calls"] > 5 * 24
+    for name in ("reduce_scatter_bytes", "all_gather_bytes"):
+        assert together.sent[name] == one_by_one.sent[name]
+    calls = (found.sent["reduce_scatter_calls"] for found in (together, one_by_one))
+    assert next(calls) == pytest.approx(next(calls), rel=0.05)
+    assert together.seconds == pytest.approx(one_by_one.seconds, rel=0.02)
+
+
+class Trillion(nn.Module):
+    """10^12 parameters, in 128 blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, linear = 25600, partial(nn.Linear, device="meta")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                linear(width, 3 * width), linear(width, width), linear(width, 4 * width), linear(4 * width, width)
+            )
+            for _ in range(128)
+        )
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_1024_ranks_are_simulated_in_seconds() -> None:
+    planned = plan_of(
+        Trillion(), direct=False, ranks=1024, tier="nvme", param_tier="nvme", stage=3, path=".", device_memory="80GiB",
+        cpu_memory="200GiB", free_cpu_bytes=1 << 40, cpus=64,
+    )  # fmt: skip
+    placement = planned.place()
+    psi = planned.layout.numel
+    assert psi > 1e12
+    units = [f"blocks.{number}" for number in range(128)]
+    passes = Passes(dict.fromkeys(units, 0.1), dict.fromkeys(units, 0.2))
+    began = time.process_time()
+    found = simulate(planned.layout, placement, passes, replace(WITH_LINK, network=NetworkSpeed(25e9, 5e-6)))
+    assert time.process_time() - began < 30
+    assert isinstance(found, Iteration)
+    sent = found.sent["reduce_scatter_bytes"] + found.sent["all_gather_bytes"]
+    assert 2.97 * psi < sent / 2 < 3 * psi
+    assert found.seconds > sent / 25e9
+
+
+def test_without_the_speed_of_the_link_between_ranks_nothing_is_predicted() -> None:
+    planned = two_units(2)
+    found = simulate(planned.layout, planned.place(), UNIT_S, Speeds(1e9))
+    assert found == NotPredicted("the speed of the link between ranks is not known")
