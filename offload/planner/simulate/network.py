@@ -5,7 +5,8 @@ One rank is simulated, and the link to the others. They do the same at the same 
 a collective begins when this rank launches it, and what this rank sends takes as long as what it receives. Collectives
 of one group come one after the other. Gradients and parameters have groups of their own, which share the link. A
 collective takes a delay for each of its rounds, and then what its bytes take (Hockney, 1994): one round of an
-all-to-all, in which each rank sends to all others at once, and log2(ranks) of a gather (Thakur et al., 2005).
+all-to-all, in which each rank sends to all others at once, and log2(ranks) of a gather (Thakur et al., 2005). So the
+delay is what a collective of two ranks takes that carries next to nothing.
 """
 
 from __future__ import annotations

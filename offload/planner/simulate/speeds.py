@@ -42,7 +42,7 @@ class NetworkSpeed:
 
     Attributes:
         bytes_per_s: that a rank sends, and as many that it receives at the same time.
-        delay_s: seconds until the first byte of a message is there.
+        delay_s: seconds that a collective of two ranks takes that carries next to nothing.
     """
 
     bytes_per_s: float
