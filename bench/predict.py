@@ -185,12 +185,14 @@ class Result:
 
 
 class Rates:
-    """Measures the rates that a configuration needs. Args: dtype: of compute."""
+    """Measures the rates that a configuration needs. Args: dtype: of compute; kernels: None: on all CPUs."""
 
-    def __init__(self, one: Configuration, disk: Disk, dtype: torch.dtype) -> None:
+    def __init__(
+        self, one: Configuration, disk: Disk, dtype: torch.dtype, kernels: native.Kernels | None = None
+    ) -> None:
         self._one, self._disk, self._dtype = one, disk, dtype
         states, tuning = one.options.get("states", "fp32"), one.options.get("tuning", Tuning())
-        self._kernels = native.load()
+        self._kernels = kernels or native.load()
         self._steps = steps_of(self._kernels, one.optimizer, states, split=bool(tuning.split_master))
         self._copies = copies()
 
@@ -237,13 +239,13 @@ def passes_of(planned: Planned, forward_s: float, backward_s: float) -> Passes:
     return Passes(*({unit: seconds * n / total for unit, n in numels.items()} for seconds in (forward_s, backward_s)))
 
 
-def options_of(one: Configuration, folder: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Planned]:
+def options_of(one: Configuration, folder: Path, dtype: torch.dtype, ranks: int = 1) -> tuple[dict[str, Any], Planned]:
     """What OffloadZero is given, and its plan."""
     given: dict[str, Any] = {"tuning": Tuning(chunk="16MiB"), "compute_dtype": dtype} | dict(one.options)
     if given["tier"] == "nvme":
         given["path"] = folder / "run"
     rules = rules_named(one.optimizer, given.get("states", "fp32"))
-    planned = plan_of(GPT(SIZES[one.size], device="meta"), direct=True, rules=rules, **given)
+    planned = plan_of(GPT(SIZES[one.size], device="meta"), direct=True, rules=rules, ranks=ranks, **given)
     if one.share is not None:
         planned = planned.with_memory(planned.cpu_memory_for(one.share))
         given["cpu_memory"] = planned.room.cpu_memory
@@ -343,10 +345,12 @@ def main(
     save: Save = False,
 ) -> None:
     """Predict, measure, print the table, draw the picture."""
+    from bench import predict_ranks  # which needs what is above
+
     dtype = torch.bfloat16 if fast_dtype() == "bf16" else torch.float32
     chosen = {
         name: one
-        for name, one in CONFIGURATIONS.items()
+        for name, one in (CONFIGURATIONS | predict_ranks.CONFIGURATIONS).items()
         if any(fnmatch(name, pattern.strip()) for pattern in only.split(";"))
     }
     results = []
@@ -356,7 +360,10 @@ def main(
             note(name)
             place = folder / f"{number}"
             place.mkdir()
-            results.append(result_of(name, one, place, disk, dtype, steps))
+            if name in predict_ranks.CONFIGURATIONS:
+                results.append(predict_ranks.result_of(name, place, dtype, steps))
+            else:
+                results.append(result_of(name, one, place, disk, dtype, steps))
         Report(
             name="predict",
             title="Iterations, predicted and measured",

@@ -324,6 +324,24 @@ def test_a_trillion_parameters_on_1024_ranks_are_simulated_in_seconds() -> None:
     assert found.seconds > sent / 25e9
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"tuning": Tuning(tile=8192), "stage": 3}, "weights in tiles"),
+        ({"activation_tier": "cpu"}, "an activation tier"),
+        (
+            {"tier": "nvme", "path": ".", "cpu_memory": "1MiB", "tuning": Tuning(chunk=4096, speculate=True)},
+            "steps that",
+        ),
+    ],
+)
+def test_what_is_not_simulated_over_several_ranks_is_said(options: dict[str, Any], what: str) -> None:
+    planned = plan_of(nn.Linear(128, 128), direct=True, ranks=2, **({"tier": "cpu"} | options))
+    found = simulate(planned.layout, planned.place(), Passes(), SPEEDS)
+    assert isinstance(found, NotPredicted)
+    assert found.reason.startswith(f"over several ranks {what}")
+
+
 def test_without_the_speed_of_the_link_between_ranks_nothing_is_predicted() -> None:
     planned = two_units(2)
     found = simulate(planned.layout, planned.place(), UNIT_S, Speeds(1e9))

@@ -14,7 +14,7 @@ from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
 from offload.planner.simulate.lines import NOTHING
 from offload.planner.simulate.rank import DOWN, UP, Rank
-from offload.planner.simulate.several import OneOfSeveral
+from offload.planner.simulate.several import OneOfSeveral, why_not_simulated
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
@@ -175,6 +175,8 @@ def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | 
     choice, direct = placement.choice, placement.is_direct
     if held.ranks > 1 and speeds.network is None:
         return "the speed of the link between ranks is not known"
+    if held.ranks > 1 and (reason := why_not_simulated(held, choice)) is not None:
+        return reason
     if not direct and speeds.link is None:
         return "the speed of the link to the device is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:

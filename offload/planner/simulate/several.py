@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
+from offload.choices import Choice
 from offload.devices.copies import HostCopier
 from offload.layout import Chunk, Layout
 from offload.model.transfer import UNITS, gathers_of
@@ -27,6 +28,18 @@ from offload.ranks.communicator import Work
 from offload.ranks.exchange import TOGETHER, FlatGather, Windows
 from offload.ranks.gathers import Gathers
 from offload.storage.chunk_cache import Use
+
+
+def why_not_simulated(held: Layout, choice: Choice) -> str | None:
+    """Why one rank among several is not simulated with what was decided, though one alone may be; None: it is."""
+    reasons = {
+        "weights in tiles": any(spec.tile for spec in held.specs),
+        "an optimizer that steps whole parameters": any(flat.is_whole for flat in held.flats),
+        "steps that are tried in backward": choice.states.tries_steps,
+        "an activation tier": choice.activations.tier is not None,
+    }
+    found = next((what for what, is_there in reasons.items() if is_there), None)
+    return None if found is None else f"over several ranks {found} cannot be simulated yet"
 
 
 class OneOfSeveral(AveragingRank):
