@@ -5,6 +5,8 @@ both at once, through the library's own engine; the optimizer's kernels; a copy 
 backward of the same model and batch. planner/simulate predicts the iteration from their means. Bytes are predicted
 without any rate.
 
+Runs of two ranks are in predict_ranks.py.
+
 Drives drift by a factor of two within minutes, and what else runs on the machine changes all of this: only an idle
 machine says how good the predictions are.
 """

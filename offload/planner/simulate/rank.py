@@ -11,7 +11,7 @@ Where parameters or gradients are on NVMe, whether one is still in RAM at its ne
 workers are, in a run too: reads then differ from those of a run by what the buffers hold. All other bytes are equal.
 
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
-drives, and the link. All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
+drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
 something else makes that slower, but for transfers on one drive and one link.
 """
 
@@ -353,7 +353,7 @@ class Rank:
         return [flat for flat in self._pending if self._layout.flats[flat].unit == unit]
 
     def _apply_flat(self, flat: int) -> Generator[Moment, None, list[After]]:
-        """A process of the host: applies what is pending of a flat parameter. Returns: as `_apply`."""
+        """A process of the host: applies what is pending of a flat parameter, and returns what `_apply` does."""
         uploads = yield from self._make_flat(flat)
         del self._pending[flat]
         self._applied.append(flat)
