@@ -11,8 +11,9 @@ Where parameters or gradients are on NVMe, whether one is still in RAM at its ne
 workers are, in a run too: reads then differ from those of a run by what the buffers hold. All other bytes are equal.
 
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
-drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
-something else makes that slower, but for transfers on one drive and one link.
+drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums,
+commits' own files and syncs. Nothing that works beside something else makes that slower, but for transfers on one drive
+and one link.
 """
 
 from __future__ import annotations
