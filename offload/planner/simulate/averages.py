@@ -92,6 +92,7 @@ class AveragingRank(Rank):
         self._round = 0
         self._came: set[Part] = set()  # in the round under way
         # As [Note: taking turns] in grads/reduce_scatter.py.
+        self._shares_parameters = self._choice.params.streams and layout.shard_group_size > 1
         self._takes_turns = layout.shard_group_size > 1 and not choice.params_stay
         self._entered: dict[str, None] = {}  # units, by the backward under way
         self._left_units: set[str] = set()
@@ -143,7 +144,7 @@ class AveragingRank(Rank):
         return not missing or (is_turn and self._buckets.is_complete(bucket))
 
     def _backward_reaches(self, unit: Unit) -> Process:
-        if self._held.shard_group_size > 1:
+        if self._shares_parameters:
             yield from self._leave()
             if self._came and unit.name in self._left_units and self._round + 1 != self._rounds:
                 yield from self._begin_next_round()
@@ -152,7 +153,7 @@ class AveragingRank(Rank):
                 self._entered[unit.name] = None
 
     def _backward_ends(self) -> Process:
-        if self._held.shard_group_size > 1:
+        if self._shares_parameters:
             yield from self._leave()
             self._alone = None
 
