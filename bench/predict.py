@@ -5,6 +5,8 @@ both at once, through the library's own engine; the optimizer's kernels; a copy 
 backward of the same model and batch. planner/simulate predicts the iteration from their means. Bytes are predicted
 without any rate.
 
+Runs of two ranks are in predict_ranks.py.
+
 Drives drift by a factor of two within minutes, and what else runs on the machine changes all of this: only an idle
 machine says how good the predictions are.
 """
@@ -250,13 +252,23 @@ class Result:
 
 
 class Rates:
-    """Measures the rates that a configuration needs. Args: dtype: of compute; matrices: see `Speeds.matrix_flops`."""
+    """Measures the rates that a configuration needs.
 
-    def __init__(self, one: Configuration, disk: Disk, dtype: torch.dtype, matrices: MatrixWork) -> None:
+    Args: dtype: of compute; kernels: None: on all CPUs; matrices: see `Speeds.matrix_flops`; None: there are none.
+    """
+
+    def __init__(
+        self,
+        one: Configuration,
+        disk: Disk,
+        dtype: torch.dtype,
+        kernels: native.Kernels | None = None,
+        matrices: MatrixWork | None = None,
+    ) -> None:
         self._one, self._disk, self._dtype, self._matrices = one, disk, dtype, matrices
         states, tuning = one.options.get("states", "fp32"), one.options.get("tuning", Tuning())
-        self._kernels = native.load()
-        stepped = "adamw" if matrices.flops else one.optimizer  # beside matrices
+        self._kernels = kernels or native.load()
+        stepped = one.optimizer if matrices is None else "adamw"  # beside matrices
         self._steps = steps_of(self._kernels, stepped, states, split=bool(tuning.split_master))
         self._copies = copies()
 
@@ -265,7 +277,7 @@ class Rates:
         alone = {way: nbytes / self._disk.run(ways=(way,)) for way in ("read", "write")}
         both = 2 * nbytes / self._disk.run()
         drive, work = DriveSpeed(alone["read"], alone["write"], both), self._matrices
-        flops = work.flops / measured_seconds(self._one.optimizer, work.shapes) if work.flops else 1.0
+        flops = 1.0 if work is None else work.flops / measured_seconds(self._one.optimizer, work.shapes)
         return Measured(drive, self._steps(), self._copies(), *self._passes(), flops)
 
     def _passes(self) -> tuple[float, float]:
@@ -286,13 +298,13 @@ class Rates:
         self._kernels.close()
 
 
-def options_of(one: Configuration, folder: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Planned]:
+def options_of(one: Configuration, folder: Path, dtype: torch.dtype, ranks: int = 1) -> tuple[dict[str, Any], Planned]:
     """What OffloadZero is given, and its plan."""
     given: dict[str, Any] = {"tuning": Tuning(chunk="16MiB"), "compute_dtype": dtype} | dict(one.options)
     if given["tier"] == "nvme":
         given["path"] = folder / "run"
     rules = rules_named(one.optimizer, given.get("states", "fp32"))
-    planned = plan_of(one.model("meta"), direct=True, rules=rules, **given)
+    planned = plan_of(one.model("meta"), direct=True, rules=rules, ranks=ranks, **given)
     if one.share is not None:
         planned = planned.with_memory(planned.cpu_memory_for(one.share))
         given["cpu_memory"] = planned.room.cpu_memory
@@ -353,7 +365,8 @@ def result_of(
     unknown = simulate(layout, placement, beside, any_speeds)
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
-    with closing(Rates(one, disk, dtype, matrix_work(layout.trained, layout.trained.chunks))) as rates:
+    work = matrix_work(layout.trained, layout.trained.chunks)
+    with closing(Rates(one, disk, dtype, matrices=work if work.flops else None)) as rates:
         before = rates.measure()
         gc.collect()
         seconds, counted = measured(one, given, steps, most_s)
@@ -421,10 +434,12 @@ def main(
     save: Save = False,
 ) -> None:
     """Predict, measure, print the table, draw the picture."""
+    from bench import predict_ranks  # which needs what is above
+
     dtype = torch.bfloat16 if fast_dtype() == "bf16" else torch.float32
     chosen = {
         name: one
-        for name, one in CONFIGURATIONS.items()
+        for name, one in (CONFIGURATIONS | predict_ranks.CONFIGURATIONS).items()
         if any(fnmatch(name, pattern.strip()) for pattern in only.split(";"))
     }
     results = []
@@ -435,6 +450,9 @@ def main(
             note(name)
             place = folder / f"{number}"
             place.mkdir()
+            if name in predict_ranks.CONFIGURATIONS:
+                results.append(predict_ranks.result_of(name, place, dtype, steps))
+                continue
             most_s = RUNNING * max(end - time.perf_counter(), 0.0) / (len(chosen) - number)
             results.append(result_of(name, one, place, disk, dtype, steps, most_s))
         Report(

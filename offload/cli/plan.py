@@ -154,6 +154,13 @@ def plan(
             show_default="what `offload probe` or `bench io` measured here, the machine's, or 3",
         ),
     ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help='What a rank sends to others, such as 25GB/s; with the delay of a collective of two: "25GB/s,20us".',
+            show_default="the machine's",
+        ),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -182,7 +189,7 @@ def plan(
         commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
         partition_activations=partition_activations, gpu_memory=gpu_memory, ram=ram, flops=flops,
         gpu=gpu or gpu_memory is not None or (there is not None and there.device is not None),
-        disk_gb_per_s=disk_gb_per_s, machine=there, paths=tuple(path or ()), sweep=sweep,
+        disk_gb_per_s=disk_gb_per_s, network=network, machine=there, paths=tuple(path or ()), sweep=sweep,
     )  # fmt: skip
     from offload.cli.plan_models import sized
 
@@ -664,6 +671,7 @@ def predicted_of(
         elements_per_s=None if steps is None else steps.value,
         disk_bytes_per_s=disk,
         matrix_flops=matrix_flops,
+        network=options.network_speed,
     )
     sizes = {} if waiting is None else waiting.of(planned.choice.activations)
     tiles = {}

@@ -15,13 +15,14 @@ once, and counts as that of the first one. Trials are all kept, and those that h
 dropped, as in a run; where the device is the CPU, they take its cores. A weight in tiles counts as used once a pass.
 
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
-drives, and the link. All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
-something else makes that slower, but for transfers on one drive and one link.
+drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums,
+commits' own files and syncs. Nothing that works beside something else makes that slower, but for transfers on one drive
+and one link.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,7 @@ from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Serv
 from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.stores import TimedStores
-from offload.planner.simulate.units import TimedUnits, ToCopy
+from offload.planner.simulate.units import TimedUnits, ToAwait, ToCopy, ToGather
 from offload.storage.chunk_cache import Use
 from offload.storage.slot_map import ChunkKind
 from offload.tiers import DEVICE
@@ -228,6 +229,11 @@ class Rank:
         )
         return {"read": read, "written": written, "kept": self._kept_bytes} | self.counted
 
+    @property
+    def sent(self) -> Counter[str]:
+        """What went to other ranks, as Network.sent."""
+        return Counter()
+
     # An iteration.
 
     def iterate(self, *, commits: bool = False) -> Process:
@@ -273,26 +279,23 @@ class Rank:
     def _backward(self) -> Process:
         for station in reversed(self._stations):
             seconds = self._passes.backward_s.get(station.unit, 0.0) if station.computes else 0.0
-            leaving = [] if self._direct else self._leaving[:-UNITS_LEAVING]
-            del self._leaving[: len(leaving)]
+            leaving = self._wait_for_leaving()
             unit = self._units[station.unit]
             if station.computes:
+                yield from self._backward_reaches(unit)
                 self._scheduler.backward_begins(unit)
                 yield from self._do_what_is_to_do()
                 self._activations.get(station.unit)
                 if self._recomputes and not unit.is_root:
                     seconds += self._passes.forward_s.get(station.unit, 0.0)
-            waits = [(one, LINK) for one in leaving] + self._arrived.get(unit, [])
+            waits = leaving + self._arrived.get(unit, [])
             for weight in reversed(station.tiled):
                 yield from self._backward_tiles(weight)
             made = yield from self._launch(seconds, f"backward {station.unit}", waits)
             if station.computes:
                 self._activations.drop(station.unit)
-            copies = []
-            for param in reversed(station.params):
-                copies += yield from self._gradient_comes(param, made)
-            if copies:
-                self._leaving.append(copies[-1])
+            yield from self._gradients_come(station.params, made)
+        yield from self._backward_ends()
         self._scheduler.backward_ends()
         yield from self._do_what_is_to_do()
 
@@ -345,6 +348,7 @@ class Rank:
                 if self._placement.slots.committed_chunks(kind):
                     yield from store.flush()
             self.host.begins(NOTHING)
+        yield from self._agree()
         self._step += 1
         self._order = order_of_updates(self._layout, self._order, self._applied)
         self._applied = []
@@ -358,14 +362,37 @@ class Rank:
             else:
                 self._stored_gradients.store.expect(coming, repeats=False)
         self._micro_batches.clear_all()
-        self._pending = {flat: [] for flat in self._order if self._chunks_of[flat]}
+        self._pending = {flat: [] for flat in self._order if self._layout.flats[flat].numel}
         if not self._direct:
             for chunk in (chunk for chunk in works if chunk.flat not in self._there):
                 self._pending[chunk.flat].append(self._steps.submit(self._step_chunk(chunk, self._steps.line)))
-        elif not self._placement.uses_disk:  # as HeldModel.step_ends
+        yield from self._step_ends()
+
+    def _step_ends(self) -> Process:
+        """A process of the host: as HeldModel.step_ends."""
+        if self._direct and not self._placement.uses_disk:
             yield from self._apply_all()
 
     # Gradients.
+
+    def _wait_for_leaving(self) -> list[After]:
+        """What the device waits for before a part of a backward, so that gradients take little of its memory."""
+        leaving = [] if self._direct else self._leaving[:-UNITS_LEAVING]
+        del self._leaving[: len(leaving)]
+        return [(one, LINK) for one in leaving]
+
+    def _gradients_come(self, params: Sequence[int], made: Moment) -> Process:
+        """A process of the host: what hooks do with the gradients of a part of a backward.
+
+        Args:
+            params: the numbers of its parameters, in the order of the model.
+            made: when the device has made the gradients.
+        """
+        copies: list[Moment] = []
+        for param in reversed(params):
+            copies += yield from self._gradient_comes(param, made)
+        if copies:
+            self._leaving.append(copies[-1])
 
     def _gradient_comes(self, param: int, made: Moment, tile: int = 0) -> Generator[Moment, None, list[Moment]]:
         """A process of the host: what a hook does with a gradient, or a tile of it.
@@ -454,22 +481,18 @@ class Rank:
             What the device has to wait for before it uses the unit.
         """
         found: list[After] = []
-        for flat in [flat for flat in self._pending if self._layout.flats[flat].unit == unit]:
+        for flat in self._to_apply(unit):
             found += yield from self._apply_flat(flat)
         return found
 
+    def _to_apply(self, unit: str) -> list[int]:
+        """The flat parameters to update so that a unit has its new values, as PendingUpdates._up_to."""
+        return [flat for flat in self._pending if self._layout.flats[flat].unit == unit]
+
     def _apply_flat(self, flat: int) -> Generator[Moment, None, list[After]]:
-        done, uploads = self._pending.pop(flat), []
-        for number, chunk in enumerate(self._chunks_of[flat]):
-            if self._direct:
-                yield from self._step_chunk(chunk, self.host)
-            elif flat in self._there:
-                yield from self._bring_made(chunk)
-            else:
-                yield from self.host.wait(done[number], self._steps.line)
-                if self._params is None:
-                    size = self._uploaded_bytes(chunk)
-                    uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
+        """A process of the host: applies what is pending of a flat parameter, and returns what `_apply` does."""
+        uploads = yield from self._make_flat(flat)
+        del self._pending[flat]
         self._applied.append(flat)
         if self._tried is not None and not self._pending:
             self._states.store.expect(self._tried.order, repeats=False)
@@ -480,6 +503,25 @@ class Rank:
                 self._scheduler.transfers.flat_updated(unit, flat)
                 yield from self._do_what_is_to_do()
         return [(one, LINK) for one in uploads]
+
+    def _make_flat(self, flat: int) -> Generator[Moment, None, list[Moment]]:
+        """A process of the host: makes this rank's new values of a flat parameter, or waits until they are made.
+
+        Returns:
+            When they have come to the device, if they go there.
+        """
+        done, uploads = self._pending[flat], []
+        for number, chunk in enumerate(self._chunks_of[flat]):
+            if self._direct:
+                yield from self._step_chunk(chunk, self.host)
+            elif flat in self._there:
+                yield from self._bring_made(chunk)
+            else:
+                yield from self.host.wait(done[number], self._steps.line)
+                if self._params is None:
+                    size = self._uploaded_bytes(chunk)
+                    uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
+        return uploads
 
     def _bring_made(self, chunk: Chunk) -> Process:
         """A process of the host: brings parameters that stream to RAM, which the device has made."""
@@ -523,11 +565,13 @@ class Rank:
         line.begins(KERNELS)
         yield self.kernels.submit(self._step_s(chunk), f"chunk {chunk.index}")
         line.begins(NOTHING)
-        if target is not None:
-            yield from self._chunk_updated(chunk, line)
-        for store, lease in ((self._stored_gradients, gradient), (self._states, states), (self._params, target)):
+        for store, lease in ((self._stored_gradients, gradient), (self._states, states)):
             if store is not None and lease is not None:
                 store.release(lease)
+        if self._params is not None and target is not None:
+            yield from self._chunk_updated(chunk, line)
+            yield from self._chunk_made(chunk, line)
+            self._params.release(target)
 
     # Trials: as optim/trials.py makes them, where all are kept.
 
@@ -605,6 +649,12 @@ class Rank:
             one = todo.popleft()
             if isinstance(one, ToCopy):
                 yield from self._copy_unit(one)
+                continue
+            if isinstance(one, ToGather):
+                yield from self._gather(one.units, one.flat)
+                continue
+            if isinstance(one, ToAwait):
+                yield from self._await(one.unit)
                 continue
             self._arrived.pop(one, None)
             self._left.append(self._launched)
@@ -733,3 +783,29 @@ class Rank:
             self.host.begins(reason)
             self.clock.run_until(moment)
             self.host.begins(before)
+
+    # What a rank among several does beside; see several.py.
+
+    def _backward_reaches(self, unit: Unit) -> Process:
+        """A process of the host, before backward fetches a unit."""
+        yield from ()
+
+    def _backward_ends(self) -> Process:
+        """A process of the host, at the end of a backward."""
+        yield from ()
+
+    def _agree(self) -> Process:
+        """A process of the host: what ranks ask one another before a step."""
+        yield from ()
+
+    def _chunk_made(self, chunk: Chunk, line: Line) -> Process:
+        """A process, after a chunk of parameters that stream was stepped, which is still leased."""
+        yield from ()
+
+    def _gather(self, units: Sequence[Unit], flat: int | None) -> Process:
+        """A process of the host: starts to fetch what other ranks have of units, or of one flat parameter of them."""
+        yield from ()
+
+    def _await(self, unit: Unit) -> Process:
+        """A process of the host: a unit is used now, of which other ranks have parts."""
+        yield from ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,19 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True)
+class NetworkSpeed:
+    """Of the link between ranks.
+
+    Attributes:
+        bytes_per_s: that a rank sends, and as many that it receives at the same time.
+        delay_s: seconds that a collective of two ranks takes that carries next to nothing.
+    """
+
+    bytes_per_s: float
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Speeds:
     """Of a rank's machine.
 
@@ -45,6 +58,7 @@ class Speeds:
         memory: bytes of RAM that a copy reads and writes, together; inf: it takes no time.
         drives: those of the run's directories, in their order.
         link: None: the device has no memory of its own.
+        network: None: there is one rank, or it is not known.
         matrix_flops: FLOP/s of the steps of optimizers that multiply matrices, where these are stepped; None: that is
             not known, or there are none.
     """
@@ -53,7 +67,21 @@ class Speeds:
     memory: float = float("inf")
     drives: Sequence[DriveSpeed] = ()
     link: LinkSpeed | None = None
+    network: NetworkSpeed | None = None
     matrix_flops: float | None = None
+
+    def shared_by(self, ranks: int) -> Speeds:
+        """What each of several ranks has of a machine, which all do the same on it at the same time."""
+        drives = [DriveSpeed(one.read / ranks, one.write / ranks, one.both / ranks) for one in self.drives]
+        link, network = self.link, self.network
+        return Speeds(
+            self.elements_per_s / ranks,
+            self.memory / ranks,
+            drives,
+            None if link is None else LinkSpeed(link.up / ranks, link.down / ranks, link.both / ranks),
+            None if network is None else replace(network, bytes_per_s=network.bytes_per_s / ranks),
+            None if self.matrix_flops is None else self.matrix_flops / ranks,
+        )
 
 
 @dataclass(frozen=True)
