@@ -96,21 +96,21 @@ class Configuration:
         return self.size == "experts"
 
     def model(self, device: str) -> nn.Module:
+        if not self.is_of_experts:
+            return GPT(SIZES[self.size], 0, device)
+        torch.manual_seed(0)
         with torch.device(device):
-            if self.is_of_experts:
-                torch.manual_seed(0)
-                return nn.Sequential(*[Experts(WIDTH, ROUTING.experts, grouped=True) for _ in range(LAYERS)])
-            return GPT(SIZES[self.size], 0) if device == "cpu" else GPT(SIZES[self.size])
+            return nn.Sequential(*[Experts(WIDTH, ROUTING.experts, grouped=True) for _ in range(LAYERS)])
 
-    def loss(self, model: nn.Module, number: int, *, device: str = "cpu") -> Tensor:
+    def loss(self, model: nn.Module, number: int) -> Tensor:
         """Runs a forward on the batch of this number."""
         made = torch.Generator().manual_seed(number)
         sequences, length = self.tokens
         if self.is_of_experts:
             x = torch.randn(sequences * length, WIDTH, generator=made)
-            found: Tensor = model(x.to(device, next(model.parameters()).dtype))
+            found: Tensor = model(x.to(next(model.parameters()).dtype))
             return found.float().square().mean()
-        words = torch.randint(0, 256, (sequences, length + 1), generator=made).to(device)
+        words = torch.randint(0, 256, (sequences, length + 1), generator=made)
         loss: Tensor = model(words[:, :-1], words[:, 1:])[1]
         return loss
 
@@ -316,7 +316,8 @@ def waiting_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Mapp
     choice = planned.choice.activations
     if choice.tier is None:
         return {}
-    return measure(one.model("meta"), dtype, lambda model: one.loss(model, 0, device="meta")).of(choice)
+    words = torch.zeros(one.tokens, dtype=torch.long, device="meta")
+    return measure(one.model("meta"), dtype, lambda model: model(words)).of(choice)
 
 
 def tiles_of(one: Configuration, planned: Planned) -> Mapping[str, Sequence[Sequence[int]]]:
