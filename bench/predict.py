@@ -5,6 +5,8 @@ both at once, through the library's own engine; the optimizer's kernels; a copy 
 backward of the same model and batch. planner/simulate predicts the iteration from their means. Bytes are predicted
 without any rate.
 
+Runs of two ranks are in predict_ranks.py.
+
 Drives drift by a factor of two within minutes, and what else runs on the machine changes all of this: only an idle
 machine says how good the predictions are.
 """
@@ -24,29 +26,43 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from bench.experts import LAYERS, Experts
 from bench.limits import Disk
 from bench.report import Folder, Json, Out, Report, Save, Table, judged, note, run, scratch
 from offload import OffloadZero, Tuning, native
 from offload.cli.machine import fast_dtype
 from offload.cli.plan_models import optimizers, rules_named
+from offload.cli.plan_updates import measured_seconds
 from offload.cli.plots import new_figure
 from offload.cli.probing import copies, steps_of
 from offload.demo.gpt import GPT, PRESETS, GPTConfig
+from offload.optim.flops import MatrixWork, matrix_work
+from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
+from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.speeds import DriveSpeed, Passes, Speeds
+from offload.planner.simulate.what_if import expected_tiles, shared_out
 from offload.sizes import MIB
 
+WIDTH, ROUTING = 512, Routing(16, 1)
+"""Of the mixture of experts."""
 SIZES = PRESETS | {"46m": GPTConfig(layers=14, width=512, heads=8)}
-WARM_UP = 3
+WARM_UP = 2
+LEAST_STEPS = 3
+RUNNING = 0.6
+"""Of the time of a configuration; in the rest rates are measured."""
+"""Iterations that are timed at least, however long one takes."""
 MEDIAN_TARGET, WORST_TARGET = 0.08, 0.20
 """Of the errors of seconds."""
 DISK_TRANSFERS, DISK_BYTES = 16, 24 * MIB
+WHOSE = "nvme", "activation"
+"""In `stats()`, what drives move."""
 COMPUTED = 3
 """How often plain torch's passes are timed; the median counts."""
 HEADINGS = (
@@ -55,7 +71,9 @@ HEADINGS = (
 ABOUT = """\
 **predicted, measured**: seconds of an iteration; **error**: predicted by measured, less 1; **rates moved**: by how much
 the rate that changed most differs after the configuration from before it; **waits for**: what most of the predicted
-time is; **bytes**: read and written by drives in an iteration, predicted; **counted**: those of the run."""
+time is; **bytes**: read and written by drives in an iteration, predicted; **counted**: those of the run.
+Experts are predicted as uniform routing is expected to use them, so their bytes differ from those of a run; so do those
+of parameters on NVMe, by what buffers hold."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +91,59 @@ class Configuration:
     def accumulation(self) -> int:
         return int(self.options.get("accumulation", 1))
 
+    @property
+    def is_of_experts(self) -> bool:
+        return self.size == "experts"
+
+    def model(self, device: str) -> nn.Module:
+        if not self.is_of_experts:
+            return GPT(SIZES[self.size], 0, device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            return nn.Sequential(*[Experts(WIDTH, ROUTING.experts, grouped=True) for _ in range(LAYERS)])
+
+    def loss(self, model: nn.Module, number: int) -> Tensor:
+        """Runs a forward on the batch of this number."""
+        made = torch.Generator().manual_seed(number)
+        sequences, length = self.tokens
+        if self.is_of_experts:
+            x = torch.randn(sequences * length, WIDTH, generator=made)
+            found: Tensor = model(x.to(next(model.parameters()).dtype))
+            return found.float().square().mean()
+        words = torch.randint(0, 256, (sequences, length + 1), generator=made)
+        loss: Tensor = model(words[:, :-1], words[:, 1:])[1]
+        return loss
+
+    def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """Its optimizer; where that takes matrices alone, AdamW for all else."""
+        kind, options = optimizers()[self.optimizer]
+        if kind is not torch.optim.Muon:
+            return [kind(model.parameters(), **options)]
+        own = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
+        others = [param for param in model.parameters() if all(param is not one for one in own)]
+        return [kind(own, **options), torch.optim.AdamW(others)]
+
+
+NVME: dict[str, Any] = {"tier": "nvme", "commit_every": None}
+
 
 def _on_nvme(size: str, share: float, optimizer: str = "adamw", **options: Any) -> Configuration:
-    return Configuration(
-        size, share=share, optimizer=optimizer, options={"tier": "nvme", "commit_every": None} | options
-    )
+    return Configuration(size, share=share, optimizer=optimizer, options=NVME | options)
 
 
+EXPERTS_IN_TILES = Tuning(chunk="1MiB", tile="1MiB", late=False)
 SPLIT = Tuning(chunk="16MiB", split_master=True)
 CONFIGURATIONS = {
     "46m, in RAM": Configuration("46m", options={"tier": "cpu"}),
     "46m, half": _on_nvme("46m", 0.5),
     "46m, NVMe": _on_nvme("46m", 0.0),
-    "46m, NVMe, more tokens": Configuration("46m", (16, 256), 0.0, options={"tier": "nvme", "commit_every": None}),
+    "46m, NVMe, more tokens": Configuration("46m", (16, 256), 0.0, options=NVME),
     "46m, NVMe, accumulation": _on_nvme("46m", 0.0, accumulation=4),
     "46m, parameters in RAM": Configuration("46m", options={"tier": "cpu", "param_tier": "cpu"}),
     "125m, in RAM": Configuration("125m", options={"tier": "cpu"}),
     "125m, half": _on_nvme("125m", 0.5),
     "125m, NVMe": _on_nvme("125m", 0.0),
-    "125m, NVMe, more tokens": Configuration("125m", (16, 256), 0.0, options={"tier": "nvme", "commit_every": None}),
+    "125m, NVMe, more tokens": Configuration("125m", (16, 256), 0.0, options=NVME),
     "125m, NVMe, accumulation": _on_nvme("125m", 0.0, accumulation=4),
     "125m, parameters in RAM": _on_nvme("125m", 0.0, param_tier="cpu"),
     "125m, parameters on NVMe": _on_nvme("125m", 0.0, param_tier="nvme"),
@@ -106,10 +158,24 @@ CONFIGURATIONS = {
     "350m, half": _on_nvme("350m", 0.5),
     "350m, NVMe": _on_nvme("350m", 0.0),
     "350m, all on NVMe": _on_nvme("350m", 0.0, param_tier="nvme", grad_tier="nvme"),
+    "350m, gradients on NVMe, accumulation": _on_nvme("350m", 0.0, grad_tier="nvme", accumulation=2),
     "350m, in RAM": Configuration("350m", options={"tier": "cpu"}),
     "1b, NVMe": _on_nvme("1b", 0.0),
-    "125m, activations in RAM": _on_nvme("125m", 0.0, activation_tier="cpu"),
+    "125m, activations recomputed": _on_nvme("125m", 0.0, activation_tier="cpu"),
+    "125m, activations on NVMe": _on_nvme("125m", 0.0, activation_tier="nvme", activation_memory="8MiB"),
+    "125m, all activations on NVMe": _on_nvme(
+        "125m", 0.0, activation_tier="nvme", activation_memory="256MiB", tuning=Tuning(chunk="16MiB", recompute=False)
+    ),
     "125m, steps tried": _on_nvme("125m", 0.0, tuning=Tuning(chunk="16MiB", speculate=True)),
+    "125m, steps tried, more tokens": Configuration(
+        "125m", (16, 256), 0.0, options={**NVME, "tuning": Tuning(chunk="16MiB", speculate=True)}
+    ),
+    "125m, tiles": _on_nvme("125m", 0.0, param_tier="cpu", tuning=Tuning(chunk="16MiB", tile="2MiB")),
+    "experts in tiles": _on_nvme("experts", 0.5, param_tier="cpu", tuning=EXPERTS_IN_TILES),
+    "experts in tiles, few tokens": Configuration(
+        "experts", (1, 4), 0.5, options={**NVME, "param_tier": "nvme", "tuning": EXPERTS_IN_TILES}
+    ),
+    "46m, Muon": _on_nvme("46m", 0.0, optimizer="muon"),
 }
 """By name. Where no time is predicted for one, the page says why."""
 
@@ -123,11 +189,12 @@ class Measured:
     memory: float
     forward_s: float
     backward_s: float
+    matrix_flops: float
 
     @property
     def all(self) -> tuple[float, ...]:
-        drive = self.drive
-        return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, self.forward_s, self.backward_s
+        drive, passes = self.drive, (self.forward_s, self.backward_s)
+        return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, self.matrix_flops
 
     def mean_with(self, other: Measured) -> Measured:
         means = [statistics.mean(pair) for pair in zip(self.all, other.all, strict=True)]
@@ -185,32 +252,41 @@ class Result:
 
 
 class Rates:
-    """Measures the rates that a configuration needs. Args: dtype: of compute."""
+    """Measures the rates that a configuration needs.
 
-    def __init__(self, one: Configuration, disk: Disk, dtype: torch.dtype) -> None:
-        self._one, self._disk, self._dtype = one, disk, dtype
+    Args: dtype: of compute; kernels: None: on all CPUs; matrices: see `Speeds.matrix_flops`; None: there are none.
+    """
+
+    def __init__(
+        self,
+        one: Configuration,
+        disk: Disk,
+        dtype: torch.dtype,
+        kernels: native.Kernels | None = None,
+        matrices: MatrixWork | None = None,
+    ) -> None:
+        self._one, self._disk, self._dtype, self._matrices = one, disk, dtype, matrices
         states, tuning = one.options.get("states", "fp32"), one.options.get("tuning", Tuning())
-        self._kernels = native.load()
-        self._steps = steps_of(self._kernels, one.optimizer, states, split=bool(tuning.split_master))
+        self._kernels = kernels or native.load()
+        stepped = one.optimizer if matrices is None else "adamw"  # beside matrices
+        self._steps = steps_of(self._kernels, stepped, states, split=bool(tuning.split_master))
         self._copies = copies()
 
     def measure(self) -> Measured:
         nbytes = self._disk.count * self._disk.length
         alone = {way: nbytes / self._disk.run(ways=(way,)) for way in ("read", "write")}
         both = 2 * nbytes / self._disk.run()
-        forward_s, backward_s = self._passes()
-        return Measured(
-            DriveSpeed(alone["read"], alone["write"], both), self._steps(), self._copies(), forward_s, backward_s
-        )
+        drive, work = DriveSpeed(alone["read"], alone["write"], both), self._matrices
+        flops = 1.0 if work is None else work.flops / measured_seconds(self._one.optimizer, work.shapes)
+        return Measured(drive, self._steps(), self._copies(), *self._passes(), flops)
 
     def _passes(self) -> tuple[float, float]:
         """Seconds of plain torch's forward and backward."""
-        model = GPT(SIZES[self._one.size], 0).to(self._dtype)
-        tokens = batch(self._one, 0)
+        model = self._one.model("cpu").to(self._dtype)
         times = []
         for _ in range(1 + COMPUTED):
             start = time.perf_counter()
-            loss = model(*tokens)[1]
+            loss = self._one.loss(model, 0)
             middle = time.perf_counter()
             loss.backward()
             times.append((middle - start, time.perf_counter() - middle))
@@ -222,69 +298,84 @@ class Rates:
         self._kernels.close()
 
 
-def batch(one: Configuration, number: int) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(number)
-    words = torch.randint(0, 256, (one.tokens[0], one.tokens[1] + 1), generator=made)
-    return words[:, :-1], words[:, 1:]
-
-
-def passes_of(planned: Planned, forward_s: float, backward_s: float) -> Passes:
-    """A micro-batch's passes, shared out over the units by their elements."""
-    numels: dict[str, int] = {}
-    for spec in planned.layout.specs:
-        numels[spec.unit] = numels.get(spec.unit, 0) + spec.numel
-    total = sum(numels.values())
-    return Passes(*({unit: seconds * n / total for unit, n in numels.items()} for seconds in (forward_s, backward_s)))
-
-
-def options_of(one: Configuration, folder: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Planned]:
+def options_of(one: Configuration, folder: Path, dtype: torch.dtype, ranks: int = 1) -> tuple[dict[str, Any], Planned]:
     """What OffloadZero is given, and its plan."""
     given: dict[str, Any] = {"tuning": Tuning(chunk="16MiB"), "compute_dtype": dtype} | dict(one.options)
     if given["tier"] == "nvme":
         given["path"] = folder / "run"
     rules = rules_named(one.optimizer, given.get("states", "fp32"))
-    planned = plan_of(GPT(SIZES[one.size], device="meta"), direct=True, rules=rules, **given)
+    planned = plan_of(one.model("meta"), direct=True, rules=rules, ranks=ranks, **given)
     if one.share is not None:
         planned = planned.with_memory(planned.cpu_memory_for(one.share))
         given["cpu_memory"] = planned.room.cpu_memory
     return given, planned
 
 
-def measured(one: Configuration, given: Mapping[str, Any], steps: int) -> tuple[list[float], float]:
-    """Seconds of each iteration, and the bytes that drives moved in one."""
-    model = GPT(SIZES[one.size], 0)
-    kind, options = optimizers()[one.optimizer]
+def waiting_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Mapping[str, Sequence[int]]:
+    """What of a micro-batch waits in the activation tier; of none, nothing."""
+    choice = planned.choice.activations
+    if choice.tier is None:
+        return {}
+    words = torch.zeros(one.tokens, dtype=torch.long, device="meta")
+    return measure(one.model("meta"), dtype, lambda model: model(words)).of(choice)
+
+
+def tiles_of(one: Configuration, planned: Planned) -> Mapping[str, Sequence[Sequence[int]]]:
+    """The tiles of experts that are used, as they are expected of uniform routing."""
+    names = {spec.name for spec in planned.layout.specs if spec.tile} if one.is_of_experts else set()
+    return expected_tiles(planned.layout, names, ROUTING, one.tokens[0] * one.tokens[1])
+
+
+def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: float) -> tuple[list[float], float]:
+    """Seconds of each iteration, and the bytes that drives moved in one.
+
+    Args:
+        one: the configuration.
+        given: the options of OffloadZero.
+        steps: iterations that are timed at most.
+        most_s: seconds after which no other begins, but for LEAST_STEPS and for the steps up to a commit.
+    """
+    model = one.model("cpu")
     seconds, moved = [], []
-    with OffloadZero(model, kind(model.parameters(), **options), **given) as optimizer:
-        end = time.perf_counter()
+    every = given.get("commit_every") or 1
+    begin = end = time.perf_counter()
+    with OffloadZero(model, one.optimizers(model), **given) as optimizer:
         for step in range(WARM_UP + steps):
             for number in range(one.accumulation):
-                model(*batch(one, step * one.accumulation + number))[1].backward()
+                one.loss(model, step * one.accumulation + number).backward()
             optimizer.step()
             optimizer.zero_grad()
             start, end = end, time.perf_counter()
             seconds.append(end - start)
             stats = optimizer.stats()
-            moved.append(stats["nvme_read_bytes"] + stats["nvme_written_bytes"])
-    return seconds[WARM_UP:], (moved[-1] - moved[WARM_UP - 1]) / steps
+            moved.append(sum(stats[f"{whose}_{way}_bytes"] for whose in WHOSE for way in ("read", "written")))
+            timed = len(seconds) - WARM_UP
+            if timed >= LEAST_STEPS and timed % every == 0 and end - begin > most_s:
+                break
+    return seconds[WARM_UP:], (moved[-1] - moved[WARM_UP - 1]) / (len(moved) - WARM_UP)
 
 
-def result_of(name: str, one: Configuration, folder: Path, disk: Disk, dtype: torch.dtype, steps: int) -> Result:
-    """Predicts and measures a configuration."""
+def result_of(
+    name: str, one: Configuration, folder: Path, disk: Disk, dtype: torch.dtype, steps: int, most_s: float
+) -> Result:
+    """Predicts and measures a configuration; see `measured`."""
     given, planned = options_of(one, folder, dtype)
     layout, placement, count = planned.layout, planned.place(), planned.layout.trained.numel
-    unknown = simulate(layout, placement, Passes(), Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)]))
+    beside = Passes(waiting=waiting_of(one, planned, dtype), tiles=tiles_of(one, planned))
+    any_speeds = Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)], matrix_flops=1e9)
+    unknown = simulate(layout, placement, beside, any_speeds)
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
-    with closing(Rates(one, disk, dtype)) as rates:
+    work = matrix_work(layout.trained, layout.trained.chunks)
+    with closing(Rates(one, disk, dtype, matrices=work if work.flops else None)) as rates:
         before = rates.measure()
         gc.collect()
-        seconds, counted = measured(one, given, steps)
+        seconds, counted = measured(one, given, steps, most_s)
         gc.collect()
         after = rates.measure()
     mean = before.mean_with(after)
-    speeds = Speeds(mean.elements_per_s, mean.memory, [mean.drive])
-    found = simulate(layout, placement, passes_of(planned, mean.forward_s, mean.backward_s), speeds)
+    speeds = Speeds(mean.elements_per_s, mean.memory, [mean.drive], matrix_flops=mean.matrix_flops)
+    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, beside), speeds)
     assert isinstance(found, Iteration)
     every = planned.choice.commits.every or 0
     commit_s, commit_bytes = (found.commit_s / every, found.commit_bytes / every) if every else (0.0, 0.0)
@@ -336,27 +427,35 @@ def remarks_of(results: Sequence[Result]) -> Iterator[str]:
 
 def main(
     only: Annotated[str, typer.Option(help="Names, with * for anything, separated by semicolons.")] = "*",
-    steps: Annotated[int, typer.Option(min=1, help="Iterations that are timed.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Iterations that are timed at most.")] = 8,
+    minutes: Annotated[float, typer.Option(help="For all configurations: where one is slow, fewer are timed.")] = 20.0,
     path: Folder = Path(),
     as_json: Json = False,
     out: Out = Path("out"),
     save: Save = False,
 ) -> None:
     """Predict, measure, print the table, draw the picture."""
+    from bench import predict_ranks  # which needs what is above
+
     dtype = torch.bfloat16 if fast_dtype() == "bf16" else torch.float32
     chosen = {
         name: one
-        for name, one in CONFIGURATIONS.items()
+        for name, one in (CONFIGURATIONS | predict_ranks.CONFIGURATIONS).items()
         if any(fnmatch(name, pattern.strip()) for pattern in only.split(";"))
     }
     results = []
+    end = time.perf_counter() + 60 * minutes
     with scratch(path) as folder, closing(Disk(folder, DISK_TRANSFERS, DISK_BYTES)) as disk:
         disk.search()
         for number, (name, one) in enumerate(chosen.items()):
             note(name)
             place = folder / f"{number}"
             place.mkdir()
-            results.append(result_of(name, one, place, disk, dtype, steps))
+            if name in predict_ranks.CONFIGURATIONS:
+                results.append(predict_ranks.result_of(name, place, dtype, steps))
+                continue
+            most_s = RUNNING * max(end - time.perf_counter(), 0.0) / (len(chosen) - number)
+            results.append(result_of(name, one, place, disk, dtype, steps, most_s))
         Report(
             name="predict",
             title="Iterations, predicted and measured",

@@ -73,7 +73,7 @@ from offload.ranks.communicator import Communicator
 from offload.ranks.gathers import Gathers
 from offload.regions import lent_bytes
 from offload.run import Disk, Memory, OpenEngine, Run, Stores
-from offload.storage.activation_store import ActivationStore, SpillFiles
+from offload.storage.activation_store import ActivationStore, NamelessFiles, stacked
 from offload.storage.arena import Arena, Reserved
 from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Store
@@ -280,12 +280,11 @@ def plan_run(
         trained, frozen = (
             sum(spec.numel for spec in shape.specs if spec.is_frozen is is_frozen) for is_frozen in (False, True)
         )
-        recomputes = choice.activations.tier is not None and choice.activations.recompute
         name = OF_RULES.get(rules[0].name, "") if len({rule.name for rule in rules}) == 1 else ""
         step = step_name(name, options.states, split_master=options.splits_masters)
         device_kind = device_name(None if on.type == "cpu" else on)
         speed = Speed.remembered(device_kind, options.compute_dtype, step, options.paths, direct=copier.direct)
-        trials = OpenTrials(Work(trained, frozen, tokens=1, recomputes=recomputes), speed)
+        trials = OpenTrials(Work(trained, frozen, tokens=1, recomputes=choice.activations.recomputes), speed)
     plan = Plan(
         choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base, base_names,
         trials,
@@ -663,16 +662,16 @@ def _memory_of(name: str, pool: Pool, memory: Memory) -> tuple[dict[int, Tensor]
 
 def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None) -> ActivationStore | None:
     """The store in which activations wait; None: they wait where they are made."""
-    store, is_on_device = None, plan.choice.activations.tier == DEVICE and not plan.copier.direct
-    for region in run.memory.take(SPILLED if is_on_device else ACTIVATIONS):
-        spill = None
-        if engine is not None:
-            opened = [engine.adopt(run.files.create_nameless(path)) for path in run.paths]
-            spill = SpillFiles(run.files, engine, opened)
-        store = ActivationStore(region, plan.copier, plan.device, run.timeline, spill)
-    for region in run.memory.take(ACTIVATIONS):
-        # What stays on the device is copied there, in the order of its own work.
-        store = ActivationStore(region, HostCopier(), plan.device, run.timeline, beneath=store)
+
+    def spill() -> NamelessFiles | None:
+        if engine is None:
+            return None
+        return NamelessFiles(run.files, engine, [engine.adopt(run.files.create_nameless(path)) for path in run.paths])
+
+    is_on_device = plan.choice.activations.tier == DEVICE and not plan.copier.direct
+    in_ram = run.memory.take(SPILLED if is_on_device else ACTIVATIONS)
+    regions = in_ram, run.memory.take(ACTIVATIONS)
+    store = stacked(regions, plan.copier, plan.device, run.timeline, spill)
     if store is not None:
         undo.callback(store.close)
     return store

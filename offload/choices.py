@@ -148,6 +148,11 @@ class ActivationChoice:
     partitioned: bool = False
     units: tuple[str | type[nn.Module], ...] | None = None
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the forwards of units run again in their backward."""
+        return self.tier is not None and self.recompute
+
 
 @dataclass(frozen=True)
 class CommitChoice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -135,10 +136,25 @@ class RunOptions:
         return ITEMSIZES[self.dtype] * self.batch * self.seq * width
 
 
+_NETWORK = re.compile(r"(?P<rate>[\d.]+ ?[A-Za-z]*B)/s(?:, ?(?P<delay>\d+(?:\.\d+)?) ?(?P<unit>us|ms|s))?", re.ASCII)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SWEPT = "device_memory"
 """What `offload plan --sweep` can go through."""
 QUANTISED = ("nf4", "int8", "fp8")
 """Formats of frozen weights that `offload plan` counts."""
+
+
+def network_of(given: str) -> tuple[float, float]:
+    """Bytes a second, and a delay in seconds, in words such as "25GB/s" or "25GB/s,20us".
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    match = _NETWORK.fullmatch(given)
+    nbytes = 0 if match is None else parse_bytes(match["rate"], "--network")
+    if match is None or not nbytes:
+        raise ConfigError(f'--network {given}: give a rate such as 25GB/s, or with a delay "25GB/s,20us"')
+    return nbytes, float(match["delay"] or 0) * _SECONDS[match["unit"] or "s"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +180,7 @@ class PlanOptions(RunOptions):
     ram: str | None
     flops: float | None
     disk_gb_per_s: float | None
+    network: str | None = None
     machine: Machine | None = None
     paths: tuple[Path, ...] = ()
     sweep: str | None = None
@@ -174,6 +191,8 @@ class PlanOptions(RunOptions):
             raise ConfigError(
                 f"--path {self.paths[0]} is of this machine, and --machine of another one: give one of the two"
             )
+        if self.network is not None:
+            network_of(self.network)
         self._require_least(1, "ranks", "tensor_parallel", "layers", "width", "lora_rank")
         self._require_sizes("gpu_memory", "ram", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
         if self.quantise is not None and self.quantise not in QUANTISED:
@@ -198,6 +217,11 @@ class PlanOptions(RunOptions):
                 raise ConfigError(f"--{_name(option)} {value:g}: give a number above 0")
         if self.config is not None and (self.layers is not None or self.width is not None):
             raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
+
+    @property
+    def network_speed(self) -> tuple[float, float] | None:
+        """Bytes a second between ranks, and the delay in seconds, as they were given; None: they were not."""
+        return None if self.network is None else network_of(self.network)
 
     @property
     def has_path(self) -> bool:

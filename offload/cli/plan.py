@@ -154,6 +154,13 @@ def plan(
             show_default="what `offload probe` or `bench io` measured here, the machine's, or 3",
         ),
     ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help='What a rank sends to others, such as 25GB/s; with the delay of a collective of two: "25GB/s,20us".',
+            show_default="the machine's",
+        ),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -182,7 +189,7 @@ def plan(
         commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage, tensor_parallel=tensor_parallel,
         partition_activations=partition_activations, gpu_memory=gpu_memory, ram=ram, flops=flops,
         gpu=gpu or gpu_memory is not None or (there is not None and there.device is not None),
-        disk_gb_per_s=disk_gb_per_s, machine=there, paths=tuple(path or ()), sweep=sweep,
+        disk_gb_per_s=disk_gb_per_s, network=network, machine=there, paths=tuple(path or ()), sweep=sweep,
     )  # fmt: skip
     from offload.cli.plan_models import sized
 
@@ -202,7 +209,7 @@ def plan(
         raise
     figures |= _what_fits(planned, options, model) | _left_out(options, model)
     if picture is not None:
-        _draw(picture, planned, options, model, figures)
+        _draw(picture, planned, options, model, figures, waiting)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen, "lora_rank": lora_rank}
         print_json((given if config is None else {"config": str(config), "lora_rank": lora_rank}) | figures)
@@ -214,7 +221,14 @@ def plan(
     show(Console(), figures, options, model)
 
 
-def _draw(file: Path, planned: Planned, options: PlanOptions, model: Sized, figures: dict[str, Any]) -> None:
+def _draw(
+    file: Path,
+    planned: Planned,
+    options: PlanOptions,
+    model: Sized,
+    figures: dict[str, Any],
+    waiting: Waiting | None,
+) -> None:
     """Draws what a step takes its time from, in this plan and with other budgets of RAM.
 
     Raises:
@@ -231,7 +245,10 @@ def _draw(file: Path, planned: Planned, options: PlanOptions, model: Sized, figu
         other = replace(
             other, room=replace(other.room, free_cpu_bytes=max(budget["cpu_bytes"], figures["free_cpu_bytes"]))
         )
-        found = predicted_of(other, options, model, figures["flops"], hides=False)["predicted"]
+        found = predicted_of(
+            other, options, model, figures["flops"], waiting, figures.get("update_flops_per_s"), hides=False
+        )
+        found = found["predicted"]
         if found is not None:
             steps.append((f"{budget['share']:.0%}", found["parts_s"]))
     draw(file, f"{figures['parameters']:,} trained parameters: what a step takes its time from", steps)
@@ -432,7 +449,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
         planned, options.optimizer, on_gpu=on_gpu, flops_per_s=found["flops"], link=link_of(options),
         measures=options.machine is None,
     )  # fmt: skip
-    found |= predicted_of(planned, options, model, found["flops"])
+    found |= predicted_of(planned, options, model, found["flops"], waiting, found.get("update_flops_per_s"))
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
@@ -623,20 +640,45 @@ def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:
 
 
 def predicted_of(
-    planned: Planned, options: PlanOptions, model: Sized, flops_per_s: float | None, *, hides: bool = True
+    planned: Planned,
+    options: PlanOptions,
+    model: Sized,
+    flops_per_s: float | None,
+    waiting: Waiting | None,
+    matrix_flops: float | None = None,
+    *,
+    hides: bool = True,
 ) -> dict[str, Any]:
     """How long a simulated step takes; see `plan_time.predicted`.
+
+    An optimizer of matrices has Adam beside it, which steps all else.
 
     Raises:
         BudgetError: memory or disk space does not suffice.
     """
     from offload.cli.plan_time import predicted, speeds_of
+    from offload.planner.simulate.speeds import Passes
+    from offload.planner.simulate.what_if import expected_tiles
 
     there = machine_of(options)
-    steps = None if there is None else there.elements_per_s(_step_name(options), bytes_an_element(options))
+    beside_matrices = options if matrix_flops is None else replace(options, optimizer="adamw")
+    steps = None
+    if there is not None:
+        steps = there.elements_per_s(_step_name(beside_matrices), bytes_an_element(beside_matrices))
     disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
-    speeds = speeds_of(there, elements_per_s=None if steps is None else steps.value, disk_bytes_per_s=disk)
-    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, hides=hides)
+    speeds = speeds_of(
+        there,
+        elements_per_s=None if steps is None else steps.value,
+        disk_bytes_per_s=disk,
+        matrix_flops=matrix_flops,
+        network=options.network_speed,
+    )
+    sizes = {} if waiting is None else waiting.of(planned.choice.activations)
+    tiles = {}
+    if model.routing is not None:
+        tiles = expected_tiles(planned.layout, model.experts, model.routing, options.batch * options.seq)
+    beside = Passes(waiting=sizes, tiles=tiles)
+    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, beside, hides=hides)
 
 
 def machine_of(options: PlanOptions) -> Machine | None:

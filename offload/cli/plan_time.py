@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.plots import new_figure
 from offload.planner.simulate import Iteration, NotPredicted, simulate
-from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NOTHING
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
+from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
+from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, NetworkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import hiding_tokens, passes_of
 
 if TYPE_CHECKING:
@@ -22,16 +22,23 @@ COLOURS = {
     KERNELS: "#f58518",
     DISK: "#54a24b",
     LINK: "#8f6bb3",
+    NETWORK: "#e377c2",
     MEMORY: "#72b7b2",
     COMMIT: "#b8423f",
     NOTHING: "#bab0ac",
 }
 """By part of a step."""
+NETWORKS = "--network 25GB/s gives it, or `network` in the file of a machine"
 PROBE = "`offload probe` measures this machine, in half a minute"
 
 
 def speeds_of(
-    machine: Machine | None, *, elements_per_s: float | None, disk_bytes_per_s: float | None
+    machine: Machine | None,
+    *,
+    elements_per_s: float | None,
+    disk_bytes_per_s: float | None,
+    matrix_flops: float | None = None,
+    network: tuple[float, float] | None = None,
 ) -> Speeds | NotPredicted:
     """The speeds of a machine, if enough is known of it.
 
@@ -39,6 +46,8 @@ def speeds_of(
         machine: what is known; None: nothing.
         elements_per_s: that the optimizer steps in RAM; None: that is not known.
         disk_bytes_per_s: of a disk, reads and writes together, if it is given; None: it is the machine's.
+        matrix_flops: see `Speeds`.
+        network: bytes a second between ranks, and a delay in seconds, if they are given; None: they are the machine's.
     """
     if machine is None:
         return NotPredicted("nothing is known of that machine: --machine describes one")
@@ -59,11 +68,20 @@ def speeds_of(
         drives = [DriveSpeed(disk_bytes_per_s, disk_bytes_per_s, disk_bytes_per_s)]
     link = machine.link
     between = None if link is None else LinkSpeed(link.up.value, link.down.value, link.both.value)
-    return Speeds(elements_per_s, machine.memory.value, drives, between)
+    if network is None and machine.network is not None:
+        network = machine.network.value, 0.0 if machine.network_delay is None else machine.network_delay.value
+    ranks = None if network is None else NetworkSpeed(*network)
+    return Speeds(elements_per_s, machine.memory.value, drives, between, ranks, matrix_flops)
 
 
 def predicted(
-    planned: Planned, work: Work, flops_per_s: float | None, speeds: Speeds | NotPredicted, *, hides: bool = True
+    planned: Planned,
+    work: Work,
+    flops_per_s: float | None,
+    speeds: Speeds | NotPredicted,
+    beside: Passes,
+    *,
+    hides: bool = True,
 ) -> dict[str, Any]:
     """What a simulated step takes, as --json prints it.
 
@@ -72,6 +90,7 @@ def predicted(
         work: what a micro-batch computes.
         flops_per_s: FLOP/s that the device achieves; None: that is not known.
         speeds: of the machine.
+        beside: what of a micro-batch waits in the activation tier, and which tiles it uses.
         hides: whether to say which number of tokens hides all else.
 
     Returns:
@@ -79,10 +98,12 @@ def predicted(
     """
     if flops_per_s is None:
         speeds = NotPredicted(f"how fast this device computes is not known: --flops gives it, or {PROBE}")
+    elif not isinstance(speeds, NotPredicted) and planned.layout.ranks > 1 and speeds.network is None:
+        speeds = NotPredicted(f"how fast the link between ranks is, is not known: {NETWORKS}")
     found: Iteration | NotPredicted = speeds if isinstance(speeds, NotPredicted) else NotPredicted("")
     if not isinstance(speeds, NotPredicted) and flops_per_s is not None:
         layout, placement = planned.layout, planned.place()
-        passes = passes_of(layout, work, flops_per_s)
+        passes = passes_of(layout, work, flops_per_s, beside)
         found = simulate(layout, placement, passes, speeds)
     if isinstance(found, NotPredicted):
         return {"predicted": None, "not_predicted": found.reason}
@@ -100,6 +121,7 @@ def predicted(
         "written_bytes": found.written_bytes + (found.commit_bytes / every if every else 0),
         "up_bytes": found.up_bytes,
         "down_bytes": found.down_bytes,
+        "sent": dict(found.sent),
         "commit_s": found.commit_s,
         "commit_bytes": found.commit_bytes,
         "not_counted": list(found.not_counted),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from offload.sizes import MASTER_ITEM_BYTES
+from offload.optim.flops import matrix_work
 
 if TYPE_CHECKING:
     from offload.optim.rule import Rule
@@ -45,16 +44,7 @@ def update_figures(
         together, 0 without; "update_flops_per_s"; and "update_seconds", on a GPU of whichever of the two takes longer.
         If there is no GPU, the last two are measured here; else they are None if they are unknown.
     """
-    specs = planned.layout.specs
-    flops, up_bytes, down_bytes = 0.0, 0, 0
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for spec, numel in ((specs[piece.param], piece.numel) for chunk in planned.layout.chunks for piece in chunk.pieces):
-        if spec.whole is not None:
-            flops += spec.whole.flops * numel / spec.numel
-            shapes[spec.whole.shape] += spec.whole.flops > 0
-            states = MASTER_ITEM_BYTES * (numel + sum(spec.whole.numels(spec.states)))
-            up_bytes += states + spec.dtype.itemsize * numel  # with the gradient
-            down_bytes += states
+    flops, up_bytes, down_bytes, shapes = matrix_work(planned.layout.trained, planned.layout.chunks)
     if not flops:
         return {}
     up, down, link_from = link
@@ -63,7 +53,7 @@ def update_figures(
         over_link = max(up_bytes / up, down_bytes / down) if on_gpu else 0.0
         seconds = None if rate is None else max(flops / rate, over_link)
     else:
-        seconds = measured_seconds(optimizer, +shapes)
+        seconds = measured_seconds(optimizer, shapes)
         rate = flops / seconds
     return {
         "update_flops": flops,

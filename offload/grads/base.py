@@ -269,9 +269,14 @@ class GradientBuffer(ABC):
         """Forgets the gradients of a chunk, which the step does not need."""
         self._shards.discard(index)
 
-    def expect(self, chunks: Iterable[int]) -> None:
-        """Announces the order in which the step reads the chunks."""
-        self._shards.expect(chunks)
+    def expect(self, chunks: Iterable[int], *, repeats: bool = True) -> None:
+        """Announces the order in which the step reads the chunks.
+
+        Args:
+            chunks: their numbers.
+            repeats: whether the next gradients come to all chunks as the last ones did, and are read by a step alone.
+        """
+        self._shards.expect(chunks, repeats=repeats)
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         """Lends the gradients of a chunk, shape (chunk.numel,), to the step, where the states are. They are not needed

@@ -273,7 +273,7 @@ class GradShards(ABC):
         """See `GradientBuffer.discard`."""
 
     @abstractmethod
-    def expect(self, chunks: Iterable[int]) -> None:
+    def expect(self, chunks: Iterable[int], *, repeats: bool) -> None:
         """See `GradientBuffer.expect`."""
 
 
@@ -364,7 +364,7 @@ class ShardsInMemory(GradShards):
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         return nullcontext(self._chunks[index])
 
-    def expect(self, chunks: Iterable[int]) -> None:
+    def expect(self, chunks: Iterable[int], *, repeats: bool) -> None:
         return None
 
 
@@ -457,8 +457,11 @@ class ShardsInSlots(GradShards):
     def discard(self, index: int) -> None:
         self._store.discard(index)
 
-    def expect(self, chunks: Iterable[int]) -> None:
-        self._store.expect(chunks)
+    def expect(self, chunks: Iterable[int], *, repeats: bool) -> None:
+        if repeats:  # the next backward comes to them in the order of the last one, not of the step
+            self._store.repeat(chunks)
+        else:
+            self._store.expect(chunks, repeats=False)
 
 
 class ShardsInBoth(GradShards):
@@ -527,9 +530,10 @@ class ShardsInBoth(GradShards):
     def discard(self, index: int) -> None:
         self._of_chunk(index).discard(index)
 
-    def expect(self, chunks: Iterable[int]) -> None:
+    def expect(self, chunks: Iterable[int], *, repeats: bool) -> None:
         of = self._layout.chunks
-        self._in_slots.expect(chunk for chunk in chunks if self._by_flat[of[chunk].flat] is self._in_slots)
+        own = (chunk for chunk in chunks if self._by_flat[of[chunk].flat] is self._in_slots)
+        self._in_slots.expect(own, repeats=repeats)
 
 
 def _pieces_in(chunk: Chunk, start: int, stop: int) -> Iterator[Piece]:

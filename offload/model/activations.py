@@ -272,6 +272,11 @@ class Activations:
             self._partitions.step_begins()
 
     @property
+    def running(self) -> str | None:
+        """The unit whose forward runs, or ran last in this pass; None: none has run."""
+        return self._running
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that waited at once: in the store, or else in partitions."""
         in_store = 0 if self._store is None else self._store.peak_bytes

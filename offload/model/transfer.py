@@ -24,7 +24,7 @@ from torch import Tensor
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
-from offload.layout import Chunk, FlatSlice
+from offload.layout import Chunk, FlatSlice, Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.policy import Ahead
 from offload.model.scheduling import takes_updates
@@ -73,6 +73,18 @@ def regions(unit_bytes: Sequence[int], ahead_bytes: int, communication: Tier) ->
         communication: the tier whose memory the tensors of collectives are in.
     """
     return gathers.regions(UNITS, unit_bytes, ahead_bytes, communication) if ahead_bytes else []
+
+
+def gathers_of(layout: Layout, memory: Tensor) -> Iterator[Gather]:
+    """What ranks that together have all parameters gather of a slice. A rank's own shards of it are there.
+
+    Args:
+        layout: of all held parameters.
+        memory: of the slice, shape (numel of all shards,).
+    """
+    if memory.numel():
+        shards, groups = memory.view(layout.ranks, -1), memory.view(layout.replicas, -1)
+        yield from zip((shards[rank] for rank in layout.replicated_shards), groups, strict=True)
 
 
 class StreamedStores:
@@ -386,17 +398,13 @@ class UnitTransfers:
             with self._copier.after_uploads():
                 for last_use in last_uses:
                     last_use.wait_on_device()  # a rank may have nothing of its own to copy there
-                wanted = [(unit, gather) for unit, one in slices for gather in self._gathers_of(one)]
+                memory_of = self._parameters.memory_of
+                wanted = [
+                    (unit, gather) for unit, one in slices for gather in gathers_of(self._layout, memory_of(one.index))
+                ]
                 for numbers, work in self._gathers.launch([gather for _, gather in wanted]):
                     for unit in dict.fromkeys(wanted[number][0] for number in numbers):
                         unit.gathers.append(work)
-
-    def _gathers_of(self, one: FlatSlice) -> Iterator[Gather]:
-        """What ranks that together have all parameters gather of one. This rank's shards are on the device."""
-        memory, layout = self._parameters.memory_of(one.index), self._layout
-        if memory.numel():
-            shards, groups = memory.view(layout.ranks, -1), memory.view(layout.replicas, -1)
-            yield from zip((shards[rank] for rank in layout.replicated_shards), groups, strict=True)
 
     def _finish(self, unit: Unit) -> None:
         self._wait_on_device(unit)

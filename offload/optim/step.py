@@ -151,7 +151,7 @@ class Step:
         repeats = self.trials is None or not self.trials.is_on
         coming = (work.chunk.index for work in works if work.tried is None)
         self._store.expect(coming, repeats=repeats, once=self._layout.late_chunks)
-        self._gradients.expect(work.chunk.index for work in works if work.tried is None)
+        self._gradients.expect((work.chunk.index for work in works if work.tried is None), repeats=repeats)
         if self._worker is not None:
             before: Future[None] | None = None
             here = (work for work in works if work.chunk.flat not in self._device_flats)

@@ -111,15 +111,87 @@ def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Regio
     return [Region(memory, TRIED, chunk.numel * layout.flats[chunk.flat].dtype.itemsize) for chunk in chunks]
 
 
+Generations = tuple[int, ...]
+"""Numbers of the gradients of a chunk's parameters, each of which changes with its gradient."""
+
+
+class TriedChunks:
+    """Which chunks' steps are tried, when, and in which order.
+
+    Args:
+        layout: of the trained parameters.
+        streamed: see `tried_chunks`.
+
+    Attributes:
+        order: the chunks, in the order in which their gradients are complete.
+        most_waiting: trials that are under way or wait, so many as one unit has. Where the disk is slower, what is not
+            tried is then of all units alike.
+    """
+
+    def __init__(self, layout: Layout, streamed: Iterable[int]) -> None:
+        chosen = tried_chunks(layout, streamed)
+        self.order = chosen[::-1]
+        of_units = Counter(layout.flats[layout.chunks[chunk].flat].unit for chunk in chosen)
+        self.most_waiting = max(of_units.values(), default=0)
+        self._layout = layout
+        self._params_of = {c: [*dict.fromkeys(p.param for p in layout.chunks[c].pieces)] for c in chosen}
+        self._came: dict[int, Generations] = {}  # in this step
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._params_of
+
+    def params_of(self, chunk: int) -> Sequence[int]:
+        """The numbers of a chunk's parameters."""
+        return self._params_of[chunk]
+
+    def generations(self, chunk: int, of: Callable[[int], int | None]) -> Generations | None:
+        """The numbers of a chunk's gradients; None: one of them is not whole.
+
+        Args:
+            chunk: the chunk.
+            of: tells that of a parameter's gradient, or None.
+        """
+        found = []
+        for param in self._params_of[chunk]:
+            if (generation := of(param)) is None:
+                return None
+            found.append(generation)
+        return tuple(found)
+
+    def complete(self, param: int, of: Callable[[int], int | None]) -> Iterator[int]:
+        """The chunks to try now that the gradient of a parameter is whole: those of which all others are, too.
+
+        Args:
+            param: the parameter.
+            of: see `generations`.
+        """
+        for chunk in self._layout.chunks_of[param]:
+            if chunk not in self:
+                continue
+            generations = self.generations(chunk, of)
+            if generations is not None and self._came.get(chunk) != generations:
+                self._came[chunk] = generations
+                yield chunk
+
+    def step_begins(self) -> None:
+        """The next step's gradients are expected in the order of this one's."""
+        self.order = [*self._came, *(chunk for chunk in self.order if chunk not in self._came)]
+        self._came = {}
+
+    def forget(self) -> None:
+        """The gradients so far are dropped."""
+        self._came = {}
+
+
 class _Trial(NamedTuple):
     """A trial that has been made.
 
     Attributes:
-        generations: of the gradients of the chunk's parameters.
+        generations: of its gradients.
         runs: the elements that were stepped, and the scalars of each run as the kernel got them.
     """
 
-    generations: tuple[int, ...]
+    generations: Generations
     runs: Sequence[Segment[bytes]]
 
 
@@ -134,7 +206,6 @@ class _Round:
     def __init__(self, expected: Expected, rules: Sequence[Rule]) -> None:
         self.expected = expected
         self.squares = 0.0
-        self.came: dict[int, tuple[int, ...]] = {}  # by chunk, the generations of its gradients, when all had come
         self._rules = rules
         self._scalars: dict[StepKey, Any] = {}
 
@@ -192,17 +263,14 @@ class Trials:
         self._halves = halves
         self._tasks = tasks
         streamed = [chunk.index for chunk in layout.chunks if not store.is_resident(chunk.index)]
-        chosen = tried_chunks(layout, streamed)
+        self._chunks = TriedChunks(layout, streamed)
+        chosen = self._chunks.order[::-1]
         dtypes = [layout.flats[layout.chunks[chunk].flat].dtype for chunk in chosen]
         memory = zip(run.memory.take(TRIED), dtypes, strict=True)
         self._new = dict(zip(chosen, (one.view(dtype) for one, dtype in memory), strict=True))
-        self._params_of = {c: [*dict.fromkeys(p.param for p in layout.chunks[c].pieces)] for c in chosen}
-        self._order = chosen[::-1]  # in which gradients are complete
         self._made: dict[int, _Trial] = {}
         self._round: _Round | None = None
         self._queue: deque[Future[None]] = deque()
-        of_units = Counter(layout.flats[layout.chunks[chunk].flat].unit for chunk in chosen)
-        self._most_waiting = max(of_units.values(), default=0)
         self._is_open = True
         self._kept_share: float | None = None  # it is not known before the first step
         self._worker = worker
@@ -232,28 +300,16 @@ class Trials:
             return
         if self.pending and self._reserves_once:
             return  # what rules take beside their arrays is there for one step at a time
-        for chunk in self._layout.chunks_of[param]:
-            if chunk not in self._new:
-                continue
-            generations = self._generations(chunk)
-            if generations is None or self._round.came.get(chunk) == generations:
-                continue
-            self._round.came[chunk] = generations
+        for chunk in self._chunks.complete(param, self._gradients.generation):
             while self._queue and self._queue[0].done():
                 self._queue.popleft()
-            if len(self._queue) < self._most_waiting:
+            if len(self._queue) < self._chunks.most_waiting:
                 self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
             else:
                 self._store.unexpect(chunk)
 
-    def _generations(self, chunk: int) -> tuple[int, ...] | None:
-        """The numbers of a chunk's gradients; None: one of them is not whole."""
-        found = []
-        for param in self._params_of[chunk]:
-            if (generation := self._gradients.generation(param)) is None:
-                return None
-            found.append(generation)
-        return tuple(found)
+    def _generations(self, chunk: int) -> Generations | None:
+        return self._chunks.generations(chunk, self._gradients.generation)
 
     def _try(self, chunk: Chunk, round_: _Round) -> None:
         """Makes the trial of a chunk, in the worker."""
@@ -261,7 +317,7 @@ class Trials:
         generations = self._generations(index)  # before anything is read
         if generations is None or not round_.may_be_made or not self._store.can_try(index):
             return
-        keys = {param: round_.expected.key_of(param) for param in self._params_of[index]}
+        keys = {param: round_.expected.key_of(param) for param in self._chunks.params_of(index)}
         runs = segments(chunk, keys.get)
         scalars = {key: round_.scalars(key) for key in set(keys.values())}
         work = ChunkWork(step, chunk, True, runs, scalars)
@@ -324,9 +380,7 @@ class Trials:
             if work.chunk.index in kept:
                 work.tried = self._new[work.chunk.index]
                 self._timeline.count("kept_bytes", self._store.nbytes(work.chunk.index))
-        if self._round is not None:
-            came = self._round.came
-            self._order = [*came, *(chunk for chunk in self._order if chunk not in came)]
+        self._chunks.step_begins()
         self._made.clear()
         self._round = None
 
@@ -368,7 +422,7 @@ class Trials:
     def announce(self) -> None:
         """Announces the trials to come: the last step has been applied."""
         if self.is_on and self._new:
-            self._store.expect(self._order, repeats=False)
+            self._store.expect(self._chunks.order, repeats=False)
             self._gradients.read_soon(self._new.keys())
 
     @uninterrupted
@@ -376,15 +430,18 @@ class Trials:
         """Forgets the trials that no step has kept: the gradients are dropped."""
         if self._round is not None:  # a backward without a step
             self._judge(0.0)
-        self._made.clear()
-        self._round = None
+        self._forget()
         self._is_open = True
+
+    def _forget(self) -> None:
+        self._made.clear()
+        self._chunks.forget()
+        self._round = None
 
     def abandon(self) -> None:
         """Ends the worker's trials, failed or not, and forgets all."""
         self.end()
-        self._made.clear()
-        self._round = None
+        self._forget()
 
     def close(self) -> None:
         """Ends the worker's trials, and lets go of the gradients."""

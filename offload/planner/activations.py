@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from offload.devices.copies import HostCopier
 from offload.model.activations import Activations
 from offload.model.torch_helpers import tensors_in
 from offload.profiling import Timeline
-from offload.storage.activation_store import ActivationStore
+from offload.storage.activation_store import ActivationStore, Stored
 from offload.tiers import CPU
 
 _ENDLESS = 1 << 60
@@ -37,12 +37,22 @@ class Waiting:
             (kernels of another device may save less or more).
         largest_bytes: the largest tensor that enters a unit.
         output_numel: elements of the largest tensor that the model returns, such as the logits.
+        entering: the bytes of each tensor that enters a unit, by the unit's name, in their order.
+        saved: likewise of each tensor that a unit saves with Tuning(recompute=False), but for the unit that runs last.
     """
 
     entering_bytes: int
     saved_bytes: int
     largest_bytes: int
     output_numel: int
+    entering: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    saved: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def of(self, choice: ActivationChoice) -> Mapping[str, Sequence[int]]:
+        """The bytes of each tensor that a unit puts into an activation tier, by its name; of no tier, nothing."""
+        if choice.tier is None:
+            return {}
+        return self.entering if choice.recompute else self.saved
 
 
 class _Attention(torch.autograd.Function):
@@ -79,7 +89,12 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def measure(
-    model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], object], *, fused: bool = False
+    model: nn.Module,
+    dtype: torch.dtype,
+    run: Callable[[nn.Module], object],
+    *,
+    units: tuple[str | type[nn.Module], ...] | None = None,
+    fused: bool = False,
 ) -> Waiting:
     """Measures what one forward puts into an activation tier.
 
@@ -89,20 +104,44 @@ def measure(
         model: on the meta device; it is not changed.
         dtype: the compute dtype.
         run: runs one forward of a model, with inputs on the meta device.
+        units: see `ModelChoice`.
         fused: whether attention is a fused kernel, as on a GPU.
     """
     model = copy.deepcopy(model).to(dtype)
     with _FusedAttention() if fused else nullcontext():
-        entering, largest, _ = _run(model, ActivationChoice(CPU, recompute=True), run)
-        saved, _, output = _run(model, ActivationChoice(CPU, recompute=False), run)
-    return Waiting(entering, saved, largest, output)
+        first, _, entering = _run(model, ActivationChoice(CPU, units=units, recompute=True), run)
+        other, output, saved = _run(model, ActivationChoice(CPU, units=units, recompute=False), run)
+    return Waiting(first.peak_bytes, other.peak_bytes, first.largest_bytes, output, entering, saved)
 
 
-def _run(model: nn.Module, choice: ActivationChoice, run: Callable[[nn.Module], object]) -> tuple[int, int, int]:
-    device = torch.device("meta")
-    region = torch.empty(_ENDLESS, dtype=torch.uint8, device=device)
-    store = ActivationStore(region, HostCopier(), device, Timeline())
-    activations = Activations(model, choice, None, store)
+class _Noting(ActivationStore):
+    """A store without memory, which notes what it is given.
+
+    Attributes:
+        noted: the bytes of each tensor, by the unit that runs.
+        activations: knows that unit.
+    """
+
+    activations: Activations
+
+    def __init__(self) -> None:
+        device = torch.device("meta")
+        region = torch.empty(_ENDLESS, dtype=torch.uint8, device=device)
+        super().__init__(region, HostCopier(), device, Timeline())
+        self.noted: dict[str, list[int]] = {}
+
+    def put(self, data: Tensor) -> Stored:
+        if self.activations.running is not None:
+            self.noted.setdefault(self.activations.running, []).append(len(data))
+        return super().put(data)
+
+
+def _run(
+    model: nn.Module, choice: ActivationChoice, run: Callable[[nn.Module], object]
+) -> tuple[_Noting, int, dict[str, list[int]]]:
+    """The store after a forward, the elements of the largest result, and what the next forwards put into it."""
+    store = _Noting()
+    store.activations = activations = Activations(model, choice, None, store)
     try:
         result = run(model)
         output = max((tensor.numel() for tensor in tensors_in(result)), default=0)
@@ -110,4 +149,5 @@ def _run(model: nn.Module, choice: ActivationChoice, run: Callable[[nn.Module], 
     finally:
         activations.remove()
         store.close()
-    return store.peak_bytes, store.largest_bytes, output
+    stays = None if choice.recompute else activations.running
+    return store, output, {unit: sizes for unit, sizes in store.noted.items() if unit != stays}

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A rate: bytes, operations or elements a second.
+    """A rate: bytes, operations or elements a second. That of a delay is its seconds.
 
     Attributes:
         value: the rate; of several measurements the median.
@@ -152,6 +152,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         drives: that swap files may be on.
         together: what all drives do at once, reading and writing, added; None: what each does alone, added.
         network: bytes a second that a rank sends to another machine.
+        network_delay: seconds that a collective of two machines takes that carries next to nothing; None: none.
     """
 
     name: Text
@@ -168,6 +169,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     drives: tuple[Drive, ...] = ()
     together: Figure | None = None
     network: Figure | None = None
+    network_delay: Figure | None = None
 
     @property
     def is_here(self) -> bool:

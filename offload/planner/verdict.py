@@ -93,10 +93,14 @@ class Work:
         return 2.0 * self.tokens * (self.trained + self.frozen)
 
     @property
+    def backward_flops(self) -> float:
+        """FLOP of its backward: twice those of the forward, but as many for frozen parameters."""
+        return 2.0 * self.tokens * (2 * self.trained + self.frozen)
+
+    @property
     def flops(self) -> float:
-        """FLOP of one micro-batch. The backward takes twice those of the forward, but as many for frozen parameters."""
-        backward = 2.0 * self.tokens * (2 * self.trained + self.frozen)
-        return (2 if self.recomputes else 1) * self.forward_flops + backward
+        """FLOP of one micro-batch."""
+        return (2 if self.recomputes else 1) * self.forward_flops + self.backward_flops
 
 
 @dataclass(frozen=True)

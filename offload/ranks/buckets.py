@@ -14,12 +14,15 @@ Small flat parameters of one dtype share a bucket, so that there are few collect
 the sub-ranges of each of them. Those whose averages stay on the device share it with others of them only. A tile of a
 weight is such sub-ranges, too (`FlatSlice` in layout.py), and has buckets of its own. A *part* is what gets a gradient
 of its own: a tile of a parameter, or all of one without tiles.
+
+A bucket has pieces of every rank's shard: a model of 10^12 parameters has 10^8 of them on 1,024 ranks. They are listed
+when the bucket is filled, and a plan never asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -61,6 +64,15 @@ class SubRange:
             at = layout.in_slice(self.within, low) if self.within.is_tile else piece.param_offset
             yield Piece(piece.param, at, piece.chunk_offset, piece.numel)
 
+    def params(self, layout: Layout) -> Iterator[int]:
+        """The parameters that it has elements of, in any rank's shard."""
+        flat, shard = layout.flats[self.within.flat], layout.shard_numel(self.within.flat)
+        for param, begin in zip(flat.params, flat.offsets, strict=True):
+            end = begin + layout.specs[param].numel
+            here = begin // shard * shard + self.start  # in the shard that the parameter begins in
+            if max(here, begin) < min(here + self.numel, end) or here + shard < end:
+                yield param
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -69,15 +81,31 @@ class Bucket:
     Attributes:
         index: the bucket's index, which is its place in the order of sending.
         ranges: one of a tile, or several of flat parameters of one dtype, in the order of backward.
-        pieces: what it has of parameters; `chunk_offset` counts from the start of the buffer, and `param_offset` from
-            that of the gradient of the part.
-        holes: the ranges [start, stop) of the buffer that belong to no parameter, and have to be zero.
+        layout: of the parameters.
     """
 
     index: int
     ranges: tuple[SubRange, ...]
-    pieces: tuple[Piece, ...]
-    holes: tuple[tuple[int, int], ...]
+    layout: Layout = field(repr=False, compare=False)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What it has of parameters.
+
+        `chunk_offset` counts from the start of the buffer, and `param_offset` from that of the gradient of the part.
+        """
+        starts = list(accumulate((one.numel for one in self.ranges), initial=0))
+        return tuple(
+            Piece(piece.param, piece.param_offset, rank * starts[-1] + start + piece.chunk_offset, piece.numel)
+            for rank in range(self.layout.ranks)
+            for one, start in zip(self.ranges, starts, strict=False)
+            for piece in one.pieces(self.layout, rank)
+        )
+
+    @cached_property
+    def holes(self) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of the buffer that belong to no parameter, and have to be zero."""
+        return tuple(_holes(self.pieces, self.layout.ranks * self.numel))
 
     @property
     def tile(self) -> int:
@@ -96,7 +124,7 @@ class Bucket:
 
     @cached_property
     def params(self) -> frozenset[int]:
-        return frozenset(piece.param for piece in self.pieces)
+        return frozenset(param for one in self.ranges for param in one.params(self.layout))
 
     @cached_property
     def parts(self) -> frozenset[Part]:
@@ -105,7 +133,7 @@ class Bucket:
 
     def params_of(self, rank: int) -> set[int]:
         """The parameters of which it has elements of this rank's shard."""
-        return {piece.param for piece in self.pieces if piece.chunk_offset // self.numel == rank}
+        return {piece.param for one in self.ranges for piece in one.pieces(self.layout, rank)}
 
 
 def cut_buckets(layout: Layout, bucket_numel: int, device_flats: Collection[int] = ()) -> tuple[Bucket, ...]:
@@ -120,23 +148,28 @@ def cut_buckets(layout: Layout, bucket_numel: int, device_flats: Collection[int]
             the flat parameter has.
         device_flats: see `Run`.
     """
-    each = max(bucket_numel // (layout.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
-    filled: dict[tuple[torch.dtype, bool], list[SubRange]] = {}
-    cut: dict[SubRange, list[SubRange]] = {}  # by the last of them
-    for one in _in_backward(layout, each):
-        if not any(any(one.pieces(layout, rank)) for rank in range(layout.ranks)):
+    each = most_numel(layout.ranks, bucket_numel)
+    filled: dict[tuple[torch.dtype, bool], int] = {}  # where in `cut` the last bucket of each kind is
+    cut: dict[int, list[SubRange]] = {}  # by the number of the last of them
+    for number, one in enumerate(_in_backward(layout, each)):
+        if not any(True for _ in one.params(layout)):
             continue
         if one.within.is_tile:
-            cut[one] = [one]
+            cut[number] = [one]
             continue
         kind = layout.flats[one.within.flat].dtype, one.within.flat in device_flats
-        ranges = filled.get(kind, [])
-        if ranges and sum(other.numel for other in ranges) + one.numel <= each:
-            ranges = [*cut.pop(ranges[-1]), one]
+        before = filled.get(kind)
+        if before is not None and sum(other.numel for other in cut[before]) + one.numel <= each:
+            cut[number] = [*cut.pop(before), one]
         else:
-            ranges = [one]
-        filled[kind] = cut[one] = ranges
-    return tuple(_bucket_of(layout, index, tuple(ranges)) for index, ranges in enumerate(cut.values()))
+            cut[number] = [one]
+        filled[kind] = number
+    return tuple(Bucket(index, tuple(ranges), layout) for index, ranges in enumerate(cut.values()))
+
+
+def most_numel(ranks: int, bucket_numel: int) -> int:
+    """The most elements of each rank in a bucket; see `cut_buckets`."""
+    return max(bucket_numel // (ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
 
 
 def _in_backward(layout: Layout, each: int) -> Iterator[SubRange]:
@@ -150,17 +183,6 @@ def _in_backward(layout: Layout, each: int) -> Iterator[SubRange]:
             stop = one.start + one.numel // layout.ranks
             for start in reversed(range(one.start, stop, each)):
                 yield SubRange(one, tile, start, min(each, stop - start))
-
-
-def _bucket_of(layout: Layout, index: int, ranges: tuple[SubRange, ...]) -> Bucket:
-    starts = list(accumulate((one.numel for one in ranges), initial=0))
-    pieces = tuple(
-        Piece(piece.param, piece.param_offset, rank * starts[-1] + start + piece.chunk_offset, piece.numel)
-        for rank in range(layout.ranks)
-        for one, start in zip(ranges, starts, strict=False)
-        for piece in one.pieces(layout, rank)
-    )
-    return Bucket(index, ranges, pieces, tuple(_holes(pieces, layout.ranks * starts[-1])))
 
 
 def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:

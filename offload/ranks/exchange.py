@@ -106,6 +106,9 @@ class FlatGather(Exchange):
         flats: the model's flat parameters. This rank's shard has its new values when `start` is called.
         gathers: of the ranks that share them.
         rank: this one.
+
+    Attributes:
+        under_way: by flat parameter, what brings it. It stays until `wait`.
     """
 
     def __init__(self, layout: Layout, flats: Sequence[Tensor], gathers: Gathers, rank: int) -> None:
@@ -114,7 +117,7 @@ class FlatGather(Exchange):
         self._gathers = gathers
         self._rank = rank
         self._kept: list[int] = []  # started, to be sent with others
-        self._works: dict[int, Work] = {}
+        self.under_way: dict[int, Work] = {}
 
     def start(self, flat: int, step: int) -> None:
         if self._layout.shard_numel(flat):
@@ -128,7 +131,7 @@ class FlatGather(Exchange):
     def send_rest(self) -> None:
         kept, self._kept = self._kept, []
         for numbers, work in self._gathers.launch([self._shard_of(flat) for flat in kept]):
-            self._works.update((kept[number], work) for number in numbers)
+            self.under_way.update((kept[number], work) for number in numbers)
 
     def _shard_of(self, flat: int) -> Gather:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
@@ -136,20 +139,64 @@ class FlatGather(Exchange):
 
     def finish(self, flat: int) -> None:
         assert flat not in self._kept
-        if flat in self._works:
-            self._works[flat].wait_on_device()
+        if flat in self.under_way:
+            self.under_way[flat].wait_on_device()
 
     def wait(self) -> None:
-        for flat in list(self._works):
-            self._works[flat].wait()
-            del self._works[flat]
+        for flat in list(self.under_way):
+            self.under_way[flat].wait()
+            del self.under_way[flat]
 
     def abandon(self) -> None:
         self._kept.clear()
-        for work in self._works.values():
+        for work in self.under_way.values():
             with suppress(RankError):
                 work.wait()
-        self._works.clear()
+        self.under_way.clear()
+
+
+class Windows:
+    """Of which elements new values travel together between ranks that keep the same parameters.
+
+    A window is the same elements of all shards of a flat parameter: `chunk_numel` of each, or what is left of a tile.
+
+    Args:
+        layout: of the parameters.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
+        for chunk in sorted(layout.param_chunks, key=lambda chunk: chunk.start):
+            self._chunks[chunk.flat].append(chunk)
+
+    def numel(self, flat: int, start: int) -> int:
+        """The elements of each shard in the window that begins at element `start` of the shards of a flat parameter."""
+        numel = min(self._layout.chunk_numel, self._layout.shard_numel(flat) - start)
+        if tile := self._layout.tile_of(flat) // self._layout.ranks:
+            numel = min(numel, tile - start % tile)
+        return numel
+
+    def parts(self, flat: int, rank: int, first: int, numel: int) -> Iterator[tuple[Chunk, int, int, int]]:
+        """The chunks that a window touches.
+
+        Args:
+            flat: the number of the flat parameter.
+            rank: whose shard.
+            first: where the window begins in the shard.
+            numel: its elements.
+
+        Yields:
+            A chunk, where the part begins in it, where in the window, and the elements of the part.
+        """
+        begin = rank * self._layout.shard_numel(flat) + first
+        chunks = self._chunks[flat]
+        for chunk in chunks[max(bisect(chunks, begin, key=lambda chunk: chunk.start) - 1, 0) :]:
+            low, high = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + numel)
+            if chunk.start >= begin + numel:
+                return
+            if low < high:
+                yield chunk, low - chunk.start, low - begin, high - low
 
 
 class ReplicaExchange(Exchange):
@@ -157,9 +204,9 @@ class ReplicaExchange(Exchange):
 
     With replicas, each shard group keeps all parameters, and the ranks at one place in these groups exchange what each
     of them made. At stages 1 and 2 with streamed parameters every rank keeps all of them. What other ranks make arrives
-    here as copies (layout.py), one *window* of all shards at a time: `chunk_numel` elements, or what is left of a tile,
-    which are a chunk each, while Adam makes this rank's next chunk. Chunks of whole parameters are of other sizes: all
-    windows of such a flat are sent when its last chunk is made.
+    here as copies (layout.py), one window (`Windows`) at a time, which are a chunk of each shard, while Adam makes this
+    rank's next chunk. Chunks of whole parameters are of other sizes: all windows of such a flat are sent when its last
+    chunk is made.
 
     Args:
         params: the 16-bit parameters that this rank keeps.
@@ -172,9 +219,7 @@ class ReplicaExchange(Exchange):
         self._params = params
         self._comm = comm
         self._buffer = buffer
-        self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
-        for chunk in sorted(layout.param_chunks, key=lambda chunk: chunk.start):
-            self._chunks[chunk.flat].append(chunk)
+        self._windows = Windows(layout)
         self._sent = 0  # elements of each shard of the flat that has begun
         self._under_way: tuple[Work, int, int] | None = None
 
@@ -210,7 +255,7 @@ class ReplicaExchange(Exchange):
         while self._sent < stop:
             row = self._next_row(flat, step)
             row.zero_()  # gaps, and what is behind the end of the last shard
-            for chunk, start, at, numel in self._parts(flat, self._layout.rank, self._sent, len(row)):
+            for chunk, start, at, numel in self._windows.parts(flat, self._layout.rank, self._sent, len(row)):
                 with self._params.lease(chunk.index, Use.READ, step=0) as values:
                     row[at : at + numel] = values[start : start + numel]
             self._launch(flat)
@@ -235,7 +280,7 @@ class ReplicaExchange(Exchange):
         self._under_way = None
         for rank, row in zip(self._layout.replicated_shards, self._rows(flat, first), strict=True):
             for chunk, start, at, numel in (
-                self._parts(flat, rank, first, len(row)) if rank != self._layout.rank else ()
+                self._windows.parts(flat, rank, first, len(row)) if rank != self._layout.rank else ()
             ):
                 use = Use.OVERWRITE if numel == chunk.numel else Use.UPDATE
                 with self._params.lease(chunk.index, use, step=step) as values:
@@ -243,31 +288,7 @@ class ReplicaExchange(Exchange):
                     if start + numel == chunk.numel:
                         self._params.chunk_updated(chunk, values)
 
-    def _parts(self, flat: int, rank: int, first: int, numel: int) -> Iterator[tuple[Chunk, int, int, int]]:
-        """The chunks that a window touches.
-
-        Args:
-            flat: the number of the flat parameter.
-            rank: whose shard.
-            first: where the window begins in the shard.
-            numel: its elements.
-
-        Yields:
-            A chunk, where the part begins in it, where in the window, and the elements of the part.
-        """
-        begin = rank * self._layout.shard_numel(flat) + first
-        chunks = self._chunks[flat]
-        for chunk in chunks[max(bisect(chunks, begin, key=lambda chunk: chunk.start) - 1, 0) :]:
-            low, high = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + numel)
-            if chunk.start >= begin + numel:
-                return
-            if low < high:
-                yield chunk, low - chunk.start, low - begin, high - low
-
     def _rows(self, flat: int, start: int) -> Tensor:
         """The part of the buffer for elements of all shards from `start` on, shape (replicas, numel)."""
-        layout, dtype = self._layout, self._layout.flats[flat].dtype
-        numel = min(layout.chunk_numel, layout.shard_numel(flat) - start)
-        if tile := layout.tile_of(flat) // layout.ranks:
-            numel = min(numel, tile - start % tile)
+        layout, dtype, numel = self._layout, self._layout.flats[flat].dtype, self._windows.numel(flat, start)
         return self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)

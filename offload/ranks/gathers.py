@@ -10,17 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offload.devices.copies import DONE, Copier, DeviceEvent
-from offload.ranks.communicator import Communicator, Work
+from offload.ranks.communicator import Work
 from offload.regions import Region
 from offload.tiers import Tier
 
 Gather = tuple[Tensor, Tensor]
 """This rank's shard, shape (k,), and the tensor that gets those of all ranks, shape (size * k,)."""
+
+
+class AllGathers(Protocol):
+    """What launches all-gathers among ranks. A Communicator does; planner/simulate has one in virtual time."""
+
+    rank: int
+    size: int
+
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work: ...
 
 
 def regions(what: str, sizes: Sequence[int], bucket_bytes: int, communication: Tier) -> list[Region]:
@@ -45,7 +55,7 @@ class Gathers:
         copier: knows the device.
     """
 
-    def __init__(self, comm: Communicator, memory: Sequence[Tensor], copier: Copier) -> None:
+    def __init__(self, comm: AllGathers, memory: Sequence[Tensor], copier: Copier) -> None:
         self._comm = comm
         self._memory = next(iter(memory), torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._copier = copier

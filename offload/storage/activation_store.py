@@ -19,18 +19,18 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, Protocol
 
 import torch
 import xxhash
 from torch import Tensor, UntypedStorage
 
 from offload import torch_private
-from offload.devices.copies import Copier, Copy, stream_handle
+from offload.devices.copies import Copier, Copy, HostCopier, stream_handle
 from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
 from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
@@ -215,18 +215,58 @@ class _Buffers:
         return [one for one in self._made if torch_private.storage_uses(one[0]._cdata) == 1]
 
 
-class SpillFiles(NamedTuple):
+class SpillFiles(Protocol):
     """Files for activations that have no room in RAM.
 
     Attributes:
-        disk: the file system.
-        engine: reads and writes the files.
-        opened: the files, which have no names and belong to the engine.
+        paths: where they are, for people.
     """
 
-    disk: Files
-    engine: IOEngine
-    opened: Sequence[IOFile]
+    paths: Sequence[str]
+
+    def grow(self, number: int, size: int, nbytes: int) -> None:
+        """Makes a file longer.
+
+        Args:
+            number: of the file.
+            size: its bytes so far.
+            nbytes: how many more.
+
+        Raises:
+            OSError: as the file system says.
+        """
+
+    def begin(self, operation: Literal["read", "write"], number: int, offset: int, memory: Tensor) -> IOFuture:
+        """Starts to move bytes between a file and memory.
+
+        Args:
+            operation: which way.
+            number: of the file.
+            offset: the byte of the file at which they begin.
+            memory: uint8, 1-D.
+        """
+
+
+class NamelessFiles(SpillFiles):
+    """Files without names.
+
+    Args:
+        disk: the file system.
+        engine: reads and writes the files.
+        opened: the files, which belong to the engine.
+    """
+
+    def __init__(self, disk: Files, engine: IOEngine, opened: Sequence[IOFile]) -> None:
+        self.paths = [file.path for file in opened]
+        self._disk = disk
+        self._engine = engine
+        self._opened = opened
+
+    def grow(self, number: int, size: int, nbytes: int) -> None:
+        self._disk.allocate(self._opened[number], size, nbytes)
+
+    def begin(self, operation: Literal["read", "write"], number: int, offset: int, memory: Tensor) -> IOFuture:
+        return self._engine.submit(Transfer(operation, self._opened[number], offset, memory_of(memory)))
 
 
 class ActivationStore:
@@ -260,7 +300,7 @@ class ActivationStore:
         self.device = device
         self._timeline = timeline
         self._spill = spill
-        self._files = () if spill is None else spill.opened
+        self._files = () if spill is None else spill.paths
         self._beneath = beneath
         self._region = Ranges(len(memory))
         self._disks = [Ranges() for _ in self._files]
@@ -529,20 +569,20 @@ class ActivationStore:
         if self._spill is None:
             return
         number = self._file_of(entry)
-        disk, file = self._disks[number], self._files[number]
+        disk, path = self._disks[number], self._files[number]
         missing = entry.size - disk.free
         if missing > 0:
             advice = "give path several directories, which share the activations"
-            require_file_size(file.path, disk.size + missing, advice=advice)
+            require_file_size(path, disk.size + missing, advice=advice)
             try:
-                self._spill.disk.allocate(file, disk.size, missing)
+                self._spill.grow(number, disk.size, missing)
             except OSError as error:
                 if not is_of_system(error):
                     raise
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise TierIOError("write", error.errno or errno.EIO, file.path, disk.size, missing) from error
+                    raise TierIOError("write", error.errno or errno.EIO, path, disk.size, missing) from error
                 raise BudgetError(
-                    f"activations need {format_bytes(disk.size + missing)} in {file.path}, and the disk is full: free "
+                    f"activations need {format_bytes(disk.size + missing)} in {path}, and the disk is full: free "
                     "some, choose another path, or give smaller batches",
                     needed=missing,
                     available=0,
@@ -584,12 +624,11 @@ class ActivationStore:
         number = self._file_of(entry)
         lane = drive_lanes(number)[operation == "write"]
         for (start, stop), at in _pairs(entry.disk, entry.memory):
-            view = memory_of(self._memory[at : at + stop - start])
-            moving = self._timeline.begin(lane, operation, size=len(view), tier="nvme")
-            transfer = Transfer(operation, self._files[number], start, view)
+            moving = self._timeline.begin(lane, operation, size=stop - start, tier="nvme")
+            transfer = self._spill.begin(operation, number, start, self._memory[at : at + stop - start])
             if moving is not None:
                 transfer.add_done_callback(partial(_ended, moving))
-            entry.transfers.append(self._spill.engine.submit(transfer))
+            entry.transfers.append(transfer)
         self._timeline.count("activation_read_bytes" if entry.is_read else "activation_written_bytes", entry.size)
 
     def _end_transfers(self, entry: _Entry) -> None:
@@ -606,8 +645,8 @@ class ActivationStore:
             for transfer in transfers:
                 transfer.result()
             if is_read and self._checksum(entry) != entry.checksum:
-                file, at = self._files[self._file_of(entry)].path, entry.disk[0][0]
-                raise CorruptionError("an activation is not what was written", file=file, offset=at)
+                path, at = self._files[self._file_of(entry)], entry.disk[0][0]
+                raise CorruptionError("an activation is not what was written", file=path, offset=at)
         except BaseException:
             if is_read:
                 self._region.give(entry.memory)
@@ -645,6 +684,35 @@ class ActivationStore:
             raise ClosedError("this is a forked child: the activations of its parent are not here")
         if not self._is_open:
             raise ClosedError("the optimizer that held the activations of this graph is closed")
+
+
+def stacked(
+    regions: tuple[Sequence[Tensor], Sequence[Tensor]],
+    copier: Copier,
+    device: torch.device,
+    timeline: Timeline,
+    spill: Callable[[], SpillFiles | None],
+) -> ActivationStore | None:
+    """The store in which activations wait, and the one beneath it.
+
+    Args:
+        regions: the memory for them in RAM, and on the device; each has one tensor or none.
+        copier: copies between RAM and the device.
+        device: the device.
+        timeline: of the run.
+        spill: opens the files for what RAM has no room for.
+
+    Returns:
+        None if there is no memory for them: they wait where they are made.
+    """
+    store = None
+    in_ram, on_device = regions
+    for region in in_ram:
+        store = ActivationStore(region, copier, device, timeline, spill())
+    for region in on_device:
+        # What stays on the device is copied there, in the order of its own work.
+        store = ActivationStore(region, HostCopier(), device, timeline, beneath=store)
+    return store
 
 
 def _ended(moving: Event, transfer: IOFuture) -> None:

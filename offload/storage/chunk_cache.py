@@ -240,11 +240,16 @@ class Store:
                 self._order = tuple(use for use in self._order if use.chunk not in once)
 
     @uninterrupted
-    def repeat(self) -> None:
-        """Announces that the leases since the last announcement come again."""
+    def repeat(self, consumed: Iterable[int] = ()) -> None:
+        """Announces that the leases since the last announcement come again.
+
+        Args:
+            consumed: chunks that are consumed before that, in this order. Those that were consumed since the last
+                announcement are not expected again.
+        """
         with self._lock, self._books:
             self.check()
-            self._announce(self._used)
+            self._announce([*((chunk, False) for chunk in consumed), *self._used])
 
     @uninterrupted
     def unexpect(self, chunk: int) -> None:
@@ -282,8 +287,7 @@ class Store:
             The numbers of those of which it is.
         """
         ones = [self._chunks[chunk] for chunk in chunks]
-        busy = (Residency.READING, Residency.LEASED)
-        wait_until(self._lock, self._changed, lambda: self._is_free_of(ones, busy))
+        wait_until(self._lock, self._changed, lambda: self.can_keep(chunks))
         with self._lock, self._books:
             self.check()
             kept = {one.index for one in ones if one.tried is not None and one.tried.step == step}
@@ -294,6 +298,11 @@ class Store:
                         self._drop(one)
             return kept
 
+    def can_keep(self, chunks: Iterable[int]) -> bool:
+        """Whether `keep` does not wait: none of these chunks is leased, or being read."""
+        busy = (Residency.READING, Residency.LEASED)
+        return self._is_free_of((self._chunks[chunk] for chunk in chunks), busy)
+
     def _is_free_of(self, chunks: Iterable[CachedChunk], states: Collection[Residency]) -> bool:
         self.check()
         return not any(chunk.state in states for chunk in chunks)
@@ -302,8 +311,7 @@ class Store:
     def discard(self, chunk: int) -> None:
         """Forgets what a chunk holds, which is in no commit: its next lease finds zeros. Nobody may have it."""
         one = self._chunks[chunk]
-        busy = (Residency.READING, Residency.WRITING, Residency.LEASED)
-        wait_until(self._lock, self._changed, lambda: self._is_free_of([one], busy))
+        wait_until(self._lock, self._changed, lambda: self.can_discard(chunk))
         with self._lock, self._books:
             self.check()
             assert one.committed is None
@@ -314,6 +322,11 @@ class Store:
                 if has_buffer:
                     self._free_buffer(one)
                     self._changed.notify_all()
+
+    def can_discard(self, chunk: int) -> bool:
+        """Whether `discard` does not wait: the chunk is not leased, and does not move."""
+        busy = (Residency.READING, Residency.WRITING, Residency.LEASED)
+        return self._is_free_of([self._chunks[chunk]], busy)
 
     def retain(self, chunk: int) -> None:
         """Keeps the buffer of a chunk, which is leased, until its next use, or until another chunk needs a buffer."""
@@ -516,7 +529,8 @@ class Store:
             chunk.change(Residency.LEASED)
             lease.is_held = True
             chunk.holder = weakref.ref(lease)
-            self._used.append((chunk.index, overwrites))
+            if lease.use is not Use.CONSUME:
+                self._used.append((chunk.index, overwrites))
             if not chunk.is_resident:
                 self._has_begun(chunk)
             return True

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from bench import (
     losses,
     peers,
     predict,
+    predict_ranks,
     report,
     rules,
     step,
@@ -39,6 +41,7 @@ from offload.demo.gpt import GPT, GPTConfig
 from offload.optim import reference
 from offload.sizes import GIB, KIB
 from tests.support.processes import ROOT
+from tests.support.ranks import Worlds
 
 TINY = GPTConfig(layers=2, width=64, heads=2, context=32)
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -491,9 +494,11 @@ def test_predict_compares_a_simulation_with_a_run(
     monkeypatch.setattr(predict, "DISK_BYTES", 256 * KIB)
     options = {"tier": "nvme", "commit_every": None, "tuning": Tuning(chunk="64KiB")}
     tiny = predict.Configuration("tiny", (2, 16), 0.0, options=options)
-    tried = replace(tiny, options=options | {"tuning": Tuning(chunk="64KiB", speculate=True)})
-    monkeypatch.setattr(predict, "CONFIGURATIONS", {"tiny": tiny, "tried": tried})
-    predict.main("tiny;tried", steps=4, path=tmp_path, as_json=False, out=tmp_path, save=True)
+    in_tiles = {"param_tier": "cpu", "tuning": Tuning(chunk="64KiB", tile="1KiB")}
+    late = replace(tiny, size="experts", options=options | in_tiles)
+    monkeypatch.setattr(predict, "WIDTH", 16)
+    monkeypatch.setattr(predict, "CONFIGURATIONS", {"tiny": tiny, "late": late})
+    predict.main("tiny;late", steps=4, path=tmp_path, as_json=False, out=tmp_path, save=True)
     page = (results / "predict.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| tiny |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -501,5 +506,24 @@ def test_predict_compares_a_simulation_with_a_run(
     assert predicted > 0
     assert measured > 0
     assert float(cells[-1].split()[0]) == pytest.approx(float(cells[-2].split()[0]), rel=0.5)
-    assert "tried: not predicted: steps that are tried" in page
+    assert "late: not predicted: experts that may owe steps" in page
     assert is_picture(results / "predict.png")
+
+
+def test_predict_compares_a_simulated_rank_with_two(tmp_path: Path, worlds: Worlds) -> None:
+    for found in worlds(2).run(_predict_two, tmp_path):
+        assert found.predicted_s > 0
+        assert found.step_s > 0
+        assert found.bytes_predicted == pytest.approx(found.bytes_counted, rel=0.5)
+        assert found.bytes_counted > 0
+
+
+def _predict_two(folder: Path) -> predict.Result:
+    options = {"tier": "nvme", "stage": 3, "commit_every": None, "tuning": Tuning(chunk="64KiB")}
+    one = predict.Configuration("tiny", (2, 16), 0.0, options=options)
+    with (
+        patch.dict(predict.SIZES, {"tiny": TINY}),
+        patch.object(predict, "DISK_BYTES", 256 * KIB),
+        patch.object(predict_ranks, "LARGE_BYTES", 256 * KIB),
+    ):
+        return predict_ranks.of_rank("tiny", one, folder, torch.float32, 4)

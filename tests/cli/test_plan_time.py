@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload.cli.main import app
+from offload.cli.options import network_of
 from offload.cli.plan_time import bar
+from offload.errors import ConfigError
 from offload.planner.placement import TYPICAL_TBW
 from tests.support.command import printed
 
@@ -75,9 +77,9 @@ def test_states_in_ram_are_written_for_commits_alone(machine: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--activation-tier", "cpu"], "an activation tier is not simulated yet"),
-        (["--ranks", "2"], "several ranks are not simulated yet"),
-        (["--optimizer", "muon"], "the optimizer steps is not known"),
+        (["--ranks", "2"], "how fast the link between ranks is, is not known: --network 25GB/s gives it"),
+        (["--ranks", "2", "--network", "25GB/s", "--activation-tier", "cpu"], "over several ranks an activation tier"),
+        (["--optimizer", "adagrad"], "the optimizer steps is not known"),
         (["--dtype", "bf16"], "how fast this device computes is not known"),
     ],
 )
@@ -85,6 +87,37 @@ def test_what_is_not_predicted_is_said(machine: str, options: list[str], reason:
     found = figures(machine, *options)
     assert found["predicted"] is None
     assert reason in found["not_predicted"]
+
+
+def test_matrices_take_their_operations(machine: str) -> None:
+    """What is no matrix is stepped beside them, by Adam, at 1e9 elements a second."""
+    found = figures(machine, "--optimizer", "muon")
+    predicted = found["predicted"]
+    assert found["update_seconds"] == pytest.approx(found["update_flops"] / 1e12)
+    beside = found["parameters"] / 1e9
+    assert found["update_seconds"] < predicted["parts_s"]["optimizer's kernels"] < found["update_seconds"] + beside
+
+
+def test_ranks_wait_for_the_link_between_them(machine: str) -> None:
+    options = ("--ranks", "2", "--stage", "2", "--tier", "cpu", "--no-commits")
+    found = figures(machine, *options, "--network", "2MB/s")
+    predicted, sent = found["predicted"], sum(found["sent_elements"].values())
+    assert sum(predicted["sent"][f"{name}_bytes"] for name in ("reduce_scatter", "all_gather")) == 4 * sent
+    assert predicted["waits_for"] == "other ranks"
+    assert predicted["seconds"] >= 4 * sent / 2e6
+    delayed = figures(machine, *options, "--network", "2MB/s,500ms")["predicted"]["seconds"]
+    assert delayed >= predicted["seconds"] + 3 * 0.5  # of three questions at least
+    described = Path(machine)
+    figure = '{{ value = {}, source = "made up" }}\n'
+    described.write_text("network = " + figure.format(2e6) + "network_delay = " + figure.format(0.5) + MACHINE)
+    assert figures(machine, *options)["predicted"]["seconds"] == pytest.approx(delayed)
+
+
+@pytest.mark.parametrize("given", ["25", "25GB", "0B/s", "25GB/s,5", "fast/s"])
+def test_a_network_is_a_rate_and_a_delay(given: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--network {given}: give a rate such as 25GB/s"):
+        network_of(given)
+    assert network_of("25GB/s, 20us") == (25e9, pytest.approx(20e-6))
 
 
 def test_people_see_a_bar_and_a_picture(machine: str, tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ class FakeStore:
         yield SimpleNamespace(arrays=[self.buffers[chunk]])
         self.is_lent = False
 
-    def expect(self, chunks: Any) -> None:
-        self.expected = list(chunks)
+    def repeat(self, consumed: Any) -> None:
+        self.expected = list(consumed)
 
 
 def shards_of(where: str, layout: Layout, micro_batches: int = 1) -> GradShards:
@@ -109,7 +109,7 @@ def test_slots_are_leased_once_for_each_piece_that_comes_and_not_again_for_its_s
     shards.sum_squares(range(len(NUMELS)))
     store = shards._store  # type: ignore[attr-defined]
     assert store.leased == [c for param in reversed(range(len(NUMELS))) for c in layout.chunks_of[param]]
-    shards.expect([2, 0])
+    shards.expect([2, 0], repeats=True)
     assert store.expected == [2, 0]
 
 

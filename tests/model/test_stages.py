@@ -63,6 +63,7 @@ def test_every_element_is_in_one_bucket_at_its_owners_place(
         assert len({one.within.flat in there for one in bucket.ranges}) == 1
         assert 0 < bucket.numel <= max(bucket_numel // ranks, ALIGN_NUMEL)
         assert len({layout.flats[one.within.flat].dtype for one in bucket.ranges}) == 1
+        assert bucket.params == {piece.param for piece in bucket.pieces}
         inside = [(one, place) for one in bucket.ranges for place in range(one.numel)]
         assert len(inside) == bucket.numel
         for piece in bucket.pieces:

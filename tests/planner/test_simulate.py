@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from offload.choices import ActivationChoice
+from offload.cli.plan_models import rules_named
 from offload.layout import Layout
+from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.placement import Placement
-from offload.planner.simulate import Iteration, simulate
+from offload.planner.routing import Routing
+from offload.planner.simulate import Iteration, NotPredicted, simulate
+from offload.planner.simulate.lines import Worker
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
+from offload.planner.simulate.what_if import expected_tiles
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
 from offload.storage.slot_map import ChunkKind
+from tests.support import tried
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.toy import Net, batch, take_step
 
 DISK, MEMORY, LINK = DriveSpeed(3e9, 2e9, 4e9), 2e10, LinkSpeed(2e10, 2e10, 3e10)
-SPEEDS = Speeds(1e9, MEMORY, (DISK,))
-WITH_LINK = Speeds(1e9, MEMORY, (DISK,), LINK)
+SPEEDS = Speeds(1e9, MEMORY, (DISK,), matrix_flops=1e10)
+WITH_LINK = replace(SPEEDS, link=LINK)
 NO_COMPUTE = Passes()
 SMALL, LARGE, SPLIT = Tuning(chunk="4KiB"), Tuning(chunk="256KiB"), Tuning(chunk="4KiB", split_master=True)
 
@@ -58,13 +69,45 @@ class Wide(nn.Module):
         return self.head(h)
 
 
+class Experts(nn.Module):
+    """Four experts. The first half of the rows goes to the second one, the other half to the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half, rows = len(x) // 2, len(x)
+        return x + F.grouped_mm(x, self.up, offs=torch.tensor([0, half, half, rows], dtype=torch.int32))
+
+
+class Routed(nn.Module):
+    """Blocks of experts, of which the numbers USED are used."""
+
+    USED = (1, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(5, 16)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
 class Case(NamedTuple):
     """Attributes: share: of the states that RAM has room for; None: nothing is said; device: whether the model is on a
-    device with memory of its own."""
+    device with memory of its own; matrices: whether those of blocks have Muon."""
 
     options: dict[str, Any]
     share: float | None = None
     device: bool = False
+    matrices: bool = False
 
 
 CASES = {
@@ -76,6 +119,10 @@ CASES = {
     "split masters": Case({"tier": "nvme", "tuning": SPLIT}, 0.0),
     "split masters of a device": Case({"tier": "nvme", "tuning": SPLIT}, 0.3, device=True),
     "8-bit states": Case({"tier": "nvme", "states": "8bit"}, 0.2),
+    "matrices on NVMe": Case({"tier": "nvme", "tuning": LARGE}, 0.0, matrices=True),
+    "matrices, parameters that stream": Case(
+        {"tier": "nvme", "param_tier": "cpu", "tuning": LARGE, "accumulation": 2}, 0.4, matrices=True
+    ),
     "parameters in RAM": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}),
     "parameters in RAM, of a device": Case({"tier": "cpu", "param_tier": "cpu", "accumulation": 2}, device=True),
 }
@@ -87,11 +134,53 @@ THERE = {
         {"tier": "nvme", "param_tier": "cpu", "accumulation": 2, "device_memory": 600_000}, 0.3, device=True
     ),
 }
+ON_NVME = {"tier": "nvme", "commit_every": None}
+TIGHT = {"activation_tier": "nvme", "activation_memory": 2 * PAGE_BYTES}
+WAITING = {
+    "of each unit what enters it, in RAM": Case({"tier": "cpu", "activation_tier": "cpu"}, device=True),
+    "likewise on NVMe, where RAM has room for two": Case(ON_NVME | TIGHT, 0.0),
+    "likewise of a device": Case(ON_NVME | TIGHT | {"accumulation": 2}, 0.3, device=True),
+    "the oldest on the device, the others on NVMe": Case(
+        ON_NVME | {"activation_tier": "device", "activation_memory": PAGE_BYTES, "cpu_memory": "1GiB"}, device=True
+    ),
+    "recomputed, and nothing waits elsewhere": Case({"tier": "cpu", "activation_tier": "cpu"}),
+    "all that units save": Case(
+        ON_NVME
+        | {"activation_tier": "nvme", "activation_memory": 8 * PAGE_BYTES, "tuning": replace(LARGE, recompute=False)},
+        0.0,
+    ),
+}
+IN_TILES = replace(LARGE, tile="32KiB")
+TILES = {
+    "of dense weights, from RAM": Case({"tier": "cpu", "param_tier": "cpu", "tuning": IN_TILES}),
+    "of dense weights, of a device": Case(
+        {"tier": "nvme", "param_tier": "cpu", "tuning": IN_TILES, "accumulation": 2}, 0.3, device=True
+    ),
+    "of experts of which half are used": Case({"tier": "cpu", "param_tier": "cpu", "tuning": replace(SMALL, tile=512)}),
+    "of experts of which half are used, of a device": Case(
+        {"tier": "nvme", "param_tier": "cpu", "tuning": replace(SMALL, tile=512, late=False), "accumulation": 3},
+        0.3,
+        device=True,
+    ),
+}
+TRIED = Tuning(chunk="4KiB", speculate=True)
+TRIALS = {
+    "steps tried": Case({"tier": "nvme", "tuning": TRIED}, 0.0),
+    "steps tried, of a device": Case({"tier": "nvme", "tuning": TRIED, "accumulation": 2}, 0.3, device=True),
+    "steps tried, split masters of a device": Case(
+        {"tier": "nvme", "tuning": replace(TRIED, split_master=True)}, 0.3, device=True
+    ),
+    "steps tried, parameters that stream": Case({"tier": "nvme", "param_tier": "cpu", "tuning": TRIED}, 0.2),
+}
 TIMED = {
     "parameters on NVMe": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0),
     "parameters on NVMe, accumulation": Case({"tier": "nvme", "param_tier": "nvme", "accumulation": 2}, 0.4),
     "parameters on NVMe, of a device": Case({"tier": "nvme", "param_tier": "nvme"}, 0.0, device=True),
+    "tiles on NVMe": Case({"tier": "nvme", "param_tier": "nvme", "tuning": IN_TILES}, 0.0),
     "gradients on NVMe": Case({"tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
+    "gradients on NVMe, accumulation": Case(
+        {"tier": "nvme", "grad_tier": "nvme", "tuning": LARGE, "accumulation": 3}, 0.0
+    ),
     "all on NVMe": Case({"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0),
 }
 
@@ -113,6 +202,35 @@ def test_states_on_the_device_spare_the_link(name: str, copied_by: CopiedBy, tmp
     assert planned.place().states.on_device
 
 
+@pytest.mark.parametrize("name", WAITING)
+def test_activations_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
+    found, counted, planned = _both(WAITING[name], copied_by, tmp_path)
+    assert found == counted
+    on_nvme = WAITING[name].options.get("activation_memory") is not None
+    assert (planned.place().activation_bytes > 0) == (name != "recomputed, and nothing waits elsewhere")
+    without = replace(planned, choice=replace(planned.choice, activations=ActivationChoice(None)))
+    states = iteration_of(without, WITH_LINK)
+    assert (found.written_bytes > states.written_bytes) == on_nvme
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
+    found, counted, planned = _both(TILES[name], copied_by, tmp_path)
+    assert found == counted
+    assert any(spec.tile for spec in planned.layout.specs)
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_steps_that_are_tried_move_what_a_run_counts(
+    name: str, copied_by: CopiedBy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried.at_once(monkeypatch)  # all that can be made, however busy the machine is, in the simulation too
+    monkeypatch.setattr(Worker, "cancel", lambda self: self._queue[-1][1] if self._queue else self._last)
+    found, counted, _ = _both(TRIALS[name], copied_by, tmp_path, is_slow=True)
+    assert found == counted
+    assert found.kept_bytes > 0
+
+
 @pytest.mark.parametrize("name", TIMED)
 def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     name: str, copied_by: CopiedBy, tmp_path: Path
@@ -122,32 +240,55 @@ def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
     assert found[1:] == counted[1:]
     assert abs(found.read_bytes - counted.read_bytes) <= buffers
+    if name.startswith("gradients on NVMe"):
+        assert planned.place().read_bytes - buffers <= counted.read_bytes <= planned.place().read_bytes
+
+
+def waiting_of(planned: Planned, model: nn.Module) -> Mapping[str, Sequence[int]]:
+    """What of `batch` waits in the activation tier, measured on the meta device."""
+    on_meta = copy.deepcopy(model).to("meta")
+    found = measure(on_meta, torch.bfloat16, lambda module: module(batch(0).to("meta", torch.bfloat16)))
+    return found.of(planned.choice.activations)
 
 
 class Moved(NamedTuple):
-    """Bytes of an iteration."""
+    """Bytes of an iteration; kept_bytes: of states of steps that were tried."""
 
     read_bytes: int
     written_bytes: int
     up_bytes: int
     down_bytes: int
+    kept_bytes: int
 
 
-def _both(case: Case, copied_by: CopiedBy, folder: Path) -> tuple[Moved, Moved, Planned]:
-    """What a simulated iteration moves, what that of a run counts, and the plan of both."""
+def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = False) -> tuple[Moved, Moved, Planned]:
+    """What a simulated iteration moves, what that of a run counts, and the plan of both.
+
+    Args:
+        case: the options.
+        copied_by: see there.
+        folder: for the swap files.
+        is_slow: whether a backward takes far longer than what is beside it.
+    """
     given: dict[str, Any] = {"tuning": SMALL} | case.options
     if given["tier"] == "nvme":
         given |= {"path": folder / "run", "commit_every": 0}
-    model = Wide() if given["tuning"] is LARGE else Net()
-    planned = plan_of(model, direct=not case.device, **given)
+    tuning = given["tuning"]
+    model = Wide() if tuning.chunk == LARGE.chunk else Routed() if tuning.tile else Net()
+    rules = rules_named("muon") if case.matrices else None
+    planned = plan_of(model, direct=not case.device, rules=rules, **given)
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
-    found = iteration_of(planned, WITH_LINK if case.device else SPEEDS)
+    backward_s = dict.fromkeys((spec.unit for spec in planned.layout.specs), 1.0) if is_slow else {}
+    in_tiles = {spec.unit for spec in planned.layout.specs if spec.tile}
+    tiles = {unit: [Routed.USED] for unit in in_tiles} if isinstance(model, Routed) else {}
+    passes = Passes({}, backward_s, waiting_of(planned, model), tiles)
+    found = iteration_of(planned, WITH_LINK if case.device else SPEEDS, passes)
     if case.device:
         copied_by(lambda: LateCopier(1))
-    simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes)
-    return simulated, Moved(*_counted(model, given)), planned
+    simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes, found.kept_bytes)
+    return simulated, Moved(*_counted(model, given, matrices=case.matrices)), planned
 
 
 def _end_worker(optimizer: OffloadZero) -> None:
@@ -158,11 +299,15 @@ def _end_worker(optimizer: OffloadZero) -> None:
                 work.done.result()
 
 
-def _counted(model: nn.Module, options: dict[str, Any]) -> tuple[int, ...]:
+def _counted(model: nn.Module, options: dict[str, Any], *, matrices: bool) -> tuple[int, ...]:
     """What the third iteration of a run moves."""
-    names = ("nvme_read_bytes", "nvme_written_bytes", "host_to_device_bytes", "device_to_host_bytes")
+    own = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
+    others = [param for param in model.parameters() if all(param is not one for one in own)]
+    optimizers = [torch.optim.Muon(own), torch.optim.AdamW(others)] if matrices else None
+    nvme = ("nvme_read_bytes", "activation_read_bytes"), ("nvme_written_bytes", "activation_written_bytes")
+    names = (*nvme, ("host_to_device_bytes",), ("device_to_host_bytes",), ("kept_bytes",))
     seen: list[list[int]] = []
-    with OffloadZero(model, **options) as optimizer:
+    with OffloadZero(model, optimizers, **options) as optimizer:
         for step in range(4):
             for number in range(options.get("accumulation", 1)):
                 model(batch(7 * step + number)).float().square().mean().backward()
@@ -171,7 +316,7 @@ def _counted(model: nn.Module, options: dict[str, Any]) -> tuple[int, ...]:
             for store in optimizer._parts.stores.all:
                 store.drain()
             stats = optimizer.stats()
-            seen.append([stats[name] for name in names])
+            seen.append([sum(stats[name] for name in some) for some in names])
     return tuple(last - before for before, last in zip(seen[-2], seen[-1], strict=True))
 
 
@@ -228,6 +373,111 @@ def test_two_buffers_share_a_slow_disk() -> None:
     speeds = replace(HAND, elements_per_s=math.inf)
     found = seconds_of(2, speeds, Passes())
     assert 4.0 <= found <= 2 * (1.5 + 2.0)
+
+
+def two_units(**options: Any) -> Planned:
+    """Two layers of 272 elements, each a unit and a chunk of 544 bytes in bf16."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    return plan_of(model, tuning=options.pop("tuning", SMALL), **options)
+
+
+TWO_PASSES = Passes({"0": 4.0, "1": 4.0}, {"0": 8.0, "1": 8.0}, {"0": [PAGE_BYTES], "1": [PAGE_BYTES]})
+
+
+def test_activations_come_back_over_the_link() -> None:
+    """A page takes a second each way. Two forwards 8, beside them the inputs leave; the second one's comes back, 1, and
+    then beside its backward, 4 + 8, the first one's; that backward, 12. Then the gradients of the first unit leave, and
+    its new values come."""
+    planned = two_units(direct=False, tier="cpu", activation_tier="cpu", activation_memory=2 * PAGE_BYTES)
+    link = LinkSpeed(PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES)
+    found = iteration_of(planned, Speeds(math.inf, link=link), TWO_PASSES)
+    assert found.seconds == pytest.approx(8 + 1 + 12 + 12 + 2 * 544 / PAGE_BYTES)
+
+
+def test_activations_in_one_page_of_ram() -> None:
+    """A page is written in 2 s and read in 1. Forward 4; what entered it is written, 2, before there is room for what
+    enters the next one; forward 4, backward 4 + 8; the first page is read, 1; backward 12."""
+    planned = two_units(
+        direct=True, tier="cpu", path=".", commit_every=None, activation_tier="nvme", activation_memory=PAGE_BYTES
+    )
+    drive = DriveSpeed(PAGE_BYTES, PAGE_BYTES / 2, 1.5 * PAGE_BYTES)
+    found = iteration_of(planned, Speeds(math.inf, drives=[drive]), TWO_PASSES)
+    assert found.seconds == pytest.approx(4 + 2 + 4 + 12 + 1 + 12)
+    assert (found.written_bytes, found.read_bytes) == (PAGE_BYTES, PAGE_BYTES)
+
+
+def test_tiles_come_beside_one_another() -> None:
+    """A layer of 192 x 16, in RAM, runs in six tiles, of which each takes a second over the link, half a second forward
+    and a second backward. The next one comes beside one: the first is waited for, a second, then each forward ends half
+    a second after its tile came, the last at 6.5. That tile is there for its backward. Each other one comes beside the
+    backward before, so these take 6. Nothing else takes time."""
+    tile = 2 * 32 * 16
+    model = nn.Linear(16, 192, bias=False)
+    planned = plan_of(model, direct=False, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=tile))
+    assert [spec.tile for spec in planned.layout.specs] == [32 * 16]
+    link = LinkSpeed(tile, 1e12, 1e12 + tile)
+    passes = Passes({"weight": 3.0}, {"weight": 6.0})
+    found = iteration_of(planned, Speeds(math.inf, link=link), passes)
+    assert found.up_bytes == (6 + 5) * tile
+    assert found.seconds == pytest.approx(6.5 + 6)
+
+
+def test_as_many_tiles_are_used_as_are_expected() -> None:
+    planned = plan_of(
+        Routed(), direct=True, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=512), accumulation=4
+    )
+    routing = Routing(4, 1)
+    found = expected_tiles(planned.layout, {"blocks.0.up", "blocks.1.up"}, routing, tokens=2, micro_batches=64)
+    assert found.keys() == {"blocks.0.up", "blocks.1.up"}
+    for of_weight in found.values():
+        assert len(of_weight) == 64
+        used = [len(numbers) for numbers in of_weight]
+        assert sum(used) / (4 * 64) == pytest.approx(1 - 0.75**2, abs=1 / 64)
+        assert max(used) - min(used) <= 1
+        counts = Counter(number for numbers in of_weight for number in numbers)
+        assert max(counts.values()) - min(counts.values()) <= 8
+    few = expected_tiles(planned.layout, {"blocks.0.up"}, routing._replace(experts=400), tokens=1, micro_batches=4)
+    assert [len(numbers) for numbers in few["blocks.0.up"]] == [1, 1, 1, 1]
+
+
+def test_matrices_take_their_operations_or_the_link() -> None:
+    """Two matrices of 16 x 16 have 20 m + 10 m^2 / n operations an element. Each step takes a second, and
+    nothing is beside it but the other one's first forward. Where the link takes longer, that counts."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    planned = plan_of(model, direct=False, tier="cpu", tuning=LARGE, rules=rules_named("muon"))
+    flops = 256 * (20 * 16 + 10 * 16)
+    passes = Passes({"0": 4.0, "1": 4.0}, {"0": 8.0, "1": 8.0})
+    fast = Speeds(math.inf, link=LinkSpeed(1e12, 1e12, 2e12), matrix_flops=flops)
+    assert iteration_of(planned, fast, passes).seconds == pytest.approx(24 + 1)
+    up = 256 * (4 + 4 + 2)  # the master, the momentum and the gradient
+    slow = replace(fast, link=LinkSpeed(up / 2, 1e12, 1e12 + up / 2))
+    upload = 2 * 256 / (up / 2)  # of new parameters
+    assert iteration_of(planned, slow, passes).seconds == pytest.approx(24 + 2 + upload)
+    unknown = simulate(planned.layout, planned.place(), passes, replace(fast, matrix_flops=None))
+    assert isinstance(unknown, NotPredicted)
+    assert "matrices" in unknown.reason
+
+
+def test_activations_without_room_are_no_iteration() -> None:
+    planned = two_units(direct=False, tier="cpu", activation_tier="cpu", activation_memory=PAGE_BYTES)
+    found = simulate(planned.layout, planned.place(), TWO_PASSES, WITH_LINK)
+    assert isinstance(found, NotPredicted)
+    assert "activation_memory" in found.reason
+
+
+@pytest.mark.parametrize(("tries", "seconds"), [(True, 8 + 16 + 5), (False, 8 + 16 + 5 + 1)])
+def test_a_tried_step_is_beside_the_backward(tries: bool, seconds: float) -> None:
+    """A step takes 5 s, a forward 4, a backward 8. Tried, the second unit's is beside the first one's backward, and the
+    first one's behind it. Else both are behind it, the second one's beside the first forward, but for a second."""
+    planned = two_units(direct=False, tier="nvme", path=".", commit_every=None, tuning=replace(SMALL, speculate=tries))
+    placement = planned.place()
+    pool = Pool(placement.states.sizes, frozenset(), 2)
+    placement = replace(placement, pools={**placement.pools, ChunkKind.STATES: pool}, uses_disk=True)
+    fast = DriveSpeed(1e12, 1e12, 2e12)
+    speeds = Speeds(272 / 5, drives=[fast], link=LinkSpeed(1e12, 1e12, 2e12))
+    found = simulate(planned.layout, placement, Passes({"0": 4.0, "1": 4.0}, {"0": 8.0, "1": 8.0}), speeds)
+    assert isinstance(found, Iteration)
+    assert found.seconds == pytest.approx(seconds, abs=1e-3)
 
 
 def bounded(speeds: Speeds, passes: Passes, buffers: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from offload.io.portable import PortableEngine
 from offload.profiling import Timeline
 from offload.sizes import PAGE_BYTES
 from offload.storage import activation_store
-from offload.storage.activation_store import MOST_COPIES, ActivationStore, Ranges, SpillFiles, Stored
+from offload.storage.activation_store import MOST_COPIES, ActivationStore, NamelessFiles, Ranges, Stored
 from tests.support.disks import SwitchedFiles
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
@@ -53,7 +53,7 @@ def store_with_files(
     """Args: count: of files."""
     files = files or Files()
     opened = [engine.adopt(files.create_nameless(tmp_path)) for _ in range(count)]
-    return ActivationStore(region(pages), HostCopier(), CPU, Timeline(), SpillFiles(files, engine, opened))
+    return ActivationStore(region(pages), HostCopier(), CPU, Timeline(), NamelessFiles(files, engine, opened))
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
@@ -207,7 +207,8 @@ def test_files_have_no_names_and_go_with_the_store(tmp_path: Path) -> None:
     waiting = [store.put(values(number, PAGE)) for number in range(3)]
     assert torch.equal(store.get(waiting[0]), values(0, PAGE))
     assert os.listdir(tmp_path) == []
-    file = store._files[0]
+    assert isinstance(store._spill, NamelessFiles)
+    (file,) = store._spill._opened
     assert os.fstat(file.fd).st_size == 3 * PAGE
     store.close()
     engine.close()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,30 @@ def test_a_kept_chunk_at_the_end_of_the_order_does_not_begin_it_again(engine: Fa
         store.expect(range(len(NUMELS)))
         store.drain()
         assert timeline.counted("nvme_read_bytes") == sum(SlotArrays(numel).nbytes for numel in NUMELS[:4])
+
+
+@pytest.mark.parametrize("buffers", [3, 6])
+def test_what_a_step_consumes_comes_again_in_another_order(engine: FaultyEngine, tmp_path: Path, buffers: int) -> None:
+    """As gradients of two micro-batches: a step consumes them in its order, and backwards come in the opposite one."""
+    timeline = Timeline()
+    size = sum(SlotArrays(numel).nbytes for numel in NUMELS)
+    seen = []
+    with store_on(engine, tmp_path / "run", buffers=buffers, timeline=timeline) as store:
+        for step in range(1, 5):
+            for use in (Use.OVERWRITE, Use.UPDATE):
+                for index in reversed(range(len(NUMELS))):
+                    with store.lease(index, use, step=step) as lease:
+                        put(lease, step)
+                    store.drain()  # what could be read ahead has been
+            store.repeat(range(len(NUMELS)))
+            for index in range(len(NUMELS)):
+                with store.lease(index, Use.CONSUME, step=step) as lease:
+                    assert value_in(lease) == step
+                store.drain()
+            seen.append(timeline.counted("nvme_read_bytes"))
+    reads = [last - before for before, last in pairwise(seen[1:])]
+    assert all(read <= 2 * size for read in reads)
+    assert any(read < 2 * size for read in reads) == (buffers > 3)  # some stay from a backward's end to the step
 
 
 @pytest.mark.parametrize("buffers", [3, 4, 6])

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from offload.errors import BudgetError
 from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
 from offload.planner.simulate.lines import NOTHING
 from offload.planner.simulate.rank import DOWN, UP, Rank
+from offload.planner.simulate.several import OneOfSeveral, why_not_simulated
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
@@ -47,6 +50,8 @@ class Iteration:
         written_bytes: written to drives.
         up_bytes: from RAM to the device.
         down_bytes: from the device to RAM.
+        kept_bytes: of states whose steps were tried in backward, and kept.
+        sent: to other ranks, by the names that `stats()` has for them: `<collective>_calls`, and `<collective>_bytes`.
         commit_s: seconds that a commit adds.
         commit_bytes: that a commit adds to what is written.
         spans: what the resources did, from the beginning of the iteration on.
@@ -60,6 +65,8 @@ class Iteration:
     written_bytes: int
     up_bytes: int
     down_bytes: int
+    kept_bytes: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
     commit_s: float = 0.0
     commit_bytes: int = 0
     spans: Sequence[Span] = ()
@@ -80,9 +87,16 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         passes: what a micro-batch computes.
         speeds: of the machine.
     """
-    if (reason := _not_simulated(held, placement, speeds)) is not None:
+    if (reason := _not_simulated(held, placement, passes, speeds)) is not None:
         return NotPredicted(reason)
-    rank = Rank(held, placement, passes, speeds)
+    try:
+        rank = (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds)
+        return _simulate(rank, placement)
+    except BudgetError as error:  # of activations, whose bytes the plan does not know
+        return NotPredicted(str(error))
+
+
+def _simulate(rank: Rank, placement: Placement) -> Iteration:
     before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
     seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
     rank.clock.run_out()
@@ -90,6 +104,7 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
     rested_s = _state_after(rank).seconds - idle.seconds
     rank.clock.run_out()
     moved = {name: nbytes - idle.moved[name] for name, nbytes in rank.moved.items()}
+    sent = {name: number - idle.sent[name] for name, number in rank.sent.items()}
     commit_s, commit_bytes = 0.0, 0
     if placement.choice.commits.every:
         commit_s, commit_bytes = _commit_of(rank, rested_s + (COMMITTED_BY - 1) * seconds, moved["written"])
@@ -101,6 +116,8 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         moved["written"],
         moved[UP],
         moved[DOWN],
+        moved["kept"],
+        sent,
         commit_s,
         commit_bytes,
         [
@@ -117,7 +134,7 @@ def _not_counted(placement: Placement) -> Iterator[str]:
     if not placement.is_direct and (placement.choice.states.tier == DEVICE or placement.device_flats):
         yield "steps of states on the device, which its memory bounds"
     if placement.choice.commits.every:
-        yield "the sync of a commit"
+        yield "the sync of a commit, and what ranks ask one another for it"
 
 
 @dataclass(frozen=True)
@@ -128,15 +145,17 @@ class _State:
         seconds: that have passed.
         busy_s: for how long each resource worked.
         moved: bytes.
+        sent: to other ranks.
     """
 
     seconds: float
     busy_s: Mapping[str, float]
     moved: Mapping[str, int]
+    sent: Counter[str]
 
 
 def _state_of(rank: Rank) -> _State:
-    return _State(rank.clock.now, rank.busy_s, rank.moved)
+    return _State(rank.clock.now, rank.busy_s, rank.moved, rank.sent.copy())
 
 
 def _state_after(rank: Rank, *, commits: bool = False) -> _State:
@@ -162,23 +181,22 @@ def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, i
     return max(end.seconds - start.seconds - plain_s, 0.0), added
 
 
-def _not_simulated(held: Layout, placement: Placement, speeds: Speeds) -> str | None:
+def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> str | None:
     """Why a run is not simulated; None: it is."""
-    choice, direct = placement.choice, placement.is_direct
-    if held.ranks > 1:
-        return "several ranks are not simulated yet"
-    if not direct and speeds.link is None:
+    if held.ranks > 1 and speeds.network is None:
+        return "the speed of the link between ranks is not known"
+    if held.ranks > 1 and (reason := why_not_simulated(held, placement.choice)) is not None:
+        return reason
+    if not placement.is_direct and speeds.link is None:
         return "the speed of the link to the device is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:
         return "the speed of the drives is not known"
     if len(held.param_chunks) > MOST_CHUNKS:
         return f"{len(held.param_chunks):,} chunks take minutes to simulate: a larger chunk makes fewer"
-    if any(flat.is_whole for flat in held.flats):
-        return "an optimizer that steps whole parameters is not simulated yet"
-    if any(spec.tile for spec in held.specs):
-        return "weights in tiles are not simulated yet"
-    if choice.activations.tier is not None:
-        return "an activation tier is not simulated yet"
-    if choice.states.tries_steps:
-        return "steps that are tried in backward are not simulated yet"
+    if any(flat.is_whole for flat in held.trained.flats) and speeds.matrix_flops is None:
+        return "how fast the optimizer steps matrices is not known"
+    if held.trained.late_chunks:
+        return "experts that may owe steps are not simulated yet"
+    if placement.activation_bytes and not passes.waiting:
+        return "what of a micro-batch waits in the activation tier is not known"
     return None

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 
 from offload.planner.simulate.clock import Clock, Moment, Process
 
-COMPUTE, KERNELS, DISK, LINK, MEMORY, COMMIT, NOTHING = (
-    "compute", "optimizer's kernels", "disk", "link", "gradients in RAM", "commit", "nothing",
+COMPUTE, KERNELS, DISK, LINK, NETWORK, MEMORY, COMMIT, NOTHING = (
+    "compute", "optimizer's kernels", "disk", "link", "other ranks", "gradients in RAM", "commit", "nothing",
 )  # fmt: skip
 """What a process does, or waits for."""
 
@@ -82,6 +82,8 @@ class Worker:
         self._idle = idle
         self._queue: deque[tuple[Process, Moment]] = deque()
         self._is_running = False
+        self._last = Moment()  # the end of the process that began last
+        self._last.happen()
         line.begins(idle)
 
     def submit(self, process: Process) -> Moment:
@@ -97,9 +99,19 @@ class Worker:
             self._clock.start(self._run())
         return done
 
+    def cancel(self) -> Moment:
+        """Drops the processes that have not begun.
+
+        Returns:
+            When the one that runs has ended.
+        """
+        self._queue.clear()
+        return self._last
+
     def _run(self) -> Process:
         while self._queue:
             process, done = self._queue.popleft()
+            self._last = done
             yield from process
             self.line.begins(self._idle)
             done.happen()

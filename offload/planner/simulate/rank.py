@@ -10,15 +10,20 @@ the CPU, the host waits for all that it launches, and steps states itself.
 Where parameters or gradients are on NVMe, whether one is still in RAM at its next use depends on how fast disk and
 workers are, in a run too: reads then differ from those of a run by what the buffers hold. All other bytes are equal.
 
+Where activations wait, the store of them decides (storage/activation_store.py); a tensor that several units keep waits
+once, and counts as that of the first one. Trials are all kept, and those that have not begun when their step does are
+dropped, as in a run; where the device is the CPU, they take its cores. A weight in tiles counts as used once a pass.
+
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
-drives, and the link. All else takes none: Python, checksums, commits' own files and syncs. Nothing that works beside
-something else makes that slower, but for transfers on one drive and one link.
+drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums,
+commits' own files and syncs. Nothing that works beside something else makes that slower, but for transfers on one drive
+and one link.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,13 +34,16 @@ from offload.layout import Chunk, Layout, segments
 from offload.model.pending import order_of_updates
 from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
-from offload.model.units import ROOT
+from offload.model.units import ROOT, encloses
+from offload.optim.flops import matrix_work
+from offload.optim.trials import TriedChunks
 from offload.planner.placement import Placement, tiers_of
+from offload.planner.simulate.activations import TimedActivations, TimedCopier
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
 from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.stores import TimedStores
-from offload.planner.simulate.units import TimedUnits, ToCopy
+from offload.planner.simulate.units import TimedUnits, ToAwait, ToCopy, ToGather
 from offload.storage.chunk_cache import Use
 from offload.storage.slot_map import ChunkKind
 from offload.tiers import DEVICE
@@ -46,31 +54,68 @@ After = tuple[Moment, str | Line]
 
 
 @dataclass(frozen=True)
+class TiledParam:
+    """A weight that runs in tiles.
+
+    Attributes:
+        unit: the name of its unit.
+        tiles: the names of its tiles' units.
+        param: its number among trained parameters; None: it is frozen.
+    """
+
+    unit: str
+    tiles: tuple[str, ...]
+    param: int | None
+
+
+@dataclass(frozen=True)
 class Station:
     """A part of a pass: a unit, or what the root unit does before the others, or after them.
 
     Attributes:
         unit: the unit's name.
         params: the numbers of its trained parameters, in the order of the model.
+        tiled: the weights in it that run in tiles, likewise. Each counts as used once.
         computes: whether the time of the unit's pass is spent here.
     """
 
     unit: str
-    params: tuple[int, ...]
+    params: tuple[int, ...] = ()
+    tiled: tuple[TiledParam, ...] = ()
     computes: bool = True
 
 
 def stations_of(held: Layout) -> list[Station]:
     """The parts of a forward, in their order: units run in the order in which the model has their parameters."""
-    units = dict.fromkeys(flat.unit for flat in held.flats if flat.unit != ROOT)
-    first = next((number for number, spec in enumerate(held.specs) if spec.unit != ROOT), len(held.specs))
-    before: list[int] = []
-    behind: list[int] = []
-    of_unit: dict[str, list[int]] = {unit: [] for unit in units}
-    for number, spec in enumerate(held.trained.specs):
-        (of_unit[spec.unit] if spec.unit != ROOT else before if number < first else behind).append(number)
-    found = [Station(unit, tuple(params)) for unit, params in of_unit.items()]
-    return [Station(ROOT, tuple(before), computes=False), *found, Station(ROOT, tuple(behind))]
+    in_tiles = {flat.unit for flat in held.flats if held.tile_of(flat.index)}
+    units = [unit for unit in dict.fromkeys(flat.unit for flat in held.flats) if unit not in {ROOT, *in_tiles}]
+    around = {unit: max((one for one in units if encloses(one, unit)), key=len, default=ROOT) for unit in in_tiles}
+    home = [around.get(spec.unit, spec.unit) for spec in held.specs]
+    first = next((number for number, unit in enumerate(home) if unit != ROOT), len(home))
+    params: dict[str, list[int]] = {unit: [] for unit in (*units, _BEFORE, _BEHIND)}
+    tiled: dict[str, dict[str, int | None]] = {unit: {} for unit in params}
+    trained = {spec.name: number for number, spec in enumerate(held.trained.specs)}
+    for number, spec in enumerate(held.specs):
+        station = home[number] if home[number] != ROOT else _BEFORE if number < first else _BEHIND
+        param = None if spec.is_frozen else trained[spec.name]
+        if spec.unit in in_tiles:
+            tiled[station].setdefault(spec.unit, param)
+        elif param is not None:
+            params[station].append(param)
+    tiles: dict[str, dict[str, None]] = {unit: {} for unit in in_tiles}
+    for one in held.slices:
+        if one.is_tile:
+            tiles[held.flats[one.flat].unit][one.unit] = None
+
+    def made(unit: str, key: str, *, computes: bool = True) -> Station:
+        weights = (TiledParam(weight, tuple(tiles[weight]), param) for weight, param in tiled[key].items())
+        return Station(unit, tuple(params[key]), tuple(weights), computes)
+
+    return [made(ROOT, _BEFORE, computes=False), *(made(unit, unit) for unit in units), made(ROOT, _BEHIND)]
+
+
+_BEFORE, _BEHIND = "\0before", "\0behind"
+"""What the root unit does before the others, and after them; no unit has such a name."""
 
 
 class Rank:
@@ -122,7 +167,8 @@ class Rank:
         self._chunks_of: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
         for chunk in layout.chunks:
             self._chunks_of[chunk.flat].append(chunk)
-        self._step = 0
+        self._step = self._pass = 0
+        self._used_tiles: dict[str, Sequence[int]] = {}  # in the present pass, by the unit of their weight
         self._order: Sequence[int] = [flat.index for flat in layout.flats]
         self._applied: list[int] = []
         self._pending: dict[int, list[Moment]] = {}  # of each flat parameter, when its chunks are stepped
@@ -143,6 +189,27 @@ class Rank:
         self._released: deque[Moment] = deque()  # the last uses of units
         self._launched = Moment()
         self._launched.happen()
+        over_link = {way: partial(self._move, way, what="activation", behind_device=True) for way in (UP, DOWN)}
+        copier = TimedCopier(
+            over_link[UP], over_link[DOWN], self._copied_in_ram if self._direct else None, self._wait_in_call
+        )
+        self._activations = TimedActivations(
+            placement, passes.waiting, copier, self.stores.drives, self.stores.timeline, self._wait_in_call
+        )
+        self._recomputes = self._choice.activations.recomputes
+        self._tried: TriedChunks | None = None
+        self._trials = self._steps
+        if self._choice.states.tries_steps:
+            is_resident = self._states.store.is_resident
+            self._tried = TriedChunks(layout, [one.index for one in layout.chunks if not is_resident(one.index)])
+            if self._direct:
+                self._trials = Worker(clock, Line(clock), self.device.line)
+        self._waiting_trials: list[Moment] = []  # the ends of those that have not been made
+        self._whole: dict[int, int] = {}  # by parameter whose gradient is whole, the step that it is for
+        self._made: set[int] = set()  # the chunks whose next step was tried
+        self._kept: set[int] = set()  # those whose step under way was
+        self._kept_bytes = 0
+        self._read_soon: Collection[int] = ()
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -153,9 +220,20 @@ class Rank:
 
     @property
     def moved(self) -> dict[str, int]:
-        """The bytes that were read from drives and written to them, and copied up and down, as a run counts them."""
+        """The bytes that were read from drives and written to them, and copied up and down, as a run counts them.
+
+        And the bytes of states whose steps were tried and kept.
+        """
         counted = self.stores.timeline.counted
-        return {"read": counted("nvme_read_bytes"), "written": counted("nvme_written_bytes")} | self.counted
+        read, written = (
+            sum(counted(f"{whose}_{way}_bytes") for whose in ("nvme", "activation")) for way in ("read", "written")
+        )
+        return {"read": read, "written": written, "kept": self._kept_bytes} | self.counted
+
+    @property
+    def sent(self) -> Counter[str]:
+        """What went to other ranks, as Network.sent."""
+        return Counter()
 
     # An iteration.
 
@@ -168,6 +246,7 @@ class Rank:
         for _ in range(self._choice.grads.micro_batches):
             yield from self._forward()
             yield from self._backward()
+            self._pass += 1
         yield from self._take_step(commits=commits)
 
     def expect_commit(self) -> None:
@@ -187,29 +266,70 @@ class Rank:
                     self._scheduler.pass_begins()
                 self._scheduler.forward_begins(unit)
                 yield from self._do_what_is_to_do()
+            for weight in station.tiled:
+                yield from self._forward_tiles(weight)
+            if station.computes and self._recomputes:
+                self._activations.put(station.unit)  # what enters the unit
             seconds = self._passes.forward_s.get(station.unit, 0.0) if station.computes else 0.0
             yield from self._launch(seconds, f"forward {station.unit}", arrived + self._arrived.get(unit, []))
             if station.computes:
+                if not self._recomputes:
+                    self._activations.put(station.unit)
                 self._scheduler.forward_ends(unit)
 
     def _backward(self) -> Process:
         for station in reversed(self._stations):
             seconds = self._passes.backward_s.get(station.unit, 0.0) if station.computes else 0.0
-            leaving = [] if self._direct else self._leaving[:-UNITS_LEAVING]
-            del self._leaving[: len(leaving)]
+            leaving = self._wait_for_leaving()
             unit = self._units[station.unit]
             if station.computes:
+                yield from self._backward_reaches(unit)
                 self._scheduler.backward_begins(unit)
                 yield from self._do_what_is_to_do()
-            waits = [(one, LINK) for one in leaving] + self._arrived.get(unit, [])
+                self._activations.get(station.unit)
+                if self._recomputes and not unit.is_root:
+                    seconds += self._passes.forward_s.get(station.unit, 0.0)
+            waits = leaving + self._arrived.get(unit, [])
+            for weight in reversed(station.tiled):
+                yield from self._backward_tiles(weight)
             made = yield from self._launch(seconds, f"backward {station.unit}", waits)
-            copies = []
-            for param in reversed(station.params):
-                copies += yield from self._gradient_comes(param, made)
-            if copies:
-                self._leaving.append(copies[-1])
+            if station.computes:
+                self._activations.drop(station.unit)
+            yield from self._gradients_come(station.params, made)
+        yield from self._backward_ends()
         self._scheduler.backward_ends()
         yield from self._do_what_is_to_do()
+
+    def _forward_tiles(self, weight: TiledParam) -> Process:
+        """A process of the host: as Tiling runs a weight of which a micro-batch uses some tiles."""
+        arrived = yield from self._apply(weight.unit)
+        chosen = self._passes.tiles.get(weight.unit)
+        numbers = range(len(weight.tiles)) if not chosen else chosen[self._pass % len(chosen)]
+        self._used_tiles[weight.unit] = numbers
+        units = [self._units[weight.tiles[number]] for number in numbers]
+        self._scheduler.tiles_begin(units)
+        for unit in units:
+            self._scheduler.forward_begins(unit)
+            yield from self._do_what_is_to_do()
+            seconds = self._passes.forward_s.get(weight.unit, 0.0) / len(units)
+            yield from self._launch(seconds, f"forward {unit.name}", arrived + self._arrived.get(unit, []))
+            self._scheduler.forward_ends(unit)
+
+    def _backward_tiles(self, weight: TiledParam) -> Process:
+        """A process of the host: the backward of the tiles that the forward has used."""
+        numbers, copies = self._used_tiles[weight.unit], []
+        for number in reversed(numbers):
+            unit = self._units[weight.tiles[number]]
+            self._scheduler.backward_begins(unit)
+            yield from self._do_what_is_to_do()
+            seconds = self._passes.backward_s.get(weight.unit, 0.0) / len(numbers)
+            if self._recomputes and not unit.is_root:
+                seconds += self._passes.forward_s.get(weight.unit, 0.0) / len(numbers)
+            made = yield from self._launch(seconds, f"backward {unit.name}", self._arrived.get(unit, []))
+            if weight.param is not None:
+                copies += yield from self._gradient_comes(weight.param, made, number)
+        if copies:
+            self._leaving.append(copies[-1])
 
     def _take_step(self, *, commits: bool) -> Process:
         yield from self._apply_all()
@@ -221,61 +341,103 @@ class Rank:
         for fetched, _ in self._fetched:
             fetched.store.repeat()
         yield from self._wait_for_gradients()
+        if self._tried is not None:
+            yield from self.host.wait(self._trials.cancel(), self._trials.line)
         if commits:
             self.host.begins(COMMIT)
             for kind, store in self.stores.by_kind.items():
                 if self._placement.slots.committed_chunks(kind):
                     yield from store.flush()
             self.host.begins(NOTHING)
+        yield from self._agree()
         self._step += 1
         self._order = order_of_updates(self._layout, self._order, self._applied)
         self._applied = []
         works = [chunk for flat in self._order for chunk in self._chunks_of[flat]]
-        self._states.store.expect([chunk.index for chunk in works])
+        yield from self._keep_trials()
+        coming = [chunk.index for chunk in works if chunk.index not in self._kept]
+        self._states.store.expect(coming, repeats=self._tried is None)
         if self._stored_gradients is not None:
-            self._stored_gradients.store.expect([chunk.index for chunk in works])
+            if self._tried is None:
+                self._stored_gradients.store.repeat(coming)
+            else:
+                self._stored_gradients.store.expect(coming, repeats=False)
         self._micro_batches.clear_all()
-        self._pending = {flat: [] for flat in self._order if self._chunks_of[flat]}
+        self._pending = {flat: [] for flat in self._order if self._layout.flats[flat].numel}
         if not self._direct:
             for chunk in (chunk for chunk in works if chunk.flat not in self._there):
                 self._pending[chunk.flat].append(self._steps.submit(self._step_chunk(chunk, self._steps.line)))
-        elif not self._placement.uses_disk:  # as HeldModel.step_ends
+        yield from self._step_ends()
+
+    def _step_ends(self) -> Process:
+        """A process of the host: as HeldModel.step_ends."""
+        if self._direct and not self._placement.uses_disk:
             yield from self._apply_all()
 
     # Gradients.
 
-    def _gradient_comes(self, param: int, made: Moment) -> Generator[Moment, None, list[Moment]]:
-        """A process of the host: what a hook does with a gradient.
+    def _wait_for_leaving(self) -> list[After]:
+        """What the device waits for before a part of a backward, so that gradients take little of its memory."""
+        leaving = [] if self._direct else self._leaving[:-UNITS_LEAVING]
+        del self._leaving[: len(leaving)]
+        return [(one, LINK) for one in leaving]
+
+    def _gradients_come(self, params: Sequence[int], made: Moment) -> Process:
+        """A process of the host: what hooks do with the gradients of a part of a backward.
+
+        Args:
+            params: the numbers of its parameters, in the order of the model.
+            made: when the device has made the gradients.
+        """
+        copies: list[Moment] = []
+        for param in reversed(params):
+            copies += yield from self._gradient_comes(param, made)
+        if copies:
+            self._leaving.append(copies[-1])
+
+    def _gradient_comes(self, param: int, made: Moment, tile: int = 0) -> Generator[Moment, None, list[Moment]]:
+        """A process of the host: what a hook does with a gradient, or a tile of it.
 
         Args:
             param: the parameter's number.
             made: when the device has made it.
+            tile: the tile's number.
 
         Returns:
             When it has left the device, if it has to.
         """
-        number = self._micro_batches.count(param)
+        number = self._micro_batches.count(param, tile)
         if self._direct:
-            yield from self._add(param, number, self.host)
+            yield from self._add(param, tile, number, self.host)
+            self._has_come(param, number)
             return []
         if self._layout.flat_of[param] in self._there:
             return []
         spec = self._layout.specs[param]
-        copied = self._copy(DOWN, spec.numel * spec.dtype.itemsize, f"gradient of {spec.name}", made)
+        numel = self._tile_numel(param, tile)
+        copied = self._copy(DOWN, numel * spec.dtype.itemsize, f"gradient of {spec.name}", made)
 
         def work() -> Process:
             yield from self._gradients.line.wait(made, self.device.line)
             yield from self._gradients.line.wait(copied, LINK)
-            yield from self._add(param, number, self._gradients.line)
+            yield from self._add(param, tile, number, self._gradients.line)
+            self._has_come(param, number)
 
         self._summed = self._gradients.submit(work())
         return [copied]
 
-    def _add(self, param: int, number: int, line: Line) -> Process:
+    def _tile_numel(self, param: int, tile: int) -> int:
+        start, stop = self._layout.tiles_of(param)[tile]
+        return stop - start
+
+    def _add(self, param: int, tile: int, number: int, line: Line) -> Process:
         """A process: brings a gradient that is in RAM to where it waits, and sums its squares."""
         is_first, is_last = number == 1, number == self._micro_batches.expected
+        start, stop = self._layout.tiles_of(param)[tile]
         for chunk, piece in self._layout.pieces_of(param):
-            lease = None
+            if not start <= piece.param_offset < stop:  # no piece has elements of two tiles
+                continue
+            lease, is_unfinished = None, False
             if self._stored_gradients is not None:
                 params = [one.param for one in chunk.pieces]
                 is_unfinished = len(params) > 1 and not self._micro_batches.are_equal(params)
@@ -287,6 +449,8 @@ class Rank:
             line.begins(NOTHING)
             if lease is not None:
                 assert self._stored_gradients is not None
+                if not is_unfinished and chunk.index in self._read_soon:
+                    self._stored_gradients.store.retain(chunk.index)
                 self._stored_gradients.release(lease)
 
     def _bytes_in_ram(self, flat: int, numel: int, *, is_first: bool, is_last: bool) -> float:
@@ -318,12 +482,36 @@ class Rank:
             What the device has to wait for before it uses the unit.
         """
         found: list[After] = []
-        for flat in [flat for flat in self._pending if self._layout.flats[flat].unit == unit]:
+        for flat in self._to_apply(unit):
             found += yield from self._apply_flat(flat)
         return found
 
+    def _to_apply(self, unit: str) -> list[int]:
+        """The flat parameters to update so that a unit has its new values, as PendingUpdates._up_to."""
+        return [flat for flat in self._pending if self._layout.flats[flat].unit == unit]
+
     def _apply_flat(self, flat: int) -> Generator[Moment, None, list[After]]:
-        done, uploads = self._pending.pop(flat), []
+        """A process of the host: applies what is pending of a flat parameter, and returns what `_apply` does."""
+        uploads = yield from self._make_flat(flat)
+        del self._pending[flat]
+        self._applied.append(flat)
+        if self._tried is not None and not self._pending:
+            self._states.store.expect(self._tried.order, repeats=False)
+            self._read_soon = set(self._tried.order)
+        if self._params is not None:
+            unit = self._units[self._layout.flats[flat].unit]
+            if unit.presence is not Presence.UPDATING:
+                self._scheduler.transfers.flat_updated(unit, flat)
+                yield from self._do_what_is_to_do()
+        return [(one, LINK) for one in uploads]
+
+    def _make_flat(self, flat: int) -> Generator[Moment, None, list[Moment]]:
+        """A process of the host: makes this rank's new values of a flat parameter, or waits until they are made.
+
+        Returns:
+            When they have come to the device, if they go there.
+        """
+        done, uploads = self._pending[flat], []
         for number, chunk in enumerate(self._chunks_of[flat]):
             if self._direct:
                 yield from self._step_chunk(chunk, self.host)
@@ -334,13 +522,7 @@ class Rank:
                 if self._params is None:
                     size = self._uploaded_bytes(chunk)
                     uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
-        self._applied.append(flat)
-        if self._params is not None:
-            unit = self._units[self._layout.flats[flat].unit]
-            if unit.presence is not Presence.UPDATING:
-                self._scheduler.transfers.flat_updated(unit, flat)
-                yield from self._do_what_is_to_do()
-        return [(one, LINK) for one in uploads]
+        return uploads
 
     def _bring_made(self, chunk: Chunk) -> Process:
         """A process of the host: brings parameters that stream to RAM, which the device has made."""
@@ -355,8 +537,22 @@ class Rank:
         runs = segments(chunk, lambda param: self._layout.groups[param])
         return sum(run.stop - run.start for run in runs) * itemsize
 
+    def _step_s(self, chunk: Chunk) -> float:
+        """Seconds of the kernels that step a chunk. Matrices are brought to a device beside the products of others."""
+        speeds = self._speeds
+        if not self._layout.flats[chunk.flat].is_whole:
+            return chunk.numel / speeds.elements_per_s
+        assert speeds.matrix_flops is not None
+        work = matrix_work(self._layout, [chunk])
+        link = speeds.link
+        over_link = 0.0 if link is None else max(work.up_bytes / link.up, work.down_bytes / link.down)
+        return max(work.flops / speeds.matrix_flops, over_link)
+
     def _step_chunk(self, chunk: Chunk, line: Line) -> Process:
         """A process: what `Step._run` does with a chunk, in the thread of a line."""
+        if chunk.index in self._kept:
+            yield from self._take_tried(chunk, line)
+            return
         is_split, target, gradient = self._choice.states.split_master, None, None
         if self._params is not None:
             use = Use.UPDATE if is_split else Use.OVERWRITE
@@ -368,13 +564,86 @@ class Rank:
             size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
         line.begins(KERNELS)
-        yield self.kernels.submit(chunk.numel / self._speeds.elements_per_s, f"chunk {chunk.index}")
+        yield self.kernels.submit(self._step_s(chunk), f"chunk {chunk.index}")
         line.begins(NOTHING)
-        if target is not None:
-            yield from self._chunk_updated(chunk, line)
-        for store, lease in ((self._stored_gradients, gradient), (self._states, states), (self._params, target)):
+        for store, lease in ((self._stored_gradients, gradient), (self._states, states)):
             if store is not None and lease is not None:
                 store.release(lease)
+        if self._params is not None and target is not None:
+            yield from self._chunk_updated(chunk, line)
+            yield from self._chunk_made(chunk, line)
+            self._params.release(target)
+
+    # Trials: as optim/trials.py makes them, where all are kept.
+
+    def _has_come(self, param: int, number: int) -> None:
+        """A gradient has come, and how often; when it is whole, steps are tried."""
+        is_whole = number == self._micro_batches.expected and self._micro_batches.has_all(param)
+        if self._tried is None or not is_whole:
+            return
+        self._whole[param] = self._step + 1
+        if self._step:  # whether trials are kept is not known before the first step
+            for index in self._tried.complete(param, self._whole.get):
+                self._waiting_trials = [one for one in self._waiting_trials if not one.is_past]
+                if len(self._waiting_trials) < self._tried.most_waiting:
+                    self._waiting_trials.append(self._trials.submit(self._try(self._layout.chunks[index])))
+                else:
+                    self._states.store.unexpect(index)
+
+    def _try(self, chunk: Chunk) -> Process:
+        """A process: what `Trials._try` does, in its worker."""
+        line, gradient = self._trials.line, None
+        if not self._states.store.can_try(chunk.index):
+            return
+        if self._choice.states.split_master:
+            yield from self._copy_current(chunk, line)
+        states = yield from self._states.lease(chunk.index, Use.TRY, self._step + 1, line)
+        if self._stored_gradients is not None:
+            gradient = yield from self._stored_gradients.lease(chunk.index, Use.READ, 0, line)
+        line.begins(KERNELS)
+        # A model that computes on the CPU shares its cores with them.
+        kernels = self.compute if self._direct else self.kernels
+        yield kernels.submit(self._step_s(chunk), f"try chunk {chunk.index}")
+        line.begins(NOTHING)
+        if self._stored_gradients is not None and gradient is not None:
+            self._stored_gradients.release(gradient)
+        self._states.release(states)
+        self._made.add(chunk.index)
+
+    def _copy_current(self, chunk: Chunk, line: Line) -> Process:
+        """A process: brings the upper halves of a chunk's masters to memory of their own."""
+        size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+        if self._params is None and not self._direct:
+            yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
+            return
+        source = None
+        if self._params is not None:
+            source = yield from self._params.lease(chunk.index, Use.READ, 0, line)
+        yield from self._copy_in_ram(size, line)
+        if self._params is not None and source is not None:
+            self._params.release(source)
+
+    def _keep_trials(self) -> Process:
+        """A process of the host: gives the step that begins what was tried of it."""
+        if self._tried is None:
+            return
+        self._read_soon = ()
+        self._kept = yield from self._states.keep(self._made, self._step)
+        self._kept_bytes += sum(map(self._states.store.nbytes, self._kept))
+        self._tried.step_begins()
+        self._made, self._whole = set(), {}
+
+    def _take_tried(self, chunk: Chunk, line: Line) -> Process:
+        """A process: takes the new parameters of a chunk whose step was tried."""
+        target = None
+        if self._params is not None:
+            target = yield from self._params.lease(chunk.index, Use.OVERWRITE, self._step, line)
+        yield from self._copy_in_ram(chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize, line)
+        if self._params is not None and target is not None:
+            yield from self._chunk_updated(chunk, line)
+            self._params.release(target)
+        if self._stored_gradients is not None:
+            yield from self._stored_gradients.discard(chunk.index, line)
 
     # Units that stream.
 
@@ -385,6 +654,12 @@ class Rank:
             one = todo.popleft()
             if isinstance(one, ToCopy):
                 yield from self._copy_unit(one)
+                continue
+            if isinstance(one, ToGather):
+                yield from self._gather(one.units, one.flat)
+                continue
+            if isinstance(one, ToAwait):
+                yield from self._await(one.unit)
                 continue
             self._arrived.pop(one, None)
             self._left.append(self._launched)
@@ -439,6 +714,7 @@ class Rank:
         Returns:
             When it is done.
         """
+        self._behind_device()
         line = self.device.line
 
         def work() -> Process:
@@ -464,10 +740,77 @@ class Rank:
         Returns:
             When they have arrived.
         """
+        self.counted[way] += nbytes
+        return self._move(way, nbytes, what, after)
+
+    def _move(
+        self, way: str, nbytes: int, what: str, after: Moment | None = None, *, behind_device: bool = False
+    ) -> Moment:
+        """As `_copy`, of bytes that a run does not count.
+
+        Args:
+            way: see `_copy`.
+            nbytes: likewise.
+            what: likewise.
+            after: likewise.
+            behind_device: whether they are there when the device has done what was launched.
+        """
         assert self.link is not None
         link, arrived = self.link, Moment()
-        self.counted[way] += nbytes
+        if behind_device:
+            after = self._behind_device()
         if after is None:
             return link.submit(way, nbytes, what)
         after.then(lambda: link.submit(way, nbytes, what).then(arrived.happen))
         return arrived
+
+    def _behind_device(self) -> Moment:
+        """When the device has done what was launched, and waited for what that has to come after."""
+        on_device = self._activations.copier.on_device
+        if on_device:
+            waits, line = on_device[:], self.device.line
+            on_device.clear()
+
+            def work() -> Process:
+                for moment in waits:
+                    yield from line.wait(moment, LINK)
+
+            self._launched = self.device.submit(work())
+        return self._launched
+
+    def _copied_in_ram(self, nbytes: int) -> Moment:
+        return self.memory.submit(2 * nbytes / self._speeds.memory, "activation")
+
+    def _wait_in_call(self, moment: Moment, reason: str) -> None:
+        """Lets time pass in a call of the host, which is no process, until a moment. Nobody else waits like this."""
+        if not moment.is_past:
+            before = self.host.doing
+            self.host.begins(reason)
+            self.clock.run_until(moment)
+            self.host.begins(before)
+
+    # What a rank among several does beside; see several.py.
+
+    def _backward_reaches(self, unit: Unit) -> Process:
+        """A process of the host, before backward fetches a unit."""
+        yield from ()
+
+    def _backward_ends(self) -> Process:
+        """A process of the host, at the end of a backward."""
+        yield from ()
+
+    def _agree(self) -> Process:
+        """A process of the host: what ranks ask one another before a step."""
+        yield from ()
+
+    def _chunk_made(self, chunk: Chunk, line: Line) -> Process:
+        """A process, after a chunk of parameters that stream was stepped, which is still leased."""
+        yield from ()
+
+    def _gather(self, units: Sequence[Unit], flat: int | None) -> Process:
+        """A process of the host: starts to fetch what other ranks have of units, or of one flat parameter of them."""
+        yield from ()
+
+    def _await(self, unit: Unit) -> Process:
+        """A process of the host: a unit is used now, of which other ranks have parts."""
+        yield from ()

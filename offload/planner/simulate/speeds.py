@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,19 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True)
+class NetworkSpeed:
+    """Of the link between ranks.
+
+    Attributes:
+        bytes_per_s: that a rank sends, and as many that it receives at the same time.
+        delay_s: seconds that a collective of two ranks takes that carries next to nothing.
+    """
+
+    bytes_per_s: float
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Speeds:
     """Of a rank's machine.
 
@@ -45,27 +58,53 @@ class Speeds:
         memory: bytes of RAM that a copy reads and writes, together; inf: it takes no time.
         drives: those of the run's directories, in their order.
         link: None: the device has no memory of its own.
+        network: None: there is one rank, or it is not known.
+        matrix_flops: FLOP/s of the steps of optimizers that multiply matrices, where these are stepped; None: that is
+            not known, or there are none.
     """
 
     elements_per_s: float
     memory: float = float("inf")
     drives: Sequence[DriveSpeed] = ()
     link: LinkSpeed | None = None
+    network: NetworkSpeed | None = None
+    matrix_flops: float | None = None
+
+    def shared_by(self, ranks: int) -> Speeds:
+        """What each of several ranks has of a machine, which all do the same on it at the same time."""
+        drives = [DriveSpeed(one.read / ranks, one.write / ranks, one.both / ranks) for one in self.drives]
+        link, network = self.link, self.network
+        return Speeds(
+            self.elements_per_s / ranks,
+            self.memory / ranks,
+            drives,
+            None if link is None else LinkSpeed(link.up / ranks, link.down / ranks, link.both / ranks),
+            None if network is None else replace(network, bytes_per_s=network.bytes_per_s / ranks),
+            None if self.matrix_flops is None else self.matrix_flops / ranks,
+        )
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds that the device computes in a micro-batch, if nothing else took time.
+    """What the device computes in a micro-batch, if nothing else took time, and what waits for its backward.
 
     Attributes:
-        forward_s: in the forward of each unit, by name; "" is the root unit.
-        backward_s: in the backward of each unit.
+        forward_s: seconds of the forward of each unit, by name; "" is the root unit.
+        backward_s: of its backward, without those of a forward that runs again in it.
+        waiting: the bytes of each tensor that a unit puts into the activation tier.
+        tiles: the numbers of the tiles that a micro-batch uses of a weight, by the weight's unit: of one micro-batch
+            after the other, and then again. Of other weights all are used.
     """
 
     forward_s: Mapping[str, float] = field(default_factory=dict)
     backward_s: Mapping[str, float] = field(default_factory=dict)
+    waiting: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tiles: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def times(self, factor: float) -> Passes:
         """The same of so many times as many tokens."""
-        parts = ({unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s))
-        return Passes(*parts)
+        forward_s, backward_s = (
+            {unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s)
+        )
+        waiting = {unit: [round(factor * nbytes) for nbytes in sizes] for unit, sizes in self.waiting.items()}
+        return Passes(forward_s, backward_s, waiting, self.tiles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import torch
 
@@ -77,6 +77,21 @@ class TimedStore:
     def release(self, lease: Lease) -> None:
         """Gives a lease back."""
         self.store.release(lease, is_cut_off=False)
+        self._changes.notify()
+
+    def keep(self, chunks: Collection[int], step: int) -> Generator[Moment, None, set[int]]:
+        """A process as `Store.keep`."""
+        while not self.store.can_keep(chunks):
+            yield self._changes.next
+        kept = self.store.keep(chunks, step)
+        self._changes.notify()
+        return kept
+
+    def discard(self, chunk: int, line: Line) -> Generator[Moment, None, None]:
+        """A process, of a line, as `Store.discard`."""
+        while not self.store.can_discard(chunk):
+            yield from line.wait(self._changes.next, DISK)
+        self.store.discard(chunk)
         self._changes.notify()
 
     def drain(self) -> Generator[Moment, None, None]:

@@ -29,6 +29,24 @@ class ToCopy(NamedTuple):
     is_new: bool
 
 
+class ToGather(NamedTuple):
+    """What other ranks have of units, and has to be fetched, when what this rank has of them is on its way.
+
+    Attributes:
+        units: the units.
+        flat: the flat parameter of them, of which alone it is; None: all of them.
+    """
+
+    units: Sequence[Unit]
+    flat: int | None = None
+
+
+class ToAwait(NamedTuple):
+    """A unit that is used now, of which other ranks have parts."""
+
+    unit: Unit
+
+
 class TimedMoves:
     """Changes the presence of units at once, and leaves what takes time to the host.
 
@@ -38,11 +56,11 @@ class TimedMoves:
         direct: whether the device is the CPU.
 
     Attributes:
-        todo: what the host has to do before it goes on: copies, and units that have left.
+        todo: what the host has to do before it goes on: copies, what other ranks have, and units that have left.
     """
 
     def __init__(self, layout: Layout, limit: int | None, *, direct: bool) -> None:
-        self.todo: deque[ToCopy | Unit] = deque()
+        self.todo: deque[ToCopy | ToGather | ToAwait | Unit] = deque()
         self._layout, self._limit, self._direct = layout, limit, direct
         self._with_memory: dict[Unit, None] = {}
 
@@ -64,15 +82,18 @@ class TimedMoves:
             unit.fetch()
             self._with_memory[unit] = None
             self.todo.append(ToCopy(unit, chunks, is_new))
+        if units:
+            self._gather(units)
 
     def fetch(self, unit: Unit) -> None:
         if unit.is_missing:
             self.prefetch([unit])
         if unit.presence is Presence.FETCHING:
-            unit.arrive()
+            self._arrive(unit)
 
     def release(self, unit: Unit) -> None:
         if unit.presence is not Presence.RELEASED and unit.slices:
+            self._await(unit)
             unit.release()
             self._with_memory.pop(unit, None)
             self.todo.append(unit)
@@ -87,9 +108,23 @@ class TimedMoves:
     def flat_updated(self, unit: Unit, flat: int) -> None:
         """As UnitTransfers.flat_updated."""
         if unit.presence is Presence.FETCHING:
-            unit.arrive()
+            self._arrive(unit)
         if unit.presence is Presence.AVAILABLE and flat in unit.chunks:
             self.todo.append(ToCopy(unit, unit.chunks[flat], is_new=False))
+            self._gather([unit], flat)
+            self._await(unit)
+
+    def _gather(self, units: Sequence[Unit], flat: int | None = None) -> None:
+        if self._layout.shard_group_size > 1:
+            self.todo.append(ToGather(units, flat))
+
+    def _await(self, unit: Unit) -> None:
+        if self._layout.shard_group_size > 1:
+            self.todo.append(ToAwait(unit))
+
+    def _arrive(self, unit: Unit) -> None:
+        self._await(unit)
+        unit.arrive()
 
 
 class TimedUnits(UnitScheduler):
@@ -135,6 +170,10 @@ class TimedUnits(UnitScheduler):
     def forward_ends(self, unit: Unit) -> None:
         """The unit's forward ends."""
         unit.forwards -= 1
+
+    def tiles_begin(self, tiles: Sequence[Unit]) -> None:
+        """These tiles of a weight are used next, in this order."""
+        self._policy.order.expect_tiles(tiles)
 
     def backward_begins(self, unit: Unit) -> None:
         """The backward of a unit begins."""
