@@ -112,6 +112,15 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
     )
 
 
+def seconds_of(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> float | NotPredicted:
+    """Predicts the seconds of an iteration without a commit, and nothing else; see `simulate`."""
+    if (reason := _not_simulated(held, placement, speeds)) is not None:
+        return NotPredicted(reason)
+    rank = Rank(held, placement, passes, speeds)
+    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
+    return end.seconds - before.seconds
+
+
 def _not_counted(placement: Placement) -> Iterator[str]:
     """What takes time in a run, and none in its simulation."""
     if not placement.is_direct and (placement.choice.states.tier == DEVICE or placement.device_flats):
