@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from offload.choices import Choice
 from offload.layout import Layout
 from offload.planner.choice import Candidate
 from offload.planner.link import link_bytes
@@ -82,7 +83,7 @@ class Fastest:
             return first
         moved = Moved.of(first.layout, first.placement)
         less = [one for one in others if not _is_dominated(Moved.of(one.layout, one.placement), moved)]
-        left = MOST_USES - uses(first)
+        left = MOST_USES - uses(first.layout, first.choice)
         if not less or left < 0:
             return first
         alone = seconds_of(first.layout, first.placement, Passes(), speeds)
@@ -90,7 +91,7 @@ class Fastest:
             return first
         best, fastest = first, alone / LEAST_GAIN
         for one in less:
-            if (left := left - uses(one)) < 0:
+            if (left := left - uses(one.layout, one.choice)) < 0:
                 break
             if _least_s(one, speeds) > fastest or (seconds := self._seconds(one, 0.0, speeds)) > fastest:
                 continue
@@ -122,9 +123,9 @@ def _least_s(one: Candidate, speeds: Speeds) -> float:
     return max(moved_bytes(one.placement) - buffers, 0) / most if most else 0.0
 
 
-def uses(one: Candidate) -> int:
-    """About how many times a step uses a chunk."""
-    layout, choice, micro_batches = one.layout, one.choice, one.choice.grads.micro_batches
+def uses(layout: Layout, choice: Choice) -> int:
+    """About how many times a step uses a chunk, of all chunks together."""
+    micro_batches = choice.grads.micro_batches
     params = 2 * micro_batches + 1 if choice.params.tier > DEVICE else 0
     frozen = 2 * micro_batches if choice.params.frozen_tier > DEVICE else 0
     grads = micro_batches + 1 if choice.grads.tier.is_durable else 0
