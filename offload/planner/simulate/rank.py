@@ -25,11 +25,12 @@ from functools import partial
 from offload.grads.local import UNITS_LEAVING
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import dtypes_of, use_of
-from offload.layout import Chunk, Layout, segments
+from offload.layout import Chunk, Layout
 from offload.model.pending import order_of_updates
 from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
 from offload.model.units import ROOT
+from offload.planner.link import chunk_bytes, new_bytes
 from offload.planner.placement import Placement, tiers_of
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
 from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
@@ -332,7 +333,7 @@ class Rank:
             else:
                 yield from self.host.wait(done[number], self._steps.line)
                 if self._params is None:
-                    size = self._uploaded_bytes(chunk)
+                    size = new_bytes(self._layout, chunk)
                     uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
         self._applied.append(flat)
         if self._params is not None:
@@ -346,14 +347,9 @@ class Rank:
         """A process of the host: brings parameters that stream to RAM, which the device has made."""
         if self._params is not None:
             target = yield from self._params.lease(chunk.index, Use.OVERWRITE, self._step, self.host)
-            size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+            size = chunk_bytes(self._layout, chunk)
             yield from self.host.wait(self._copy(DOWN, size, f"new chunk {chunk.index}", self._launched), LINK)
             self._params.release(target)
-
-    def _uploaded_bytes(self, chunk: Chunk) -> int:
-        itemsize = self._layout.flats[chunk.flat].dtype.itemsize
-        runs = segments(chunk, lambda param: self._layout.groups[param])
-        return sum(run.stop - run.start for run in runs) * itemsize
 
     def _step_chunk(self, chunk: Chunk, line: Line) -> Process:
         """A process: what `Step._run` does with a chunk, in the thread of a line."""
@@ -365,7 +361,7 @@ class Rank:
         if self._stored_gradients is not None:
             gradient = yield from self._stored_gradients.lease(chunk.index, Use.CONSUME, self._step, line)
         if is_split and self._params is None and not self._direct:
-            size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+            size = chunk_bytes(self._layout, chunk)
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
         line.begins(KERNELS)
         yield self.kernels.submit(chunk.numel / self._speeds.elements_per_s, f"chunk {chunk.index}")
@@ -404,7 +400,7 @@ class Rank:
                 self._uploads.popleft()
             store, first = next((store, first) for store, first in reversed(self._fetched) if chunk.index >= first)
             lease = yield from store.lease(chunk.index - first, Use.READ, 0, self.host)
-            nbytes = chunk.numel * self._held.flats[chunk.flat].dtype.itemsize
+            nbytes = chunk_bytes(self._held, chunk)
             if self._direct:
                 yield from self._copy_in_ram(nbytes, self.host)
                 store.release(lease)
@@ -418,7 +414,7 @@ class Rank:
         """A process: as UnitTransfers.chunk_updated."""
         unit = self._units[self._layout.flats[chunk.flat].unit]
         if unit.presence is Presence.UPDATING:
-            yield from self._copy_in_ram(chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize, line)
+            yield from self._copy_in_ram(chunk_bytes(self._layout, chunk), line)
             unit.not_updated.discard(chunk.index)
 
     def _copy_in_ram(self, nbytes: int, line: Line) -> Process:
