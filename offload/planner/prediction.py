@@ -84,7 +84,7 @@ class Prediction:
         return self.least_s is not None and self._steps < STEPS
 
     def forward_begins(self, model: object, args: object, kwargs: object) -> None:
-        """A hook of the model: counts the tokens of what it is given."""
+        """Counts the tokens of what a forward is given, as a hook."""
         if self.is_counting and torch.is_grad_enabled():
             self._tokens += _tokens_in((args, kwargs))
             self._forwards += 1
