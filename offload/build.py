@@ -54,7 +54,9 @@ from offload.optim.step import Step
 from offload.options import Options
 from offload.planner.choice import ModelShape, choose
 from offload.planner.decide import decide, replicas_of
+from offload.planner.fastest import Fastest
 from offload.planner.machine import free_memory, kernel_threads
+from offload.planner.measured import Here
 from offload.planner.placement import (
     ACTIVATIONS,
     SCRATCH,
@@ -122,6 +124,8 @@ class Plan:
         base: the base that is kept, without its key until `keep_base` has found it; None: there is none.
         base_names: the names of the frozen parameters in it, in the order of `held.specs`.
         trials: what decides whether steps are tried; None: that is decided.
+        work: what a micro-batch of one token computes.
+        here: how fast this machine is.
     """
 
     choice: Choice
@@ -138,6 +142,8 @@ class Plan:
     base: BaseName | None
     base_names: Sequence[str]
     trials: OpenTrials | None
+    work: Work
+    here: Here
 
     @property
     def layout(self) -> Layout:
@@ -254,7 +260,13 @@ def plan_run(
         temporary_bytes=shape.temporary_bytes(rules, options, threads),
         has_same_bits=all(rule.has_same_bits for rule in rules),
     )
-    held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
+    device_kind = device_name(None if on.type == "cpu" else on)
+    name = OF_RULES.get(rules[0].name, "") if len({rule.name for rule in rules}) == 1 else ""
+    step = step_name(name, options.states, split_master=options.splits_masters)
+    here = Here.of(device_kind, options.compute_dtype, step, options.paths)
+    work = _work_of(shape, first_choice)
+    pick = Fastest(work, here.speeds)
+    held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room, pick=pick)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.inners[first:every])
     pairs = enumerate(zip(shape.specs, shape.inners, strict=True))
@@ -277,20 +289,23 @@ def plan_run(
             choice = replace(choice, params=replace(choice.params, base_bytes=0, base_memory_bytes=0))
     trials = None
     if choice.states.leaves_trials_open:
-        trained, frozen = (
-            sum(spec.numel for spec in shape.specs if spec.is_frozen is is_frozen) for is_frozen in (False, True)
-        )
-        name = OF_RULES.get(rules[0].name, "") if len({rule.name for rule in rules}) == 1 else ""
-        step = step_name(name, options.states, split_master=options.splits_masters)
-        device_kind = device_name(None if on.type == "cpu" else on)
         speed = Speed.remembered(device_kind, options.compute_dtype, step, options.paths, direct=copier.direct)
-        trials = OpenTrials(Work(trained, frozen, tokens=1, recomputes=choice.activations.recomputes), speed)
+        trials = OpenTrials(work, speed)
     plan = Plan(
         choice, rules, held, inners, moved, on, copier, room, tuning.threads, tuning.io_engine, left, base, base_names,
-        trials,
+        trials, work, here,
     )  # fmt: skip
     keeps = plan.placed_with_trials() is not None
     return replace(plan, choice=replace(choice, commits=replace(choice.commits, keeps_places=keeps)))
+
+
+def _work_of(shape: ModelShape, choice: Choice) -> Work:
+    """What a micro-batch of one token computes."""
+    trained, frozen = (
+        sum(spec.numel for spec in shape.specs if spec.is_frozen is is_frozen) for is_frozen in (False, True)
+    )
+    recomputes = choice.activations.tier is not None and choice.activations.recompute
+    return Work(trained, frozen, tokens=1, recomputes=recomputes)
 
 
 def settle_trials(plan: Plan, start: Start, comm: Communicator) -> Plan:

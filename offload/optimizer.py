@@ -66,7 +66,7 @@ from offload.model.inner import is_wrapper, kind_of
 from offload.model.meta_init import Init, Source, check_source, source_of
 from offload.model.original import Original
 from offload.model.states import States
-from offload.model.torch_helpers import Hook
+from offload.model.torch_helpers import Hook, numbered_alike
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
 from offload.model.weights import Changes, Part
@@ -93,6 +93,7 @@ from offload.options import Options, PathLike, Tuning
 from offload.planner.advice import DeviceAdvice
 from offload.planner.decide import commits_of
 from offload.planner.placement import Most, Placement, place
+from offload.planner.prediction import Prediction
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import all_gather_shards, require_alike, together
@@ -298,6 +299,10 @@ class OffloadZero(torch.optim.Optimizer):
                 move_hooks(given, self)
                 self._adopted = True
                 original = self._hold(undo, source, found, check)
+            if self._prediction.is_counting:
+                counts = Hook(self._prediction.forward_begins)
+                handle = self._model.register_forward_pre_hook(counts, with_kwargs=True)
+                undo.callback(numbered_alike(self._model, handle).remove)
             if found is not None:
                 self._begin_at(found)
             with together(self._everyone) as check:
@@ -376,6 +381,7 @@ class OffloadZero(torch.optim.Optimizer):
                 f"{self._plan.base.path} has other values on some ranks, since their machines do not quantise alike: "  # type: ignore[union-attr]
                 "remove it there, and copy that of one machine to all others"
             )
+        self._prediction = Prediction(self._plan.held, self._placement, self._plan.work, self._plan.here)
         own_bytes = partial(_own_bytes, self._placement.resident_bytes, parts)
         self._advice = DeviceAdvice(self._plan.held, self._placement, self._plan.room, self._plan.copier, own_bytes)
         # At the end of the process, too: what a backward raises nobody else may see.
@@ -452,7 +458,8 @@ class OffloadZero(torch.optim.Optimizer):
             undo.enter_context(retired(one))
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             paths, left = self._parts.run.paths, self._plan.unquantised
-            print(self._placement.describe(self._plan.held, paths, self._given, left), file=sys.stderr)
+            line = self._placement.describe(self._plan.held, paths, self._given, left)
+            print(line + self._prediction.words, file=sys.stderr)
             if self._everyone.size > self._everyone.ranks_on_node:
                 print(
                     "offload: ranks on several machines: one that is lost is found after "
@@ -566,9 +573,10 @@ class OffloadZero(torch.optim.Optimizer):
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._take_step()
                 self._capture_if_due()
-        line = self._advice.step_ends()
+        lines = self._advice.step_ends(), self._prediction.step_ends(self._timeline.seconds)
         if self._everyone.user_rank == 0:
-            _tell(line)
+            for line in lines:
+                _tell(line)
         return loss
 
     @training_entry
@@ -1254,6 +1262,9 @@ class OffloadZero(torch.optim.Optimizer):
         - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
+        - iteration_s: from the end of a step to the end of the next one, the median of the last ones (None: there were
+          too few). predicted_iteration_s: what was predicted, from what `offload probe` measured and the tokens of the
+          first micro-batches (None: it is not predicted).
         - park_s: time spent in moving the model to the CPU and back (`model.cpu()`, `model.to(device)`), while an
           engine generates there. parked_bytes: what that copied of parameters, states and buffers for gradients.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
@@ -1274,7 +1285,7 @@ class OffloadZero(torch.optim.Optimizer):
           `<collective>_elements` and `<collective>_bytes`: what this rank sent.
 
         Returns:
-            By name: integers, floats where the unit is seconds or a share, and words.
+            By name: integers, floats where the unit is seconds or a share, words, and None.
         """
         placement, parts, memory = self._placement, self._parts, self._parts.run.memory
         counted, initial = self._timeline.counted, self._held.initial_bytes
@@ -1308,6 +1319,8 @@ class OffloadZero(torch.optim.Optimizer):
             **self._commits.copies_of_snapshots,
             "snapshot_copied_bytes": counted("snapshot_copied_bytes"),
             **{name: self._timeline.seconds(name) for name in _SPANS},
+            "iteration_s": self._prediction.measured_s,
+            "predicted_iteration_s": self._prediction.predicted_s,
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,
             "io_engine": None if parts.engine is None else parts.engine.name,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from offload.planner.explain import Planned
     from offload.planner.machine_file import Figure, Machine
     from offload.planner.placement import Placement
+    from offload.planner.simulate import NotPredicted
+    from offload.planner.simulate.speeds import Speeds
     from offload.planner.verdict import Computing, Work
 
 LISTED = "list"
@@ -328,6 +330,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     from offload.devices.copies import accelerator
     from offload.model.partition import partition_bytes
     from offload.planner.explain import plan_of
+    from offload.planner.fastest import Fastest
     from offload.planner.placement import activation_memory
 
     rules = rules_named(options.optimizer, options.states)
@@ -351,6 +354,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         free_cpu_bytes=options.free_cpu_bytes,
         cpus=threads_of(options.machine),
         rules=rules,
+        pick=Fastest(_work_of(options, model), _speeds(options)),
         states=options.states,
         tier=options.tier,
         path="." if options.has_path else None,
@@ -639,6 +643,14 @@ def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:
     return Work(trained, frozen, options.batch * options.seq, recomputes)
 
 
+def _work_of(options: PlanOptions, model: Sized) -> Work:
+    """What a micro-batch computes, before it is decided what is where."""
+    from offload.planner.verdict import Work
+
+    trained = sum(param.numel() for param in model.module.parameters() if param.requires_grad)
+    return Work(trained, max(model.numel - trained, 0), options.batch * options.seq, recomputes=False)
+
+
 def predicted_of(
     planned: Planned,
     options: PlanOptions,
@@ -656,9 +668,27 @@ def predicted_of(
     Raises:
         BudgetError: memory or disk space does not suffice.
     """
-    from offload.cli.plan_time import predicted, speeds_of
+    from offload.cli.plan_time import predicted
     from offload.planner.simulate.speeds import Passes
     from offload.planner.simulate.what_if import expected_tiles
+
+    sizes = {} if waiting is None else waiting.of(planned.choice.activations)
+    tiles = {}
+    if model.routing is not None:
+        tiles = expected_tiles(planned.layout, model.experts, model.routing, options.batch * options.seq)
+    beside = Passes(waiting=sizes, tiles=tiles)
+    speeds = _speeds(options, matrix_flops)
+    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, beside, hides=hides)
+
+
+def _speeds(options: PlanOptions, matrix_flops: float | None = None) -> Speeds | NotPredicted:
+    """The speeds of the machine that will run it, or why they are not known.
+
+    Args:
+        options: of the command.
+        matrix_flops: see `Speeds`.
+    """
+    from offload.planner.measured import speeds_of
 
     there = machine_of(options)
     beside_matrices = options if matrix_flops is None else replace(options, optimizer="adamw")
@@ -666,19 +696,13 @@ def predicted_of(
     if there is not None:
         steps = there.elements_per_s(_step_name(beside_matrices), bytes_an_element(beside_matrices))
     disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
-    speeds = speeds_of(
+    return speeds_of(
         there,
         elements_per_s=None if steps is None else steps.value,
         disk_bytes_per_s=disk,
         matrix_flops=matrix_flops,
         network=options.network_speed,
     )
-    sizes = {} if waiting is None else waiting.of(planned.choice.activations)
-    tiles = {}
-    if model.routing is not None:
-        tiles = expected_tiles(planned.layout, model.experts, model.routing, options.batch * options.seq)
-    beside = Passes(waiting=sizes, tiles=tiles)
-    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, beside, hides=hides)
 
 
 def machine_of(options: PlanOptions) -> Machine | None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.plots import new_figure
+from offload.planner.measured import PROBE
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, NetworkSpeed, Passes, Speeds
+from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.what_if import hiding_tokens, passes_of
 
 if TYPE_CHECKING:
     from offload.planner.explain import Planned
-    from offload.planner.machine_file import Machine
     from offload.planner.verdict import Work
 
 COLOURS = {
@@ -29,49 +29,6 @@ COLOURS = {
 }
 """By part of a step."""
 NETWORKS = "--network 25GB/s gives it, or `network` in the file of a machine"
-PROBE = "`offload probe` measures this machine, in half a minute"
-
-
-def speeds_of(
-    machine: Machine | None,
-    *,
-    elements_per_s: float | None,
-    disk_bytes_per_s: float | None,
-    matrix_flops: float | None = None,
-    network: tuple[float, float] | None = None,
-) -> Speeds | NotPredicted:
-    """The speeds of a machine, if enough is known of it.
-
-    Args:
-        machine: what is known; None: nothing.
-        elements_per_s: that the optimizer steps in RAM; None: that is not known.
-        disk_bytes_per_s: of a disk, reads and writes together, if it is given; None: it is the machine's.
-        matrix_flops: see `Speeds`.
-        network: bytes a second between ranks, and a delay in seconds, if they are given; None: they are the machine's.
-    """
-    if machine is None:
-        return NotPredicted("nothing is known of that machine: --machine describes one")
-    if machine.memory is None:
-        return NotPredicted(f"how fast RAM is, is not known: {PROBE}")
-    if elements_per_s is None:
-        return NotPredicted(f"how fast the optimizer steps is not known: {PROBE} with the common ones")
-    drives = [
-        DriveSpeed(one.read.value, one.write.value, one.mixed_bytes_per_s)
-        for one in machine.drives
-        for _ in range(one.count)
-    ]
-    alone = sum(one.both for one in drives)
-    if machine.together is not None and alone:
-        share = machine.together.value / alone
-        drives = [DriveSpeed(share * one.read, share * one.write, share * one.both) for one in drives]
-    if disk_bytes_per_s is not None:
-        drives = [DriveSpeed(disk_bytes_per_s, disk_bytes_per_s, disk_bytes_per_s)]
-    link = machine.link
-    between = None if link is None else LinkSpeed(link.up.value, link.down.value, link.both.value)
-    if network is None and machine.network is not None:
-        network = machine.network.value, 0.0 if machine.network_delay is None else machine.network_delay.value
-    ranks = None if network is None else NetworkSpeed(*network)
-    return Speeds(elements_per_s, machine.memory.value, drives, between, ranks, matrix_flops)
 
 
 def predicted(

@@ -1,7 +1,8 @@
-"""What was measured of this machine, in the user's cache directory: `offload/machine.json`.
+"""What was measured of this machine, in the user's cache directory: `offload/machine-<identity>.json`.
 
-It has sections, and each has values by key. They stand there with the identity of the machine, since a home directory
-may be shared by machines, and each with a date, since drives change. A damaged or foreign file is as good as none.
+The file has sections, and each has values by key, with a date, since drives change. A home directory may be shared by
+machines, so each has a file of its own, named after its identity: none reads or writes another one's. A damaged file is
+as good as none.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from offload.io.files import LOCAL
 from offload.io.regular import read_file, read_json
 from offload.sizes import PAGE_BYTES
 
-VERSION = 1
+VERSION = 2
 LONGEST_AGE_S = 90 * 24 * 3600
 MOST_CACHE_BYTES = 1 << 20
+NAME, ENDING = "machine-", ".json"
+"""What the names of files begin and end with."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -32,7 +35,7 @@ class _Remembered(msgspec.Struct, frozen=True):
 
     Attributes:
         version: of its format.
-        machine: what it was measured on.
+        machine: the identity of what it was measured on.
         sections: values by section and key. Each is decoded by itself, since one may be damaged.
     """
 
@@ -64,13 +67,12 @@ def why_not(section: str, key: str, kind: type[T]) -> str | None:
         key: in the section.
         kind: of the value.
     """
-    with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
-        remembered = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
-        if key not in remembered.sections.get(section, {}):
-            return None
-        if remembered.machine != _machine():
-            return "is of another machine"
-        value = msgspec.convert(remembered.sections[section][key], kind)
+    own = _load().get(section, {})
+    if key not in own:
+        others = (_read(file, None).get(section, {}) for file in _files())
+        return "is of another machine" if any(key in other for other in others) else None
+    with contextlib.suppress(msgspec.ValidationError):
+        value = msgspec.convert(own[key], kind)
         if not 0 <= age_s(value) <= LONGEST_AGE_S:
             return f"is {days(age_s(value))} old"
     return None
@@ -103,7 +105,7 @@ def remember(section: str, key: str, value: msgspec.Struct) -> Path:
         if not LOCAL.exists(folder):
             LOCAL.make_directory(folder, 0o777)
     temporary = cache.with_suffix(f".{os.getpid()}")
-    written = msgspec.json.format(msgspec.json.encode(_Remembered(VERSION, _machine(), sections)))
+    written = msgspec.json.format(msgspec.json.encode(_Remembered(VERSION, identity(), sections)))
     LOCAL.remove(temporary)
     with LOCAL.create(temporary) as file:
         LOCAL.write(file, memoryview(written))
@@ -112,20 +114,44 @@ def remember(section: str, key: str, value: msgspec.Struct) -> Path:
 
 
 def cache_file() -> Path:
-    """The file: $XDG_CACHE_HOME/offload/machine.json."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "machine.json"
+    """This machine's file."""
+    return _folder() / f"{NAME}{identity()}{ENDING}"
 
 
 def identity() -> str:
-    """What tells this machine from others, for files that leave it. The number of the system itself is not for that."""
+    """What tells this machine from others, for files that others read. The system's own number is not for that."""
     return hashlib.sha256(f"offload {_machine()}".encode()).hexdigest()[:16]
 
 
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+
+
+def _files() -> list[Path]:
+    """The files of all machines that share the cache directory."""
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = _folder()
+        return [folder / name for name in LOCAL.names(folder) if name.startswith(NAME) and name.endswith(ENDING)]
+    return []
+
+
 def _load() -> dict[str, dict[str, Any]]:
+    with contextlib.suppress(RuntimeError):  # no home directory
+        return _read(cache_file(), identity())
+    return {}
+
+
+def _read(file: Path, machine: str | None) -> dict[str, dict[str, Any]]:
+    """The sections of a file; none, if it is damaged or of another machine.
+
+    Args:
+        file: the file.
+        machine: the identity that it has to have; None: any.
+    """
     with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
-        remembered = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
-        if (remembered.version, remembered.machine) == (VERSION, _machine()):
-            return remembered.sections
+        found = msgspec.convert(read_json(file, MOST_CACHE_BYTES), _Remembered)
+        if found.version == VERSION and machine in (None, found.machine):
+            return found.sections
     return {}
 
 

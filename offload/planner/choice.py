@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,25 @@ _BYTES_OF_PARAM = {DEVICE: 0, CPU: 0, NVME: 6}
 _BYTES_OF_GRAD = {DEVICE: 0, CPU: 0, NVME: 4}
 
 _Refused = tuple[Choice, Layout, BudgetError]
+
+
+class Candidate(NamedTuple):
+    """A choice that fits.
+
+    Attributes:
+        choice: what was decided.
+        layout: the model, laid out for it.
+        placement: what is where.
+    """
+
+    choice: Choice
+    layout: Layout
+    placement: Placement
+
+
+Pick = Callable[[Candidate, Iterator[Candidate]], Candidate]
+"""Returns the fastest of several candidates. It is given the one that moves the fewest bytes over the disk, then over
+the link, and the others, which are made when it asks for them."""
 
 MOST_HALVINGS = 8
 """Of the largest weight, until its tiles fit."""
@@ -209,9 +228,15 @@ class ModelShape:
 
 
 def choose(
-    options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool, room: Room
+    options: Options,
+    situation: Situation,
+    layout_of: Callable[[Choice], Layout],
+    *,
+    direct: bool,
+    room: Room,
+    pick: Pick | None = None,
 ) -> tuple[Layout, Placement]:
-    """The fastest choice that fits the budgets. It moves the fewest bytes over the disk, then over the link.
+    """The fastest choice that fits the budgets.
 
     Args:
         options: what the user said.
@@ -219,6 +244,8 @@ def choose(
         layout_of: lays the model out for a choice.
         direct: whether the model's device is the CPU, so that copies need no buffers.
         room: what there is room for.
+        pick: says which one is the fastest, of those with the same tiles; None: the one that moves the fewest bytes
+            over the disk, then over the link.
 
     Returns:
         The layout and the placement.
@@ -227,31 +254,58 @@ def choose(
         BudgetError: if nothing fits, see `_refusal`.
         ConfigError: if the model, or several ranks, cannot have what was asked for.
     """
-    _, layout, placement = search(options, situation, layout_of, direct=direct, room=room)
+    _, layout, placement = search(options, situation, layout_of, direct=direct, room=room, pick=pick)
     if isinstance(placement, BudgetError):
         raise placement
     return layout, placement
 
 
 def search(
-    options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool, room: Room
+    options: Options,
+    situation: Situation,
+    layout_of: Callable[[Choice], Layout],
+    *,
+    direct: bool,
+    room: Room,
+    pick: Pick | None = None,
 ) -> tuple[Choice, Layout, Placement | BudgetError]:
     """As `choose`, but returns the error if nothing fits, with the choice that lacks least; see `_refusal`."""
     refused: list[_Refused] = []
-    for tiers in _tiers(options, situation, direct=direct):
-        for wish in _shapes(tiers, options, situation, layout_of):
-            choice = decide(options, situation, wish)
-            layout = layout_of(choice)
-            try:
-                placement = place(layout, choice, direct=direct, room=room)
-            except BudgetError as error:
-                refused.append((choice, layout, error))
-                if error.option != "device_memory":
-                    break  # what saves memory on the device does not help
-                continue
-            require_cuts(layout, options.tile_bytes)
-            return choice, layout, placement
-    return _refusal(refused, direct=direct, room=room)
+
+    def fitting() -> Iterator[Candidate]:
+        """The fastest one first, as far as the bytes say it."""
+        is_first = True
+        for tiers in _tiers(options, situation, direct=direct):
+            for wish in _shapes(tiers, options, situation, layout_of):
+                if not is_first and wish.tile_bytes not in (0, tiers.tile_bytes):
+                    break  # tiles are for what does not fit without them
+                choice = decide(options, situation, wish)
+                layout = layout_of(choice)
+                try:
+                    placement = place(layout, choice, direct=direct, room=room)
+                except BudgetError as error:
+                    refused.append((choice, layout, error))
+                    if error.option != "device_memory":
+                        break  # what saves memory on the device does not help
+                    continue
+                if is_first:
+                    require_cuts(layout, options.tile_bytes)
+                    is_first = False
+                yield Candidate(choice, layout, placement)
+
+    candidates = fitting()
+    first = next(candidates, None)
+    if first is None:
+        return _refusal(refused, direct=direct, room=room)
+    if pick is None:
+        return first
+    tiles = _tiles_of(first.layout)  # which decide bits
+    return pick(first, (one for one in candidates if _tiles_of(one.layout) == tiles))
+
+
+def _tiles_of(layout: Layout) -> dict[str, int]:
+    """The elements of a tile, by the name of each parameter that has some."""
+    return {spec.name: spec.tile for spec in layout.specs if spec.tile}
 
 
 def _refusal(refused: Sequence[_Refused], *, direct: bool, room: Room) -> _Refused:

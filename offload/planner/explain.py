@@ -36,7 +36,7 @@ from offload.model.units import ROOT
 from offload.optim.rule import Rule
 from offload.optim.rules.adam import AdamRule
 from offload.options import Options
-from offload.planner.choice import ModelShape, search
+from offload.planner.choice import ModelShape, Pick, search
 from offload.planner.decide import decide, replicas_of
 from offload.planner.machine import kernel_threads
 from offload.planner.placement import (
@@ -159,6 +159,7 @@ def plan_of(
     free_cpu_bytes: int | None = None,
     cpus: int | None = None,
     rules: tuple[Rule, Rule] | None = None,
+    pick: Pick | None = None,
     **options: Any,
 ) -> Planned:
     """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
@@ -171,6 +172,7 @@ def plan_of(
         free_cpu_bytes: free RAM; None: what is free here.
         cpus: usable CPUs; None: those that are here.
         rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
+        pick: see `choose`.
         **options: of OffloadZero.
 
     Raises:
@@ -191,7 +193,7 @@ def plan_of(
         situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
     replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    choice, layout, result = search(given, situation, layout_of, direct=direct, room=room)
+    choice, layout, result = search(given, situation, layout_of, direct=direct, room=room, pick=pick)
     return Planned(layout, choice, direct, room, result if isinstance(result, BudgetError) else None)
 
 

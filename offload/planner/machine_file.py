@@ -314,14 +314,14 @@ def _struct_in(*kinds: Any) -> Any:
 # This machine.
 
 
-def here(paths: Sequence[Path]) -> Machine:
+def here(paths: Sequence[Path], device: str | None = None) -> Machine:
     """This machine, with what `offload probe` measured of it, as far as it did.
 
     Args:
         paths: directories on the drives that a run is to use. They may not exist yet.
+        device: that models train on, as `Rates.device`; None: the accelerator, or the CPU if there is none.
     """
-    device = accelerator()
-    known = rates.recall(device_name(device))
+    known = rates.recall(device_name(accelerator()) if device is None else device)
     systems = {select.file_system_of(path): path for path in paths}
     settings = {place: select.recall(path) for place, path in systems.items()}
     found = [(place, one) for place, one in settings.items() if one is not None and one.mixed_bytes_per_s]

@@ -88,7 +88,7 @@ def converted(path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], None], type[Exception] | None]] = {
     "an index": (INDEX, from_index, ConfigError),
     "an index that is named": ("weights.json", taken, ConfigError),
-    "what was measured": ("machine.json", from_settings, None),
+    "what was measured": (cache_file().name, from_settings, None),
     "DeepSpeed's configuration": ("ds_config.json", converted, ConfigError),
 }
 

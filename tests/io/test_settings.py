@@ -14,6 +14,8 @@ from offload.io import io_uring, remembered
 from offload.io import select as settings
 from offload.io.remembered import cache_file
 from offload.io.select import Settings, measure_mixed, open_engine, recall, remember, weights
+from offload.planner import rates
+from offload.planner.rates import Rate
 from offload.sizes import MIB
 
 
@@ -97,7 +99,16 @@ def test_what_is_stale_or_makes_no_sense_is_not_used(tmp_path: Path, change: dic
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"version": 1}', "null", '{"version": 2, "machine": "", "sections": {}}']
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"version": 1}',
+        "null",
+        '{"version": 2, "machine": "", "sections": {}}',
+        '{"version": 1, "machine": "", "sections": {}}',
+    ],
 )
 def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     place = remember(tmp_path, Settings("threads"))
@@ -107,10 +118,31 @@ def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, text: str)
     assert recall(tmp_path) is not None
 
 
-def test_another_machines_measurements_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(tmp_path, Settings("threads"))
-    monkeypatch.setattr(remembered, "_machine", lambda: "another")
-    assert recall(tmp_path) is None
+def test_machines_that_share_a_home_directory_keep_what_each_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = settings.file_system_of(tmp_path)
+    remember(tmp_path, Settings("threads", depth=3))
+    with monkeypatch.context() as there:
+        there.setattr(remembered, "_machine", lambda: "another")
+        assert recall(tmp_path) is None
+        assert remembered.why_not(settings.SECTION, key, Settings) == "is of another machine"
+        remember(tmp_path, Settings("portable", depth=5))
+        assert recall(tmp_path).depth == 5  # type: ignore[union-attr]
+    assert recall(tmp_path).depth == 3  # type: ignore[union-attr]
+    assert remembered.why_not(settings.SECTION, key, Settings) is None
+    with monkeypatch.context() as third:
+        third.setattr(remembered, "_machine", lambda: "a third one")
+        cache_file().write_bytes(max(cache_file().parent.iterdir()).read_bytes())  # of another machine, copied
+        assert recall(tmp_path) is None
+
+
+def test_what_bench_io_and_probe_find_stands_in_one_file(tmp_path: Path) -> None:
+    one = Rate.of([1.0])
+    files = {rates.remember(rates.Rates("cpu", 1, one, {}, {})), remember(tmp_path, Settings("threads"))}
+    assert files == {cache_file()} == set(cache_file().parent.iterdir())
+    assert rates.recall("cpu") is not None
+    assert recall(tmp_path) is not None
 
 
 def test_several_paths_are_weighed_by_what_was_measured(

@@ -23,6 +23,7 @@ from offload.cli.plan_models import rules_named
 from offload.layout import Layout
 from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
+from offload.planner.link import link_bytes
 from offload.planner.placement import Placement
 from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, NotPredicted, simulate
@@ -187,15 +188,15 @@ TIMED = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_simulation_moves_what_a_run_counts(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
-    found, counted, _ = _both(CASES[name], copied_by, tmp_path)
-    assert found == counted
+    found, counted, planned = _both(CASES[name], copied_by, tmp_path)
+    assert found == counted == _computed(planned)
     assert (found.read_bytes > 0) == (CASES[name].share is not None)
 
 
 @pytest.mark.parametrize("name", THERE)
 def test_states_on_the_device_spare_the_link(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
     found, counted, planned = _both(THERE[name], copied_by, tmp_path)
-    assert found == counted
+    assert found == counted == _computed(planned)
     seconds = iteration_of(planned, WITH_LINK, Passes({"blocks.0": 1.0}, {"blocks.0": 2.0})).seconds
     computed = 3.0 * THERE[name].options.get("accumulation", 1)
     assert computed <= seconds < computed + 0.1  # the host does not run ahead of the device
@@ -238,8 +239,10 @@ def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     """Whether a chunk is still in RAM at its next use depends on how fast the disk and a worker are, in a run too."""
     found, counted, planned = _both(TIMED[name], copied_by, tmp_path)
     buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
-    assert found[1:] == counted[1:]
+    computed = _computed(planned)
+    assert found[1:] == counted[1:] == computed[1:]
     assert abs(found.read_bytes - counted.read_bytes) <= buffers
+    assert abs(computed.read_bytes - counted.read_bytes) <= buffers
     if name.startswith("gradients on NVMe"):
         assert planned.place().read_bytes - buffers <= counted.read_bytes <= planned.place().read_bytes
 
@@ -289,6 +292,13 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = Fals
         copied_by(lambda: LateCopier(1))
     simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes, found.kept_bytes)
     return simulated, Moved(*_counted(model, given, matrices=case.matrices)), planned
+
+
+def _computed(planned: Planned) -> Moved:
+    """What a plan says, without a simulation."""
+    placement = planned.place()
+    link = None if planned.direct else link_bytes(planned.layout, placement)
+    return Moved(placement.read_bytes, placement.written_bytes, *((0, 0) if link is None else link), kept_bytes=0)
 
 
 def _end_worker(optimizer: OffloadZero) -> None:

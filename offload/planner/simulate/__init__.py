@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from offload.errors import BudgetError
 from offload.layout import Layout
@@ -19,6 +21,7 @@ from offload.planner.simulate.several import OneOfSeveral, why_not_simulated
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
+T = TypeVar("T")
 STEADY_AFTER = 2
 """Iterations after which each one is like the one before."""
 COMMITTED_BY = 3
@@ -87,16 +90,31 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         passes: what a micro-batch computes.
         speeds: of the machine.
     """
+    return _with_rank(held, placement, passes, speeds, partial(_simulate, placement))
+
+
+def seconds_of(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> float | NotPredicted:
+    """Predicts the seconds of an iteration without a commit, and nothing else; see `simulate`."""
+    return _with_rank(held, placement, passes, speeds, _seconds)
+
+
+def _with_rank(
+    held: Layout, placement: Placement, passes: Passes, speeds: Speeds, find: Callable[[Rank], T]
+) -> T | NotPredicted:
     if (reason := _not_simulated(held, placement, passes, speeds)) is not None:
         return NotPredicted(reason)
     try:
-        rank = (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds)
-        return _simulate(rank, placement)
+        return find((Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds))
     except BudgetError as error:  # of activations, whose bytes the plan does not know
         return NotPredicted(str(error))
 
 
-def _simulate(rank: Rank, placement: Placement) -> Iteration:
+def _seconds(rank: Rank) -> float:
+    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
+    return end.seconds - before.seconds
+
+
+def _simulate(placement: Placement, rank: Rank) -> Iteration:
     before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
     seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
     rank.clock.run_out()

@@ -30,13 +30,14 @@ from functools import partial
 from offload.grads.local import UNITS_LEAVING
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import dtypes_of, use_of
-from offload.layout import Chunk, Layout, segments
+from offload.layout import Chunk, Layout
 from offload.model.pending import order_of_updates
 from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
 from offload.model.units import ROOT, encloses
 from offload.optim.flops import matrix_work
 from offload.optim.trials import TriedChunks
+from offload.planner.link import chunk_bytes, new_bytes
 from offload.planner.placement import Placement, tiers_of
 from offload.planner.simulate.activations import TimedActivations, TimedCopier
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
@@ -520,7 +521,7 @@ class Rank:
             else:
                 yield from self.host.wait(done[number], self._steps.line)
                 if self._params is None:
-                    size = self._uploaded_bytes(chunk)
+                    size = new_bytes(self._layout, chunk)
                     uploads.append(self._copy(UP, size, f"new parameters of chunk {chunk.index}"))
         return uploads
 
@@ -528,14 +529,9 @@ class Rank:
         """A process of the host: brings parameters that stream to RAM, which the device has made."""
         if self._params is not None:
             target = yield from self._params.lease(chunk.index, Use.OVERWRITE, self._step, self.host)
-            size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+            size = chunk_bytes(self._layout, chunk)
             yield from self.host.wait(self._copy(DOWN, size, f"new chunk {chunk.index}", self._launched), LINK)
             self._params.release(target)
-
-    def _uploaded_bytes(self, chunk: Chunk) -> int:
-        itemsize = self._layout.flats[chunk.flat].dtype.itemsize
-        runs = segments(chunk, lambda param: self._layout.groups[param])
-        return sum(run.stop - run.start for run in runs) * itemsize
 
     def _step_s(self, chunk: Chunk) -> float:
         """Seconds of the kernels that step a chunk. Matrices are brought to a device beside the products of others."""
@@ -561,7 +557,7 @@ class Rank:
         if self._stored_gradients is not None:
             gradient = yield from self._stored_gradients.lease(chunk.index, Use.CONSUME, self._step, line)
         if is_split and self._params is None and not self._direct:
-            size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+            size = chunk_bytes(self._layout, chunk)
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
         line.begins(KERNELS)
         yield self.kernels.submit(self._step_s(chunk), f"chunk {chunk.index}")
@@ -612,7 +608,7 @@ class Rank:
 
     def _copy_current(self, chunk: Chunk, line: Line) -> Process:
         """A process: brings the upper halves of a chunk's masters to memory of their own."""
-        size = chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize
+        size = chunk_bytes(self._layout, chunk)
         if self._params is None and not self._direct:
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
             return
@@ -638,7 +634,7 @@ class Rank:
         target = None
         if self._params is not None:
             target = yield from self._params.lease(chunk.index, Use.OVERWRITE, self._step, line)
-        yield from self._copy_in_ram(chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize, line)
+        yield from self._copy_in_ram(chunk_bytes(self._layout, chunk), line)
         if self._params is not None and target is not None:
             yield from self._chunk_updated(chunk, line)
             self._params.release(target)
@@ -679,7 +675,7 @@ class Rank:
                 self._uploads.popleft()
             store, first = next((store, first) for store, first in reversed(self._fetched) if chunk.index >= first)
             lease = yield from store.lease(chunk.index - first, Use.READ, 0, self.host)
-            nbytes = chunk.numel * self._held.flats[chunk.flat].dtype.itemsize
+            nbytes = chunk_bytes(self._held, chunk)
             if self._direct:
                 yield from self._copy_in_ram(nbytes, self.host)
                 store.release(lease)
@@ -693,7 +689,7 @@ class Rank:
         """A process: as UnitTransfers.chunk_updated."""
         unit = self._units[self._layout.flats[chunk.flat].unit]
         if unit.presence is Presence.UPDATING:
-            yield from self._copy_in_ram(chunk.numel * self._layout.flats[chunk.flat].dtype.itemsize, line)
+            yield from self._copy_in_ram(chunk_bytes(self._layout, chunk), line)
             unit.not_updated.discard(chunk.index)
 
     def _copy_in_ram(self, nbytes: int, line: Line) -> Process:

@@ -1,0 +1,108 @@
+"""What a run says of its own speed: seconds predicted before it begins, and measured ones beside them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadZero, Tuning
+from offload.devices.copies import accelerator, device_name
+from offload.io import select
+from offload.io.select import Settings
+from offload.planner import prediction, rates
+from offload.planner.rates import Rate, Rates
+
+WIDTH, WORDS = 32, 50
+FLOPS, STEPPED, DISK = 2e9, 1e8, 1e9
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+NUMEL = WORDS * WIDTH + 3 * WIDTH * (WIDTH + 1)
+
+
+def measured(folder: Path, *, flops: float = FLOPS) -> None:
+    """As `offload probe` writes it down."""
+    steps = {"adamw, fp32": Rate.of([STEPPED])}
+    rates.remember(Rates(device_name(accelerator()), 1, Rate.of([1e12]), {"bf16": Rate.of([flops])}, steps))
+    select.remember(folder, Settings("auto", 1 << 20, 4, DISK, DISK, DISK))
+
+
+def run(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
+    """Trains with micro-batches of 2 x 5 tokens, and returns what `stats()` says."""
+    model = Words()
+    given: dict[str, Any] = {"tier": "cpu", "tuning": Tuning(chunk="4KiB", threads=1)} | options
+    with OffloadZero(model, **given) as optimizer:
+        for _ in range(steps):
+            for _ in range(given.get("accumulation", 1)):
+                mask = torch.ones(3, 100, dtype=torch.bool)
+                model(torch.arange(10).view(2, 5), mask=mask).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.zeros(7, 7, dtype=torch.long))  # counts for nothing
+        return optimizer.stats()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_iteration_is_predicted_by_the_tokens_that_the_model_is_given(
+    accumulation: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """6 FLOP a parameter and token, and the kernels beside, on a CPU."""
+    measured(tmp_path)
+    found = run(tmp_path, 2, accumulation=accumulation)
+    moving = NUMEL / STEPPED
+    assert found["predicted_iteration_s"] == pytest.approx(accumulation * 6 * NUMEL * 10 / FLOPS + moving, rel=0.02)
+    line = capsys.readouterr().err
+    said = re.search(r"a step moves this in (\S+) s \(predicted\), as long as (\d+) tokens a micro-batch compute", line)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(moving, rel=0.02)
+    assert int(said[2]) == round(moving * FLOPS / (accumulation * 6 * NUMEL))
+    assert line.count("\n") == 1
+
+
+def test_without_a_probe_nothing_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, 6)
+    assert found["predicted_iteration_s"] is None
+    assert found["iteration_s"] > 0
+    assert "predicted" not in capsys.readouterr().err
+    assert run(tmp_path, 1)["iteration_s"] is None
+
+
+@pytest.mark.parametrize("faster", [1e-5, None, 1e5], ids=["far less", "as predicted", "far more"])
+def test_a_line_says_once_what_differs_most(
+    faster: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products of a machine that computes far faster, or slower, than was measured."""
+    measured(tmp_path, flops=FLOPS if faster is None else FLOPS * faster)
+    if faster is None:
+        monkeypatch.setattr(prediction, "FAR", 1e9)
+    found = run(tmp_path, prediction.STEPS + 2)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "an iteration takes" in line]
+    assert len(lines) == (faster is not None)
+    if lines:
+        assert "What differs most: compute, and the loop itself" in lines[0]
+        assert f"{found['predicted_iteration_s']:.3g} s were predicted" in lines[0]
+
+
+def test_kernels_that_are_slower_than_measured_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"adamw, fp32": Rate.of([1e3])}  # elements a second: 4.7 s a step
+    rates.remember(Rates(device_name(accelerator()), 1, Rate.of([1e12]), {"bf16": Rate.of([1e12])}, one))
+    run(tmp_path, prediction.STEPS)
+    assert "What differs most: optimizer's kernels" in capsys.readouterr().err
