@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from offload.layout import Layout
 from offload.planner.explain import Planned, plan_of
 from offload.planner.placement import Placement
 from offload.planner.simulate import Iteration, simulate
+from offload.planner.simulate.clock import Channel, Clock, Moment
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
@@ -297,3 +300,29 @@ def test_efficiency_is_that_of_zero_infinity_where_nothing_overlaps() -> None:
         assert alone <= compute_s / found <= min(1.0, ait * bandwidth / peak) * (1 + 1e-9)
         hidden = min(compute_s, 2 * SLOT / bandwidth)
         assert found == pytest.approx(compute_s + moved / bandwidth - hidden)
+
+
+class _Counting(Clock):
+    """Attributes: planned: how much was to happen; more than 50 of it fails."""
+
+    planned = 0
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        self.planned += 1
+        assert self.planned < 50, "time does not go on"
+        super().at(when, call)
+
+
+def test_a_transfer_of_which_rounding_leaves_less_than_nothing_ends() -> None:
+    """At 1000 s, floats are so far apart that the end of the first transfer is after that of the second."""
+    for more in range(1, 20):
+        clock = _Counting()
+        drive = Channel(clock, "drive", {"read": 1e15, "write": 1e15}, 2e15, is_shared=True)
+        ended: list[Moment] = []
+
+        def submit(drive: Channel, sizes: tuple[int, ...], ended: list[Moment]) -> None:
+            ended.extend(drive.submit("read", nbytes, "") for nbytes in sizes)
+
+        clock.at(1e3, partial(submit, drive, (150, 150 + more), ended))
+        clock.run_out()
+        assert [one.is_past for one in ended] == [True, True]
