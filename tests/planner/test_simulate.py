@@ -20,7 +20,11 @@ from offload.layout import Layout
 from offload.planner.explain import Planned, plan_of
 from offload.planner.placement import Placement
 from offload.planner.simulate import Iteration, simulate
+from offload.planner.simulate.bound import least_seconds
 from offload.planner.simulate.clock import Channel, Clock, Moment
+from offload.planner.simulate.lines import COMPUTE, KERNELS
+from offload.planner.simulate.lines import DISK as DISK_WORKS
+from offload.planner.simulate.lines import LINK as LINK_WORKS
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
@@ -136,8 +140,8 @@ class Moved(NamedTuple):
     down_bytes: int
 
 
-def _both(case: Case, copied_by: CopiedBy, folder: Path) -> tuple[Moved, Moved, Planned]:
-    """What a simulated iteration moves, what that of a run counts, and the plan of both."""
+def _planned(case: Case, folder: Path) -> tuple[nn.Module, dict[str, Any], Planned]:
+    """A model, the options of OffloadZero for it, and its plan."""
     given: dict[str, Any] = {"tuning": SMALL} | case.options
     if given["tier"] == "nvme":
         given |= {"path": folder / "run", "commit_every": 0}
@@ -146,11 +150,41 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path) -> tuple[Moved, Moved, 
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
+    return model, given, planned
+
+
+def _both(case: Case, copied_by: CopiedBy, folder: Path) -> tuple[Moved, Moved, Planned]:
+    """What a simulated iteration moves, what that of a run counts, and the plan of both."""
+    model, given, planned = _planned(case, folder)
     found = iteration_of(planned, WITH_LINK if case.device else SPEEDS)
     if case.device:
         copied_by(lambda: LateCopier(1))
     simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes)
     return simulated, Moved(*_counted(model, given)), planned
+
+
+SLOW = {
+    COMPUTE: (Passes({"blocks.0": 1.0}, {"blocks.0": 2.0}), WITH_LINK),
+    KERNELS: (NO_COMPUTE, replace(WITH_LINK, elements_per_s=1e3)),
+    DISK_WORKS: (NO_COMPUTE, replace(WITH_LINK, drives=(DriveSpeed(3e4, 2e4, 4e4),))),
+    LINK_WORKS: (NO_COMPUTE, replace(WITH_LINK, link=LinkSpeed(2e4, 2e4, 3e4))),
+}
+
+
+@pytest.mark.parametrize("name", CASES | THERE | TIMED)
+def test_an_iteration_takes_no_less_than_each_of_its_resources_and_little_more_than_a_slow_one(
+    name: str, tmp_path: Path
+) -> None:
+    case = (CASES | THERE | TIMED)[name]
+    _, _, planned = _planned(case, tmp_path)
+    placement = planned.place()
+    for slow, (passes, speeds) in SLOW.items():
+        there = speeds if case.device else replace(speeds, link=None)
+        found = iteration_of(planned, there, passes)
+        least = least_seconds(planned.layout, placement, passes, there)
+        assert least <= found.seconds * (1 + 1e-9), slow
+        if found.parts.get(slow, 0.0) > 0.9 * found.seconds:
+            assert least > 0.3 * found.seconds, slow
 
 
 def _end_worker(optimizer: OffloadZero) -> None:
