@@ -7,8 +7,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-SAME = 0.01
-"""Costs that differ by less than this share are taken for equal."""
+SAME = 0.03
+"""Costs that differ by less than this share are taken for equal: predictions are no better than that."""
 
 
 class Costs(NamedTuple):

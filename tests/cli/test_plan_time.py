@@ -12,24 +12,7 @@ from offload.cli.main import app
 from offload.cli.plan_time import bar
 from offload.planner.placement import TYPICAL_TBW
 from tests.support.command import printed
-
-MACHINE = """
-name = "a machine"
-ram = { value = "64GiB", source = "made up" }
-memory = { value = 2e10, source = "made up" }
-
-[products]
-fp32 = { value = 1e12, source = "made up" }
-
-[steps]
-"adamw, fp32" = { value = 1e9, source = "made up" }
-
-[[drives]]
-name = "a drive"
-read = { value = 2e9, source = "made up" }
-write = { value = 1e9, source = "made up" }
-mixed = { value = 1.5e9, source = "made up" }
-"""
+from tests.support.machine_files import MACHINE
 
 
 @pytest.fixture
