@@ -238,6 +238,16 @@ def plan(
     show(Console(), figures, options, model)
 
 
+def default_options(**given: Any) -> PlanOptions:
+    """The options of the command as they are if nothing is said, but for some; for scripts that plan."""
+    import inspect
+    from dataclasses import fields
+
+    defaults = {name: one.default for name, one in inspect.signature(plan).parameters.items()}
+    known = {one.name: defaults[one.name] for one in fields(PlanOptions) if one.name in defaults}
+    return PlanOptions(**known | {"paths": (), "accumulation": 1} | given)
+
+
 def _given(context: typer.Context) -> frozenset[str]:
     """The names of the options that the user gave."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -661,12 +671,18 @@ def _trials(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
 
 
 def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:
-    """What a micro-batch computes."""
+    """What a micro-batch computes. Of a mixture's experts a token uses a few."""
     from offload.planner.verdict import Work
 
     trained = planned.layout.trained.numel
     recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     frozen = max(model.numel // options.tensor_parallel - trained, 0)
+    if model.routing is not None:
+        params = dict(model.module.named_parameters())
+        numels = [(params[name].requires_grad, params[name].numel()) for name in model.experts]
+        unused = 1 - model.routing.per_token / model.routing.experts
+        trained -= round(unused * sum(numel for is_trained, numel in numels if is_trained))
+        frozen -= round(unused * sum(numel for is_trained, numel in numels if not is_trained))
     return Work(trained, frozen, options.batch * options.seq, recomputes)
 
 

@@ -76,7 +76,6 @@ class Candidate:
         planned: its plan.
         placement: what is where.
         sums: what it takes of memory and disk with all that is not in the plan.
-        device_memory: what the device has room for; None: it has no memory of its own.
     """
 
     options: PlanOptions
@@ -352,13 +351,19 @@ assert ORDERS.keys() == set(GOALS)
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found; see `Front`, and `Refusals` for the counts of what does not fit."""
+    """What a search found.
+
+    Attributes:
+        search: its model and machine, and what was refused.
+        model: the model.
+        front: see `Front`.
+        fitting: all candidates that fit.
+    """
 
     search: Search
     model: Sized
     front: Front[Candidate]
-    skipped: int
-    planned: int
+    fitting: Sequence[Candidate]
 
 
 def searched(options: PlanOptions, given: frozenset[str], console: Console) -> Found:
@@ -410,7 +415,7 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
             break
         fitting += more
         front = _front(search, fitting, order, known, console)
-    return Found(search, model, front, front.skipped, len(search._seen))
+    return Found(search, model, front, fitting)
 
 
 def _front(
@@ -551,7 +556,7 @@ def show_search(options: PlanOptions, given: frozenset[str], picture: Path | Non
                 "blocks": found.model.blocks,
                 "tokens": options.batch * options.seq,
                 "front": rows,
-                "candidates": found.planned,
+                "candidates": len(found.fitting) + sum(found.search.refusals.counts.values()),
                 "skipped": found.front.skipped,
                 "beaten": found.front.beaten,
                 "not_predicted": unknown,

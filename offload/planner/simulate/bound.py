@@ -27,7 +27,10 @@ def least_seconds(held: Layout, placement: Placement, passes: Passes, speeds: Sp
     """
     micro_batches = placement.choice.grads.micro_batches
     compute = micro_batches * (sum(passes.forward_s.values()) + sum(passes.backward_s.values()))
-    kernels = stepped_in_ram(held, placement) / speeds.elements_per_s
+    if any(spec.tile for spec in held.specs):  # which of them are used, and so what moves, depends on the tokens
+        return compute
+    in_ram = 0 if any(flat.is_whole for flat in held.flats) else stepped_in_ram(held, placement)
+    kernels = in_ram / speeds.elements_per_s
     found = [compute + kernels] if placement.is_direct else [compute, kernels]
     if speeds.drives:
         read = max(placement.read_bytes - _not_read(placement, micro_batches), 0)
