@@ -53,7 +53,7 @@ HEADINGS = ("placement", "predicted", "measured", "RAM", "disk", "ended")
 
 @dataclass(frozen=True)
 class Job:
-    """What a child process trains. Attributes: call: of OffloadZero; dtype: of compute; folder: for the run."""
+    """What a child process trains. Attributes: call: of OffloadZero; folder: for the run."""
 
     preset: str
     call: str
@@ -63,10 +63,10 @@ class Job:
 
 @dataclass
 class Contestant:
-    """A placement. Attributes: measured_s: of an iteration, the median of each run."""
+    """A placement. Attributes: predicted_s: None: that is not predicted; measured_s: of an iteration, the median of each run."""
 
     call: str
-    predicted_s: float
+    predicted_s: float | None
     cpu_bytes: int
     disk_bytes: int
     measured_s: list[float]
@@ -79,7 +79,8 @@ class Contestant:
     def row(self) -> tuple[str, ...]:
         taken = f"{self.seconds:.3f} s" if self.measured_s else "-"
         sizes = format_bytes(self.cpu_bytes), format_bytes(self.disk_bytes)
-        return self.call, f"{self.predicted_s:.3f} s", taken, *sizes, self.ended
+        predicted = "-" if self.predicted_s is None else f"{self.predicted_s:.3f} s"
+        return self.call, predicted, taken, *sizes, self.ended
 
 
 def fill(name: str, tensor: Tensor) -> None:
@@ -155,7 +156,7 @@ def contestants(preset: str, machine: Path, ram: int, others: int, seed: int) ->
 
     def of(one: Candidate) -> Contestant:
         figures = found.search.figures(one)["predicted"]
-        seconds = float("nan") if figures is None else figures["seconds"]
+        seconds = None if figures is None else figures["seconds"]
         return Contestant(found.search.call(one), seconds, one.sums["cpu_total_bytes"], one.placement.disk_bytes, [])
 
     return [of(best), *map(of, drawn)]
@@ -195,7 +196,10 @@ def main(
     with scratch(path) as folder, cgroup(limit) as group:
         machine = folder / "machine.toml"
         probe = "from offload.cli.main import run; run()"
-        subprocess.run([sys.executable, "-c", probe, "probe", str(folder), "--save", str(machine)], check=True)
+        # What it measures on a machine that may be busy, other plans are not to use.
+        own = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+        words = [sys.executable, "-c", probe, "probe", str(folder), "--save", str(machine)]
+        subprocess.run(words, check=True, env=own, stdout=subprocess.DEVNULL)
         ones = contestants(preset, machine, limit - RESERVED, others, seed)
         best, rest = ones[0], ones[1:]
         turns: list[Contestant] = [best, *rest[: len(rest) // 2], best, *rest[len(rest) // 2 :], best]
