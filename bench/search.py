@@ -63,7 +63,7 @@ class Job:
 
 @dataclass
 class Contestant:
-    """A placement. Attributes: predicted_s: None: that is not predicted; measured_s: of an iteration, the median of each run."""
+    """A placement. Attributes: predicted_s: None: it is not predicted; measured_s: of an iteration, a median a run."""
 
     call: str
     predicted_s: float | None
