@@ -138,6 +138,9 @@ class RunOptions:
 
 _NETWORK = re.compile(r"(?P<rate>[\d.]+ ?[A-Za-z]*B)/s(?:, ?(?P<delay>\d+(?:\.\d+)?) ?(?P<unit>us|ms|s))?", re.ASCII)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+LARGEST = "largest"
+GOALS = ("fastest", "least-wear", LARGEST)
+"""What `offload plan --search` is for; the first one if nothing is said."""
 SWEPT = "device_memory"
 """What `offload plan --sweep` can go through."""
 QUANTISED = ("nf4", "int8", "fp8")
@@ -184,6 +187,8 @@ class PlanOptions(RunOptions):
     machine: Machine | None = None
     paths: tuple[Path, ...] = ()
     sweep: str | None = None
+    search: bool = False
+    goal: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,6 +212,12 @@ class PlanOptions(RunOptions):
             raise ConfigError(
                 f"--device-memory {self.device_memory} and --sweep, which tries each: give one of the two"
             )
+        if self.goal not in (None, *GOALS):
+            raise ConfigError(f"--goal {self.goal}: choose one of {', '.join(GOALS)}")
+        if self.goal is not None and not self.search:
+            raise ConfigError(f"--goal {self.goal} says what --search is for: give --search, too")
+        if self.search and self.sweep is not None:
+            raise ConfigError(f"--search and --sweep {self.sweep}: give one of the two")
         if self.no_commits and self.commit_every is not None:
             raise ConfigError(f"--no-commits and --commit-every {self.commit_every}: give one of the two")
         if self.partition_activations and self.tensor_parallel == 1:
@@ -215,7 +226,8 @@ class PlanOptions(RunOptions):
             value = getattr(self, option)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{_name(option)} {value:g}: give a number above 0")
-        if self.config is not None and (self.layers is not None or self.width is not None):
+        has_layers = self.layers is not None and self.goal != LARGEST
+        if self.config is not None and (has_layers or self.width is not None):
             raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
 
     @property

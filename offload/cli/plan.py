@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offload.planner.machine_file import Figure, Machine
     from offload.planner.placement import Placement
     from offload.planner.simulate import NotPredicted
-    from offload.planner.simulate.speeds import Speeds
+    from offload.planner.simulate.speeds import Passes, Speeds
     from offload.planner.verdict import Computing, Work
 
 LISTED = "list"
@@ -37,6 +37,7 @@ ASSUMED_LINK_GB_PER_S = 25.0
 
 
 def plan(
+    context: typer.Context,
     preset: Annotated[str, typer.Option(help="Size of the model, as `offload train` has them.")] = "5m",
     layers: Annotated[int | None, typer.Option(help="Blocks.", show_default="the preset's")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the model.", show_default="the preset's")] = None,
@@ -170,9 +171,26 @@ def plan(
             show_default="the plan of one",
         ),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search", help="Search for the best tiers, states, RAM, chunk and accumulation. What is given, stays."
+        ),
+    ] = False,
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            help="What --search is for: fastest (tokens/s), least-wear (bytes written a token), or largest (as many "
+            "blocks as fit).",
+            show_default="fastest",
+        ),
+    ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Write a PNG of what a step takes its time from, by the share of states in RAM."),
+        typer.Option(
+            help="Write a PNG of what a step takes its time from, by the share of states in RAM; with --search of the "
+            "front."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -192,7 +210,13 @@ def plan(
         partition_activations=partition_activations, gpu_memory=gpu_memory, ram=ram, flops=flops,
         gpu=gpu or gpu_memory is not None or (there is not None and there.device is not None),
         disk_gb_per_s=disk_gb_per_s, network=network, machine=there, paths=tuple(path or ()), sweep=sweep,
+        search=search, goal=goal,
     )  # fmt: skip
+    if options.search:
+        from offload.cli.plan_search import show_search
+
+        show_search(options, _given(context), picture, json=json)
+        return
     from offload.cli.plan_models import sized
 
     model = sized(options)
@@ -221,6 +245,22 @@ def plan(
     from offload.cli.plan_tables import show
 
     show(Console(), figures, options, model)
+
+
+def default_options(**given: Any) -> PlanOptions:
+    """The options of the command as they are if nothing is said, but for some; for scripts that plan."""
+    import inspect
+    from dataclasses import fields
+
+    defaults = {name: one.default for name, one in inspect.signature(plan).parameters.items()}
+    known = {one.name: defaults[one.name] for one in fields(PlanOptions) if one.name in defaults}
+    return PlanOptions(**known | {"paths": (), "accumulation": 1} | given)
+
+
+def _given(context: typer.Context) -> frozenset[str]:
+    """The names of the options that the user gave."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name != "DEFAULT")
 
 
 def _draw(
@@ -313,6 +353,48 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
         return None
 
 
+def arguments_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
+    """What `OffloadZero` is given beside the model and its optimizer.
+
+    Args:
+        options: the options of the command.
+        model: the model.
+        waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
+
+    Raises:
+        BudgetError: activations leave nothing of the GPU's memory.
+    """
+    from offload import Tuning
+    from offload.model.partition import partition_bytes
+    from offload.planner.placement import activation_memory
+
+    a_block = options.entering_bytes(model.width)
+    if waiting is not None:
+        a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
+    if options.partition_activations:
+        a_block = partition_bytes(a_block, options.tensor_parallel)
+    given: dict[str, Any] = {} if options.commit_every is None else {"commit_every": options.commit_every}
+    return {
+        "states": options.states,
+        "tier": options.tier,
+        "path": "." if options.has_path else None,
+        "cpu_memory": options.given_cpu_memory,
+        "compute_dtype": options.compute_dtype,
+        "accumulation": options.accumulation,
+        "device_memory": _device_memory(options, model, waiting),
+        "param_tier": options.given_param_tier,
+        "grad_tier": options.given_grad_tier,
+        "tuning": Tuning(
+            chunk=options.chunk or Tuning().chunk, split_master=options.split_master, speculate=options.speculate
+        ),
+        "activation_tier": options.activation_tier,
+        "activation_memory": activation_memory(options.activation_tier, model.blocks, a_block),
+        "stage": options.stage,
+        **given,
+        **({"commit_every": None} if options.no_commits else {}),
+    }
+
+
 def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Planned:
     """The plan of the run.
 
@@ -325,13 +407,10 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         ConfigError: OffloadZero would refuse these options for this model.
         BudgetError: the GPU's memory, or RAM, does not suffice.
     """
-    from offload import Tuning
     from offload.cli.plan_models import rules_named
     from offload.devices.copies import accelerator
-    from offload.model.partition import partition_bytes
     from offload.planner.explain import plan_of
     from offload.planner.fastest import Fastest
-    from offload.planner.placement import activation_memory
 
     rules = rules_named(options.optimizer, options.states)
     if options.split_master and not rules[0].splits_masters:
@@ -342,38 +421,17 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
             f"--speculate with --optimizer {options.optimizer}: it steps whole parameters, and only steps of single "
             "elements can be tried; leave it out"
         )
-    a_block = options.entering_bytes(model.width)
-    if waiting is not None:
-        a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
-    if options.partition_activations:
-        a_block = partition_bytes(a_block, options.tensor_parallel)
-    given: dict[str, Any] = {} if options.commit_every is None else {"commit_every": options.commit_every}
     planned = plan_of(
         model.module,
         direct=direct,
         free_cpu_bytes=options.free_cpu_bytes,
         cpus=threads_of(options.machine),
         rules=rules,
-        pick=Fastest(_work_of(options, model), _speeds(options)),
-        states=options.states,
-        tier=options.tier,
-        path="." if options.has_path else None,
-        cpu_memory=options.given_cpu_memory,
-        compute_dtype=options.compute_dtype,
-        accumulation=options.accumulation,
-        device_memory=_device_memory(options, model, waiting),
-        param_tier=options.given_param_tier,
-        grad_tier=options.given_grad_tier,
-        tuning=Tuning(
-            chunk=options.chunk or Tuning().chunk, split_master=options.split_master, speculate=options.speculate
-        ),
-        activation_tier=options.activation_tier,
-        activation_memory=activation_memory(options.activation_tier, model.blocks, a_block),
+        pick=Fastest(_work_of(options, model), speeds_for(options)),
         partition_activations=options.partition_activations,
         ranks=options.ranks,
         tensor_parallel=options.tensor_parallel,
-        stage=options.stage,
-        **given | ({"commit_every": None} if options.no_commits else {}),
+        **arguments_of(options, model, waiting),
     )
     return planned.with_memory(planned.least()) if options.cpu_memory == "least" else planned
 
@@ -391,7 +449,7 @@ def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) ->
     return None if waiting is None else Computing.of(waiting, model.blocks, has_tier=has_tier)
 
 
-def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
+def resources_beside(options: PlanOptions, model: Sized) -> dict[str, int]:
     """Bytes of a GPU's memory that belong neither to the plan nor to a micro-batch, by name; 0 without a GPU."""
     from offload.cli.plan_models import trained_of_units
     from offload.planner.verdict import COMMUNICATOR_BYTES, COMMUNICATORS, CONTEXT_BYTES, leaving_bytes
@@ -421,7 +479,7 @@ def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) 
     if options.gpu_bytes is None or options.device_memory is not None:
         return options.device_memory
     computing = computing_of(options, model, waiting)
-    beside = sum(_beside(options, model).values()) + (0 if computing is None else computing.nbytes)
+    beside = sum(resources_beside(options, model).values()) + (0 if computing is None else computing.nbytes)
     if beside < options.gpu_bytes:
         return options.gpu_bytes - beside
     way_out = "a smaller --batch or --seq, or --activation-tier cpu"
@@ -455,7 +513,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     )  # fmt: skip
     found |= predicted_of(planned, options, model, found["flops"], waiting, found.get("update_flops_per_s"))
     found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
-    return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
+    return found | verdict_of(found, options, computing_of(options, model, waiting), resources_beside(options, model))
 
 
 def _in_chunks(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
@@ -566,7 +624,7 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     """
     from offload.planner.verdict import step_time
 
-    found, steps = _rates(options)
+    found, steps = rates_of(options)
     flops, disk_bytes_per_s = found["flops"], 1e9 * found["disk_gb_per_s"]
     elements = None if steps is None else steps.value
     work = work_of(planned, options, model)
@@ -587,7 +645,7 @@ def speed_of(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, 
     }
 
 
-def _rates(options: PlanOptions) -> tuple[dict[str, Any], Figure | None]:
+def rates_of(options: PlanOptions) -> tuple[dict[str, Any], Figure | None]:
     """How fast the disks and the device are, where that is from, and the elements a second that the optimizer steps."""
     there = machine_of(options)
     disk, disk_from = ASSUMED_DISK_GB_PER_S, "assumed"
@@ -614,7 +672,7 @@ def _trials(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
     from offload.cli.plan_models import rules_named
     from offload.planner.trying import Speed, gain, is_worth_it, with_trials
 
-    found, steps = _rates(options)
+    found, steps = rates_of(options)
     names = ("speculate_gain", "speculate_pays")
     can = planned.choice.states.tier.is_durable and rules_named(options.optimizer, options.states)[0].can_try
     if found["flops"] is None or not can:
@@ -634,12 +692,18 @@ def _trials(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
 
 
 def work_of(planned: Planned, options: PlanOptions, model: Sized) -> Work:
-    """What a micro-batch computes."""
+    """What a micro-batch computes. Of a mixture's experts a token uses a few."""
     from offload.planner.verdict import Work
 
     trained = planned.layout.trained.numel
     recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     frozen = max(model.numel // options.tensor_parallel - trained, 0)
+    if model.routing is not None:
+        params = dict(model.module.named_parameters())
+        numels = [(params[name].requires_grad, params[name].numel()) for name in model.experts]
+        unused = 1 - model.routing.per_token / model.routing.experts
+        trained -= round(unused * sum(numel for is_trained, numel in numels if is_trained))
+        frozen -= round(unused * sum(numel for is_trained, numel in numels if not is_trained))
     return Work(trained, frozen, options.batch * options.seq, recomputes)
 
 
@@ -669,6 +733,20 @@ def predicted_of(
         BudgetError: memory or disk space does not suffice.
     """
     from offload.cli.plan_time import predicted
+
+    speeds, beside = speeds_for(options, matrix_flops), beside_of(planned, options, model, waiting)
+    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, beside, hides=hides)
+
+
+def beside_of(planned: Planned, options: PlanOptions, model: Sized, waiting: Waiting | None) -> Passes:
+    """What is known of a micro-batch but its seconds.
+
+    Args:
+        planned: the plan.
+        options: of the command.
+        model: the model.
+        waiting: what waits of a micro-batch for its backward; None: that is unknown.
+    """
     from offload.planner.simulate.speeds import Passes
     from offload.planner.simulate.what_if import expected_tiles
 
@@ -676,12 +754,10 @@ def predicted_of(
     tiles = {}
     if model.routing is not None:
         tiles = expected_tiles(planned.layout, model.experts, model.routing, options.batch * options.seq)
-    beside = Passes(waiting=sizes, tiles=tiles)
-    speeds = _speeds(options, matrix_flops)
-    return predicted(planned, work_of(planned, options, model), flops_per_s, speeds, beside, hides=hides)
+    return Passes(waiting=sizes, tiles=tiles)
 
 
-def _speeds(options: PlanOptions, matrix_flops: float | None = None) -> Speeds | NotPredicted:
+def speeds_for(options: PlanOptions, matrix_flops: float | None = None) -> Speeds | NotPredicted:
     """The speeds of the machine that will run it, or why they are not known.
 
     Args:
@@ -692,17 +768,20 @@ def _speeds(options: PlanOptions, matrix_flops: float | None = None) -> Speeds |
 
     there = machine_of(options)
     beside_matrices = options if matrix_flops is None else replace(options, optimizer="adamw")
-    steps = None
-    if there is not None:
-        steps = there.elements_per_s(_step_name(beside_matrices), bytes_an_element(beside_matrices))
     disk = None if options.disk_gb_per_s is None else 1e9 * options.disk_gb_per_s
     return speeds_of(
         there,
-        elements_per_s=None if steps is None else steps.value,
+        elements_per_s=elements_per_s(beside_matrices, there),
         disk_bytes_per_s=disk,
         matrix_flops=matrix_flops,
         network=options.network_speed,
     )
+
+
+def elements_per_s(options: PlanOptions, machine: Machine | None) -> float | None:
+    """How many elements the optimizer steps in RAM a second on a machine; None: that is not known."""
+    found = None if machine is None else machine.elements_per_s(_step_name(options), bytes_an_element(options))
+    return None if found is None else found.value
 
 
 def machine_of(options: PlanOptions) -> Machine | None:
@@ -764,7 +843,7 @@ def _step_name(options: PlanOptions) -> str:
     return step_name(options.optimizer, options.states, split_master=options.split_master)
 
 
-def _verdict(
+def verdict_of(
     found: dict[str, Any], options: PlanOptions, computing: Computing | None, beside: dict[str, int]
 ) -> dict[str, Any]:
     """Whether all of it fits, and the sums that say so.

@@ -72,7 +72,7 @@ def sized(options: PlanOptions) -> Sized:
         ConfigError: there is no such preset or configuration, transformers is not installed, or more blocks are to be
             frozen than there are.
     """
-    model = _preset(options) if options.config is None else _configured(options.config)
+    model = _preset(options) if options.config is None else _configured(options.config, options.layers)
     _freeze(model, options.frozen)
     if options.lora_rank is not None:
         model.module.requires_grad_(False)
@@ -100,8 +100,12 @@ def _preset(options: PlanOptions) -> Sized:
     return Sized(model, layers, width, [model.embed, model.positions])
 
 
-def _configured(config: Path) -> Sized:
+def _configured(config: Path, layers: int | None = None) -> Sized:
     """The transformers model of a config.json.
+
+    Args:
+        config: the file, or its directory.
+        layers: how many blocks it has; None: as many as the configuration says.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not there or is no configuration that it knows.
@@ -117,6 +121,10 @@ def _configured(config: Path) -> Sized:
         found = transformers.AutoConfig.from_pretrained(config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--config {config} is no configuration that transformers knows: {error}") from error
+    if layers is not None:
+        given = found.to_dict() | {"num_hidden_layers": layers}
+        given.pop("layer_types", None)  # one a layer, which follow from their number
+        found = type(found).from_dict(given)
     architectures = getattr(found, "architectures", None) or ()
     kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
     with torch.device("meta"):

@@ -33,7 +33,7 @@ from offload.grads.shards import dtypes_of as gradient_dtypes
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import MASTER, Layout, ParamSpec, is_dithered, starts_of
 from offload.model import transfer
-from offload.model.units import ROOT, encloses
+from offload.model.units import ROOT
 from offload.native.torch_kernels import dithered_bytes, dithered_room, scratch_bytes
 from offload.optim import late, new_params, on_device, trials
 from offload.planner.machine import free_memory
@@ -396,8 +396,10 @@ def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
     root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
     for unit in sizes:
-        outer = [other for other in sizes if other != unit and encloses(other, unit)]
-        inner[max(outer, key=len, default=ROOT)].append(unit)
+        outer = unit.rpartition(".")[0]
+        while outer not in inner:
+            outer = outer.rpartition(".")[0]
+        inner[outer].append(unit)
     ahead = max(sum(sorted(sizes.values(), reverse=True)[: choice.params.prefetch_units]), choice.ahead_bytes)
     return root + min(_deepest(ROOT, inner, sizes)[1] + ahead, sum(sizes.values()))
 

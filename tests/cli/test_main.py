@@ -30,7 +30,7 @@ OPTIONS = {
         "--tensor-parallel", "--partition-activations",
         "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s", "--frozen", "--batch", "--seq", "--activation-tier",
         "--dtype", "--gpu-memory", "--lora-rank", "--no-commits", "--optimizer", "--quantise", "--states", "--sweep",
-        "--picture", "--machine", "--path", "--network",
+        "--picture", "--machine", "--path", "--network", "--search", "--goal",
     },
     "doctor": {"--path", "--json"},
     "probe": {"paths", "--save", "--json"},

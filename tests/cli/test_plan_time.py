@@ -6,32 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner, Result
 
 from offload.cli.main import app
 from offload.cli.options import network_of
+from offload.cli.plan import default_options, work_of
+from offload.cli.plan_models import Sized
 from offload.cli.plan_time import bar
 from offload.errors import ConfigError
+from offload.planner.explain import plan_of
 from offload.planner.placement import TYPICAL_TBW
+from offload.planner.routing import Routing
 from tests.support.command import printed
-
-MACHINE = """
-name = "a machine"
-ram = { value = "64GiB", source = "made up" }
-memory = { value = 2e10, source = "made up" }
-
-[products]
-fp32 = { value = 1e12, source = "made up" }
-
-[steps]
-"adamw, fp32" = { value = 1e9, source = "made up" }
-
-[[drives]]
-name = "a drive"
-read = { value = 2e9, source = "made up" }
-write = { value = 1e9, source = "made up" }
-mixed = { value = 1.5e9, source = "made up" }
-"""
+from tests.support.machine_files import MACHINE
 
 
 @pytest.fixture
@@ -134,3 +123,17 @@ def test_a_bar_is_as_long_as_its_share() -> None:
         ("compute", 6),
         ("disk", 2),
     ]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_token_of_a_mixture_computes_with_the_experts_that_it_uses(trains: bool) -> None:
+    module = nn.Module()
+    module.dense = nn.Linear(8, 8, bias=False)
+    module.experts = nn.Parameter(torch.zeros(4, 8, 8), requires_grad=trains)
+    work = work_of(
+        plan_of(module, direct=True, tier="cpu"),
+        default_options(batch=2, seq=5),
+        Sized(module, 0, 8, [], Routing(experts=4, per_token=2)),
+    )
+    assert (work.trained, work.frozen) == ((64 + 128, 0) if trains else (64, 128))
+    assert work.forward_flops == 2 * 10 * (64 + 128)

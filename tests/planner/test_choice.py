@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -308,6 +309,30 @@ def test_the_line_of_a_resumed_run_says_from_when_it_is(tmp_path: Path, capsys: 
     os.utime(record, (0, 86_400))
     OffloadZero(Net(8), resume="auto", **given).close()
     assert f"committed {datetime.fromtimestamp(86_400):%Y-%m-%d %H:%M}\n" in capsys.readouterr().err
+
+
+def _calls_of_a_refusal(tile: str) -> int:
+    """How many functions are called to say that a device of one byte is too small for tiles of so many bytes."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(2)))
+    sys.setprofile(count)
+    try:
+        found = plan_of(model, direct=False, param_tier="cpu", device_memory=1, tuning=Tuning(tile=tile))
+    finally:
+        sys.setprofile(None)
+    assert found.refusal is not None
+    return calls
+
+
+def test_four_times_as_many_tiles_are_about_four_times_the_work() -> None:
+    few, many = (_calls_of_a_refusal(tile) for tile in ("64KiB", "16KiB"))
+    assert many > 2 * few  # else tiles are not what is counted
+    assert many < 5 * few
 
 
 @pytest.mark.parametrize("tile", [pytest.param(0, marks=pytest.mark.slow), None])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,19 @@ from offload import OffloadZero, Tuning
 from offload.choices import ActivationChoice
 from offload.cli.plan_models import rules_named
 from offload.layout import Layout
+from offload.optim.trials import TriedChunks
 from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.link import link_bytes
 from offload.planner.placement import Placement
 from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, NotPredicted, simulate
-from offload.planner.simulate.lines import Worker
+from offload.planner.simulate.bound import least_seconds
+from offload.planner.simulate.clock import Channel, Clock, Moment
+from offload.planner.simulate.lines import COMPUTE, KERNELS, Worker
+from offload.planner.simulate.lines import DISK as DISK_WORKS
+from offload.planner.simulate.lines import LINK as LINK_WORKS
+from offload.planner.simulate.sensitivity import DRIVES, PRODUCTS, RAM, moved_by
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import expected_tiles
 from offload.sizes import PAGE_BYTES
@@ -227,6 +234,8 @@ def test_steps_that_are_tried_move_what_a_run_counts(
 ) -> None:
     tried.at_once(monkeypatch)  # all that can be made, however busy the machine is, in the simulation too
     monkeypatch.setattr(Worker, "cancel", lambda self: self._queue[-1][1] if self._queue else self._last)
+    unbounded = property(lambda self: math.inf, lambda self, most: None)
+    monkeypatch.setattr(TriedChunks, "most_waiting", unbounded, raising=False)
     found, counted, _ = _both(TRIALS[name], copied_by, tmp_path, is_slow=True)
     assert found == counted
     assert found.kept_bytes > 0
@@ -264,15 +273,8 @@ class Moved(NamedTuple):
     kept_bytes: int
 
 
-def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = False) -> tuple[Moved, Moved, Planned]:
-    """What a simulated iteration moves, what that of a run counts, and the plan of both.
-
-    Args:
-        case: the options.
-        copied_by: see there.
-        folder: for the swap files.
-        is_slow: whether a backward takes far longer than what is beside it.
-    """
+def _planned(case: Case, folder: Path) -> tuple[nn.Module, dict[str, Any], Planned]:
+    """A model, the options of OffloadZero for it, and its plan."""
     given: dict[str, Any] = {"tuning": SMALL} | case.options
     if given["tier"] == "nvme":
         given |= {"path": folder / "run", "commit_every": 0}
@@ -283,6 +285,19 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = Fals
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
+    return model, given, planned
+
+
+def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = False) -> tuple[Moved, Moved, Planned]:
+    """What a simulated iteration moves, what that of a run counts, and the plan of both.
+
+    Args:
+        case: the options.
+        copied_by: see there.
+        folder: for the swap files.
+        is_slow: whether a backward takes far longer than what is beside it.
+    """
+    model, given, planned = _planned(case, folder)
     backward_s = dict.fromkeys((spec.unit for spec in planned.layout.specs), 1.0) if is_slow else {}
     in_tiles = {spec.unit for spec in planned.layout.specs if spec.tile}
     tiles = {unit: [Routed.USED] for unit in in_tiles} if isinstance(model, Routed) else {}
@@ -299,6 +314,30 @@ def _computed(planned: Planned) -> Moved:
     placement = planned.place()
     link = None if planned.direct else link_bytes(planned.layout, placement)
     return Moved(placement.read_bytes, placement.written_bytes, *((0, 0) if link is None else link), kept_bytes=0)
+
+
+SLOW = {
+    COMPUTE: (Passes({"blocks.0": 1.0}, {"blocks.0": 2.0}), WITH_LINK),
+    KERNELS: (NO_COMPUTE, replace(WITH_LINK, elements_per_s=1e3)),
+    DISK_WORKS: (NO_COMPUTE, replace(WITH_LINK, drives=(DriveSpeed(3e4, 2e4, 4e4),))),
+    LINK_WORKS: (NO_COMPUTE, replace(WITH_LINK, link=LinkSpeed(2e4, 2e4, 3e4))),
+}
+
+
+@pytest.mark.parametrize("name", CASES | THERE | TIMED)
+def test_an_iteration_takes_no_less_than_each_of_its_resources_and_little_more_than_a_slow_one(
+    name: str, tmp_path: Path
+) -> None:
+    case = (CASES | THERE | TIMED)[name]
+    _, _, planned = _planned(case, tmp_path)
+    placement = planned.place()
+    for slow, (passes, speeds) in SLOW.items():
+        there = speeds if case.device else replace(speeds, link=None)
+        found = iteration_of(planned, there, passes)
+        least = least_seconds(planned.layout, placement, passes, there)
+        assert least <= found.seconds * (1 + 1e-9), slow
+        if found.parts.get(slow, 0.0) > 0.9 * found.seconds:
+            assert least > 0.3 * found.seconds, slow
 
 
 def _end_worker(optimizer: OffloadZero) -> None:
@@ -557,3 +596,43 @@ def test_efficiency_is_that_of_zero_infinity_where_nothing_overlaps() -> None:
         assert alone <= compute_s / found <= min(1.0, ait * bandwidth / peak) * (1 + 1e-9)
         hidden = min(compute_s, 2 * SLOT / bandwidth)
         assert found == pytest.approx(compute_s + moved / bandwidth - hidden)
+
+
+class _Counting(Clock):
+    """Attributes: planned: how much was to happen; more than 50 of it fails."""
+
+    planned = 0
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        self.planned += 1
+        assert self.planned < 50, "time does not go on"
+        super().at(when, call)
+
+
+def test_a_transfer_of_which_rounding_leaves_less_than_nothing_ends() -> None:
+    """At 1000 s, floats are so far apart that the end of the first transfer is after that of the second."""
+    for more in range(1, 20):
+        clock = _Counting()
+        drive = Channel(clock, "drive", {"read": 1e15, "write": 1e15}, 2e15, is_shared=True)
+        ended: list[Moment] = []
+
+        def submit(drive: Channel, sizes: tuple[int, ...], ended: list[Moment]) -> None:
+            ended.extend(drive.submit("read", nbytes, "") for nbytes in sizes)
+
+        clock.at(1e3, partial(submit, drive, (150, 150 + more), ended))
+        clock.run_out()
+        assert [one.is_past for one in ended] == [True, True]
+
+
+@pytest.mark.parametrize(("name", "passes", "speeds"), [
+    (PRODUCTS, Passes({"": 2e3}, {"": 3e3}), HAND),
+    (RAM, Passes(), Speeds(1.0, drives=HAND.drives)),
+    (DRIVES, Passes(), replace(HAND, elements_per_s=1e12)),
+])  # fmt: skip
+def test_what_most_of_the_time_is_moves_a_prediction_most(name: str, passes: Passes, speeds: Speeds) -> None:
+    """Nearly all of it: a fifth less of the rate is a quarter more time, a fifth more a sixth less."""
+    found = moved_by(*two_chunks(1), passes, speeds)
+    assert not isinstance(found, NotPredicted)
+    assert next(iter(found)) == name
+    assert found[name] == pytest.approx((0.25, -1 / 6), abs=0.01)
+    assert all(moved.largest < 0.01 for other, moved in found.items() if other != name)

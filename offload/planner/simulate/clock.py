@@ -240,7 +240,7 @@ class Channel:
         if speeds:
             self.busy_s += passed
         for one, speed in speeds:
-            one.left -= passed * speed
+            one.left = max(one.left - passed * speed, 0.0)  # rounded, it may be less than nothing
 
     def _expect(self) -> None:
         """Plans the end of the transfer that ends first."""

@@ -1,0 +1,646 @@
+"""`offload plan --search`: the placements that no other one beats on a machine, as a table and as a picture.
+
+[Note: how it searches]
+All tiers, states and shares of states in RAM are planned with one chunk size, and without accumulation; what is not
+open stays as it was given. Planning says which of them fit, and what they hold and move, which gives the least time
+that each can take (simulate/bound.py). Those that could be the best are simulated first, and what no longer can be on
+the front then is not simulated. The rows of the front that are best for the goal are then changed in one thing at a
+time (chunk, accumulation, split masters, half of the device's memory), as long as that brings better ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.console import print_json, say, show_table
+from offload.cli.options import GOALS, LARGEST, LEAST, STATES, PlanOptions
+from offload.cli.plan import (
+    arguments_of,
+    beside_of,
+    computing_of,
+    planned_of,
+    rates_of,
+    resources_beside,
+    speeds_for,
+    verdict_of,
+    waiting_of,
+    work_of,
+)
+from offload.cli.plan_models import rules_named, sized
+from offload.cli.plan_time import predicted
+from offload.cli.plots import new_figure
+from offload.cli.progress import progress
+from offload.errors import BudgetError, ConfigError
+from offload.planner.front import Costs, Front, front_of
+from offload.planner.machine import free_memory
+from offload.planner.simulate import NotPredicted
+from offload.planner.simulate.bound import least_seconds
+from offload.planner.simulate.what_if import passes_of
+from offload.sizes import GIB, format_bytes, option_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload.cli.plan_models import Sized
+    from offload.planner.activations import Waiting
+    from offload.planner.explain import Planned
+    from offload.planner.placement import Placement
+    from offload.planner.simulate.speeds import Passes, Speeds
+
+SHARES = (0.0, 0.5, 1.0)
+"""Of the RAM between the least that works and all that there is."""
+CHUNKS = ("4MiB", "16MiB", "64MiB", "256MiB")
+FIRST_CHUNK = "64MiB"
+ACCUMULATIONS = (1, 4, 16)
+ROUNDS, CHANGED = 3, 6
+"""How often rows are changed in one thing, and how many: the best ones."""
+MOST_ROWS = 24
+"""That people are shown."""
+OPEN = ("tier", "param_tier", "grad_tier", "activation_tier", "states", "chunk", "accumulation", "split_master")
+"""Options of the command that are searched, unless they are given."""
+MOST_BLOCKS = 1 << 14
+"""Of the largest model."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that fits.
+
+    Attributes:
+        options: of the command for it.
+        planned: its plan.
+        placement: what is where.
+        sums: what it takes of memory and disk with all that is not in the plan.
+    """
+
+    options: PlanOptions
+    planned: Planned
+    placement: Placement
+    sums: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.options.batch * self.options.seq * self.planned.choice.grads.micro_batches
+
+
+@dataclass
+class Refusals:
+    """Candidates that do not fit, or that OffloadZero refuses.
+
+    Attributes:
+        counts: how many, by what they lack.
+        least: the error of the one that lacks least; None: there is none.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    least: BudgetError | None = None
+
+    def add(self, what: str, error: Exception | None = None) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+        if isinstance(error, BudgetError) and (self.least is None or _lack(error) < _lack(self.least)):
+            self.least = error
+
+
+def _lack(error: BudgetError) -> float:
+    return error.needed / max(error.available, 1)
+
+
+class Search:
+    """The placements of one model on one machine.
+
+    Args:
+        options: of the command.
+        model: the model.
+        waiting: what waits of a micro-batch for its backward; None: that is unknown.
+        searched: which of OPEN are searched.
+    """
+
+    def __init__(self, options: PlanOptions, model: Sized, waiting: Waiting | None, searched: frozenset[str]) -> None:
+        self._options, self._model, self._waiting = options, model, waiting
+        self._searched = searched
+        self.refusals = Refusals()
+        self._seen: set[tuple[Any, ...]] = set()
+        self._flops = rates_of(options)[0]["flops"]
+        self._bounds: dict[int, Costs] = {}
+        self._speeds: dict[tuple[str, bool], Speeds | NotPredicted] = {}
+        self._splits = rules_named(options.optimizer, options.states)[0].splits_masters
+
+    # What there is to choose from.
+
+    def placements(self, chunk: str) -> list[PlanOptions]:
+        """The options of all tiers and states, with one chunk size."""
+        options = self._options
+        values = {
+            "tier": ("nvme", "cpu", "device") if options.gpu else ("nvme", "cpu"),
+            "param_tier": ("device", "cpu", "nvme"),
+            "grad_tier": ("cpu", "nvme"),
+            "activation_tier": (None, "device", "cpu", "nvme"),
+            "states": STATES if self._has_forms() else ("fp32",),
+            "chunk": (chunk,),
+            "accumulation": ACCUMULATIONS[:1],
+        }
+        names = [name for name in values if name in self._searched]
+        made: list[dict[str, Any]] = [
+            dict(zip(names, one, strict=True)) for one in product(*(values[name] for name in names))
+        ]
+        found = [replace(options, **one) for one in made]
+        return [one for one in found if _is_possible(one)]
+
+    def _has_forms(self) -> bool:
+        """Whether the optimizer can keep its states in fewer bits."""
+        with suppress(ConfigError):
+            rules_named(self._options.optimizer, "8bit")
+            return True
+        return False
+
+    def neighbours(self, one: Candidate) -> Iterator[PlanOptions]:
+        """The options that differ from those of a candidate in one thing, but in tiers and states."""
+        options = one.options
+        steps: list[tuple[str, tuple[Any, ...]]] = [("chunk", CHUNKS), ("accumulation", ACCUMULATIONS)]
+        for name, values in steps:
+            if name in self._searched:
+                at = values.index(getattr(options, name))
+                for other in values[max(at - 1, 0) : at + 2]:
+                    changed: dict[str, Any] = {name: other}
+                    yield replace(options, **changed)
+        if "split_master" in self._searched and self._splits and options.tier == "nvme":
+            yield replace(options, split_master=not options.split_master)
+        if one.placement.device_budget_bytes and options.gpu_bytes and self._options.device_memory is None:
+            half = one.placement.device_budget_bytes // 2
+            if options.device_memory is None and half:
+                yield replace(options, device_memory=f"{half}B")
+
+    # Which of it fits.
+
+    def candidates(self, variants: Sequence[PlanOptions], tell: Any = None) -> list[Candidate]:
+        """What fits of some options, with several budgets of RAM where that is open. None comes twice."""
+        found = []
+        for number, options in enumerate(variants, 1):
+            found += list(self._fitting(options))
+            if tell is not None:
+                tell(number, f"{len(self._seen)} candidates, {len(found)} fit")
+        return found
+
+    def _fitting(self, options: PlanOptions) -> Iterator[Candidate]:
+        key = tuple(getattr(options, name) for name in (*OPEN, "device_memory"))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        most = self._most_ram()
+        try:
+            planned = planned_of(replace(options, cpu_memory=None), self._model, self._waiting)
+            least = planned.least()
+        except (BudgetError, ConfigError) as error:
+            self.refusals.add(_lacking(error), error)
+            return
+        shares = SHARES if options.tier == "nvme" else SHARES[:1]
+        budgets = sorted({min(least, most) + round(share * max(most - least, 0)) for share in shares})
+        if options.tier == "nvme":  # more than all of it is no use
+            with suppress(BudgetError):
+                everything = planned.cpu_memory_for(1.0)
+                budgets = sorted({min(budget, everything) for budget in budgets})
+        for budget in budgets:
+            with_budget = planned.with_memory(budget)
+            try:
+                placement = with_budget.place()
+            except (BudgetError, ConfigError) as error:
+                self.refusals.add(_lacking(error), error)
+                continue
+            sums = self._sums(options, with_budget, placement)
+            if sums["fits"]:
+                yield Candidate(options, with_budget, placement, sums)
+            else:
+                self.refusals.add(_lacking_of(sums))
+
+    def _most_ram(self) -> int:
+        options = self._options
+        free = free_memory() if options.free_cpu_bytes is None else options.free_cpu_bytes
+        if options.cpu_memory in (None, LEAST):
+            return free
+        return min(free, parse_bytes(options.cpu_memory, "--cpu-memory"))
+
+    def _sums(self, options: PlanOptions, planned: Planned, placement: Placement) -> dict[str, Any]:
+        found = {
+            "device": "cpu" if planned.direct else "gpu",
+            "device_bytes": placement.device_bytes,
+            "peak_cpu_bytes": placement.arena_bytes,
+            "disk_bytes": placement.disk_bytes,
+        }
+        computing = computing_of(options, self._model, self._waiting)
+        return verdict_of(found, options, computing, resources_beside(options, self._model))
+
+    # What it costs.
+
+    def speeds(self, options: PlanOptions) -> Speeds | NotPredicted:
+        """Those of the machine for an optimizer's form of states."""
+        key = options.states, options.split_master
+        if key not in self._speeds:
+            self._speeds[key] = speeds_for(options)
+        return self._speeds[key]
+
+    def at_best(self, one: Candidate) -> Costs:
+        """The least that a candidate can cost."""
+        if id(one) not in self._bounds:
+            self._bounds[id(one)] = self._bound(one)
+        return self._bounds[id(one)]
+
+    def _bound(self, one: Candidate) -> Costs:
+        speeds, seconds = self.speeds(one.options), 0.0
+        if not isinstance(speeds, NotPredicted) and self._flops is not None:
+            work, beside = work_of(one.planned, one.options, self._model), self._beside(one)
+            passes = passes_of(one.planned.layout, work, self._flops, beside)
+            seconds = least_seconds(one.planned.layout, one.placement, passes, speeds)
+        return self._costs(one, seconds, one.placement.written_bytes)
+
+    def find(self, one: Candidate) -> Costs | str:
+        """What a candidate costs, simulated; or in words why that is not known."""
+        found = self.figures(one)
+        if found["predicted"] is None:
+            return str(found["not_predicted"])
+        return self._costs(one, found["predicted"]["seconds"], found["predicted"]["written_bytes"])
+
+    def figures(self, one: Candidate) -> dict[str, Any]:
+        """What is predicted for a candidate; see `plan_time.predicted`."""
+        work = work_of(one.planned, one.options, self._model)
+        return predicted(one.planned, work, self._flops, self.speeds(one.options), self._beside(one), hides=False)
+
+    def _beside(self, one: Candidate) -> Passes:
+        return beside_of(one.planned, one.options, self._model, self._waiting)
+
+    def _costs(self, one: Candidate, seconds: float, written_bytes: float) -> Costs:
+        return Costs(
+            seconds / one.tokens,
+            0.0 if one.planned.direct else one.sums["device_total_bytes"],
+            one.sums["cpu_total_bytes"],
+            one.placement.disk_bytes,
+            written_bytes / one.tokens,
+            STATES.index(one.options.states),
+        )
+
+    def call(self, one: Candidate) -> str:
+        """The call of OffloadZero that makes a candidate."""
+        given = arguments_of(replace(one.options, cpu_memory=None), self._model, self._waiting)
+        given["cpu_memory"] = None if one.planned.room.cpu_memory is None else option_bytes(one.planned.room.cpu_memory)
+        return call_of(given)
+
+
+def call_of(given: dict[str, Any]) -> str:
+    """A call of OffloadZero, with what is not its default."""
+    import inspect
+
+    from offload import OffloadZero, Tuning
+
+    defaults = {name: one.default for name, one in inspect.signature(OffloadZero).parameters.items()}
+    words = []
+    for name, value in given.items():
+        if name == "tuning":
+            changed = {one: getattr(value, one) for one in ("chunk", "split_master", "speculate")}
+            changed = {one: option for one, option in changed.items() if option and option != getattr(Tuning(), one)}
+            if changed:
+                words.append(
+                    f"tuning=Tuning({', '.join(f'{one}={_literal(option)}' for one, option in changed.items())})"
+                )
+        elif value != defaults[name]:
+            words.append(f"{name}=PATH" if name == "path" else f"{name}={_literal(_in_bytes(name, value))}")
+    return ", ".join(["OffloadZero(model, optimizer", *words]) + ")"
+
+
+def _in_bytes(name: str, value: Any) -> Any:
+    """Bytes as people write them; of a budget never more than there is."""
+    if not isinstance(value, int) or not name.endswith("memory"):
+        return value
+    return option_bytes(value, at_most=name == "device_memory")
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _is_possible(options: PlanOptions) -> bool:
+    """Whether these tiers go together: nothing waits on a slower tier than its states."""
+    if options.tier == "device":
+        return options.param_tier == "device" and options.grad_tier == "cpu"  # which is the device then
+    if options.tier == "cpu":
+        return options.param_tier != "nvme" and options.grad_tier == "cpu"
+    return not (options.gpu and options.param_tier == "device" and options.grad_tier == "nvme")
+
+
+def _lacking(error: Exception) -> str:
+    """What a candidate lacks, in a word for its count."""
+    if isinstance(error, BudgetError):
+        return {"device_memory": "device", "gpu_memory": "device", "cpu_memory": "RAM"}.get(error.option, error.option)
+    return "refused"
+
+
+def _lacking_of(sums: dict[str, Any]) -> str:
+    return "device" if not sums["fits_device"] else "disk" if not sums["fits_disk"] else "RAM"
+
+
+ORDERS = {
+    "fastest": lambda costs: (costs.token_s, costs.written_bytes),
+    "least-wear": lambda costs: (costs.written_bytes, costs.token_s),
+    "largest": lambda costs: (costs.token_s, costs.written_bytes),
+}
+assert ORDERS.keys() == set(GOALS)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        search: its model and machine, and what was refused.
+        model: the model.
+        front: see `Front`.
+        fitting: all candidates that fit.
+    """
+
+    search: Search
+    model: Sized
+    front: Front[Candidate]
+    fitting: Sequence[Candidate]
+
+
+def searched(options: PlanOptions, given: frozenset[str], console: Console) -> Found:
+    """Searches for a goal.
+
+    Args:
+        options: the options of the command.
+        given: the names of those that the user gave.
+        console: where progress is shown.
+
+    Raises:
+        ConfigError: OffloadZero refuses all of it, or no time can be predicted on this machine.
+        BudgetError: nothing fits.
+    """
+    names = frozenset(OPEN) - given
+    if options.ranks > 1 or options.tensor_parallel > 1:
+        raise ConfigError(
+            f"--search is for one rank, and --ranks {options.ranks} for several: leave one of the two out"
+        )
+    if options.goal == LARGEST:
+        if options.layers is not None:
+            raise ConfigError(f"--goal largest looks for the number of blocks, and --layers {options.layers} says it")
+        options = _at_most_blocks(options, names, console)
+    model = sized(options)
+    waiting = waiting_of(options, model)
+    search = Search(options, model, waiting, names)
+    if isinstance(speeds := search.speeds(options), NotPredicted):
+        raise ConfigError(f"--search: no time can be predicted: {speeds.reason}")
+    if search._flops is None:
+        raise ConfigError("--search: how fast this device computes is not known: --flops gives it, or `offload probe`")
+    order = ORDERS[options.goal or GOALS[0]]
+    fitting: list[Candidate] = []
+    for chunk in (FIRST_CHUNK, *CHUNKS):
+        variants = search.placements(chunk)
+        with progress(console, "planned", len(variants)) as tell:
+            fitting = search.candidates(variants, tell)
+        if fitting:
+            break
+    if not fitting:
+        raise _nothing_fits(search)
+    known: dict[int, Costs | str] = {}
+    front = _front(search, fitting, order, known, console)
+    changed: set[int] = set()
+    for _ in range(ROUNDS):
+        best = [one for one, _ in front.rows if id(one) not in changed][:CHANGED]
+        changed |= {id(one) for one in best}
+        more = search.candidates([other for one in best for other in search.neighbours(one)])
+        if not more:
+            break
+        fitting += more
+        front = _front(search, fitting, order, known, console)
+    return Found(search, model, front, fitting)
+
+
+def _front(
+    search: Search, fitting: list[Candidate], order: Any, known: dict[int, Costs | str], console: Console
+) -> Front[Candidate]:
+    """The front of candidates, none of which is simulated twice.
+
+    Args:
+        search: that they are of.
+        fitting: the candidates.
+        order: what they are judged by.
+        known: the costs of those that were simulated, which grow.
+        console: where progress is shown.
+    """
+    with progress(console, "simulated", len(fitting)) as tell:
+
+        def find(one: Candidate) -> Costs | str:
+            if id(one) not in known:
+                known[id(one)] = search.find(one)
+                tell(len(known), f"of {len(fitting)} that fit")
+            return known[id(one)]
+
+        def at_best(one: Candidate) -> Costs:
+            found = known.get(id(one))
+            return found if isinstance(found, Costs) else search.at_best(one)
+
+        return front_of(fitting, at_best, find, order)
+
+
+def _nothing_fits(search: Search) -> Exception:
+    if search.refusals.least is not None:
+        return search.refusals.least
+    counts = ", ".join(f"{count} lack {what}" for what, count in search.refusals.counts.items())
+    return ConfigError(f"--search: none of the candidates fits: {counts or 'there are none'}")
+
+
+def _at_most_blocks(options: PlanOptions, names: frozenset[str], console: Console) -> PlanOptions:
+    """The options of the largest model that fits anywhere: with as many blocks as that.
+
+    What does not fit with so many blocks does not with more, and is not tried again.
+
+    Raises:
+        BudgetError: not even one block fits.
+        ConfigError: no number of blocks is too many.
+    """
+
+    def fitting(blocks: int, variants: list[PlanOptions]) -> list[PlanOptions]:
+        larger = replace(options, layers=blocks)
+        model = sized(larger)
+        search = Search(larger, model, waiting_of(larger, model), names)
+        if not variants:
+            variants = search.placements(FIRST_CHUNK)
+        return [one for one in variants if search.candidates([replace(one, layers=blocks)])]
+
+    low, high = 0, 1
+    alive: list[PlanOptions] = []
+    with progress(console, "blocks", MOST_BLOCKS.bit_length()) as tell:
+        while (found := fitting(high, alive)) and high < MOST_BLOCKS:
+            low, high, alive = high, 2 * high, found
+            tell(low.bit_length(), f"{low} blocks fit")
+        if high >= MOST_BLOCKS:
+            raise ConfigError(
+                f"--goal largest: {MOST_BLOCKS} blocks fit: give --width, or what the machine has, with --ram"
+            )
+        while high - low > 1 and low:
+            middle = (low + high) // 2
+            if found := fitting(middle, alive):
+                low, alive = middle, found
+            else:
+                high = middle
+            tell(MOST_BLOCKS.bit_length() - 1, f"{low} blocks fit")
+    return replace(options, layers=max(low, 1))
+
+
+# What people and machines see of it.
+
+
+def rows_of(found: Found) -> list[dict[str, Any]]:
+    """The figures of each row of the front, as --json prints them."""
+    rows = []
+    for one, costs in found.front.rows:
+        figures = found.search.figures(one)["predicted"]
+        choice = one.planned.choice
+        rows.append(
+            {
+                "call": found.search.call(one),
+                "tier": choice.states.tier.name,
+                "param_tier": choice.params.tier.name,
+                "grad_tier": choice.grads.tier.name,
+                "activation_tier": one.options.activation_tier,
+                "states": choice.states.form,
+                "split_master": choice.states.split_master,
+                "chunk": one.options.chunk,
+                "accumulation": choice.grads.declared,
+                "cpu_memory": one.planned.room.cpu_memory,
+                "device_memory": one.placement.device_budget_bytes,
+                "seconds": figures["seconds"],
+                "tokens_per_s": 1 / costs.token_s,
+                "waits_for": figures["waits_for"],
+                "parts_s": figures["parts_s"],
+                "device_bytes": int(costs.device_bytes),
+                "cpu_bytes": int(costs.cpu_bytes),
+                "disk_bytes": int(costs.disk_bytes),
+                "written_bytes": figures["written_bytes"],
+                "written_bytes_per_token": costs.written_bytes,
+            }
+        )
+    return rows
+
+
+def show_search(options: PlanOptions, given: frozenset[str], picture: Path | None, *, json: bool) -> None:
+    """Prints the front, and draws it.
+
+    Args:
+        options: the options of the command.
+        given: the names of those that the user gave.
+        picture: a PNG to write; None: none.
+        json: whether to print one JSON object.
+
+    Raises:
+        ConfigError: see `searched`; or matplotlib is not installed.
+        BudgetError: nothing fits.
+    """
+    from rich.console import Console
+
+    if picture is not None:
+        new_figure(1, 1)  # says so before the search where nothing can be drawn
+    found = searched(options, given, Console(stderr=True))
+    rows = rows_of(found)
+    unknown = {reason: len(ones) for reason, ones in found.front.unknown.items()}
+    if picture is not None:
+        draw(picture, _title(found), rows)
+    if json:
+        print_json(
+            {
+                "goal": options.goal or GOALS[0],
+                "parameters": found.model.numel,
+                "blocks": found.model.blocks,
+                "tokens": options.batch * options.seq,
+                "front": rows,
+                "candidates": len(found.fitting) + sum(found.search.refusals.counts.values()),
+                "skipped": found.front.skipped,
+                "beaten": found.front.beaten,
+                "not_predicted": unknown,
+                "not_fitting": found.search.refusals.counts,
+            }
+        )
+        return
+    _show(Console(), found, rows, options, unknown)
+
+
+def _title(found: Found) -> str:
+    return f"{found.model.numel:,} parameters in {found.model.blocks} blocks"
+
+
+def _show(
+    console: Console, found: Found, rows: list[dict[str, Any]], options: PlanOptions, unknown: dict[str, int]
+) -> None:
+    from rich.table import Table
+
+    goal = options.goal or GOALS[0]
+    table = Table(title=f"{_title(found)}: the front, {goal} first; predicted", title_justify="left")
+    for name in ("", "states", "parameters", "gradients", "activations", "form", "chunk", "acc"):
+        table.add_column(name)
+    for name in ("a step", "tokens/s", "waits for", "device", "RAM", "disk", "written a step"):
+        table.add_column(name, justify="right")
+    for number, one in enumerate(rows[:MOST_ROWS], 1):
+        table.add_row(
+            f"{number}", one["tier"], one["param_tier"], one["grad_tier"], one["activation_tier"] or "saved",
+            one["states"] + (", split" if one["split_master"] else ""), one["chunk"] or FIRST_CHUNK,
+            f"{one['accumulation']}", f"{one['seconds']:.3g} s", f"{one['tokens_per_s']:,.0f}", one["waits_for"],
+            format_bytes(one["device_bytes"]) if one["device_bytes"] else "-", format_bytes(one["cpu_bytes"]),
+            format_bytes(one["disk_bytes"]) if one["disk_bytes"] else "-",
+            format_bytes(round(one["written_bytes"])) if one["written_bytes"] else "-",
+        )  # fmt: skip
+    show_table(console, table)
+    for number, one in enumerate(rows[:MOST_ROWS], 1):
+        say(console, f"{number}: {one['call']}", markup=False)
+    if len(rows) > MOST_ROWS:
+        say(console, f"{len(rows) - MOST_ROWS} more rows are on the front: --json has them.")
+    if any(one["states"] != "fp32" for one in rows):
+        say(console, "bf16 and 8bit states are another training: --states fp32 leaves them out. So is another")
+        say(console, "accumulation, which makes larger batches: --accumulation keeps yours.")
+    refused = sum(found.search.refusals.counts.values())
+    lacks = ", ".join(f"{count} for {what}" for what, count in found.search.refusals.counts.items())
+    say(
+        console,
+        f"Beside these, {found.front.beaten} are beaten by a row, {found.front.skipped} cannot be better than one by "
+        f"their bytes alone, and {refused} do not fit{f' ({lacks})' if lacks else ''}.",
+    )
+    for reason, count in unknown.items():
+        say(console, f"{count} that fit are not predicted: {reason}.", markup=False)
+
+
+def draw(file: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes a PNG: tokens/s of each row by its RAM, its device memory, and the bytes that it writes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(11, 4.2)
+    figure.suptitle(f"{title}: the front, predicted")
+    every = (
+        ("cpu_bytes", "RAM"),
+        ("device_bytes", "device"),
+        ("disk_bytes", "disk"),
+        ("written_bytes", "written a step"),
+    )
+    kinds = [kind for kind in every if any(one[kind[0]] for one in rows)]
+    colours = {"nvme": "#54a24b", "cpu": "#f58518", "device": "#4c78a8"}
+    markers = dict(zip(STATES, ("o", "s", "^"), strict=True))
+    parts = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for axes, (key, name) in zip(parts, kinds, strict=True):
+        for form, marker in markers.items():
+            for tier, colour in colours.items():
+                there = [one for one in rows if (one["tier"], one["states"]) == (tier, form)]
+                if there:
+                    x, y = [one[key] / GIB for one in there], [one["tokens_per_s"] for one in there]
+                    axes.scatter(x, y, color=colour, marker=marker, s=28, label=f"{tier}, {form}")
+        axes.set(xlabel=f"{name} (GiB)")
+        largest = max(one[key] for one in rows) / GIB
+        axes.set_xlim(-0.05 * largest, 1.08 * largest)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    parts[0].set(ylabel="tokens/s")
+    parts[-1].legend(title="states on, form", fontsize="small")
+    figure.savefig(file)

@@ -1,0 +1,63 @@
+"""The front of a search is that of all candidates, though some are not looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.planner.front import Costs, front_of
+
+COSTS = st.builds(Costs, *(st.integers(1, 4) for _ in range(5)), st.integers(0, 1))
+CANDIDATES = st.lists(st.tuples(COSTS, st.integers(0, 3)), min_size=1, max_size=25)
+
+
+def searched(candidates: Sequence[tuple[Costs, int]], same: float) -> tuple[list[Costs], list[Costs], int]:
+    """The costs on the front, those that were looked at, and the number of those that were not.
+
+    Each candidate is its costs, and how much less of them its bound says.
+    """
+    seen: list[Costs] = []
+
+    def find(one: tuple[Costs, int]) -> Costs | str:
+        seen.append(one[0])
+        return one[0]
+
+    found = front_of(candidates, lambda one: one[0]._replace(token_s=one[0].token_s - one[1]), find, same=same)
+    assert found.skipped + found.beaten + len(found.rows) == len(candidates)
+    return [costs for _, costs in found.rows], seen, found.skipped
+
+
+@given(CANDIDATES)
+def test_the_front_is_what_no_other_candidate_beats(candidates: list[tuple[Costs, int]]) -> None:
+    everything = {costs for costs, _ in candidates}
+    wanted = {one for one in everything if not any(other != one and other.beats(one, 0.0) for other in everything)}
+    found, _, _ = searched(candidates, 0.0)
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
+    assert [one.token_s for one in found] == sorted(one.token_s for one in found)
+
+
+@given(CANDIDATES)
+def test_what_is_left_out_is_about_as_bad_as_something_on_the_front(candidates: list[tuple[Costs, int]]) -> None:
+    found, _, _ = searched(candidates, 0.3)
+    assert all(any(row.beats(costs, 1.3**2 - 1) for row in found) for costs, _ in candidates)
+
+
+def test_what_cannot_be_on_the_front_is_not_looked_at() -> None:
+    fast, slow = Costs(1.0, 5, 5, 5, 5, 0), Costs(9.0, 5, 5, 5, 5, 0)
+    small = Costs(9.0, 1, 5, 5, 5, 0)
+    found, seen, skipped = searched([(slow, 2), (small, 2), (fast, 1)], 0.01)
+    assert found == [fast, small]
+    assert seen == [fast, small]
+    assert skipped == 1
+
+
+def test_whose_costs_are_not_known_is_named() -> None:
+    costs = Costs(1.0, 1, 1, 1, 1, 0)
+    found = front_of(
+        ["a", "b", "c"], lambda one: costs._replace(token_s=0.5), lambda one: costs if one == "b" else "why"
+    )
+    assert found.rows == [("b", costs)]
+    assert found.unknown == {"why": ["a", "c"]}
