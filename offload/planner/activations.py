@@ -19,12 +19,18 @@ from torch.overrides import TorchFunctionMode
 from offload.choices import ActivationChoice
 from offload.devices.copies import HostCopier
 from offload.model.activations import Activations
+from offload.model.token_tiles import tile_tokens, token_sum_bytes
 from offload.model.torch_helpers import tensors_in
+from offload.model.units import blocks_of
 from offload.profiling import Timeline
 from offload.storage.activation_store import ActivationStore
 from offload.tiers import CPU
 
 _ENDLESS = 1 << 60
+TILE = 2048
+"""Tokens that an MLP sees at a time where tiles are counted: enough to keep a GPU busy."""
+MLP = "mlp"
+"""What transformers calls the MLP of a block, in most of its models."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,38 @@ def measure(
         entering, largest, _ = _run(model, ActivationChoice(CPU, recompute=True), run)
         saved, _, output = _run(model, ActivationChoice(CPU, recompute=False), run)
     return Waiting(entering, saved, largest, output)
+
+
+@dataclass(frozen=True)
+class InTiles:
+    """What a forward keeps whose blocks have their MLPs in tiles of `TILE` tokens; see `tile_tokens`.
+
+    Attributes:
+        waiting: what waits for the backward.
+        sum_bytes: fp32 gradients that a backward adds up at a time.
+    """
+
+    waiting: Waiting
+    sum_bytes: int
+
+
+def measure_in_tiles(
+    model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], object], *, fused: bool = False
+) -> InTiles | None:
+    """Measures the same with the MLPs of blocks in tiles of tokens.
+
+    The forward may raise, as it does where an MLP takes more than one tensor.
+
+    Returns:
+        None if no block has a module that is called `MLP`.
+    """
+    model = copy.deepcopy(model)
+    found = [
+        block.get_submodule(MLP) for _, block in blocks_of(model) if isinstance(getattr(block, MLP, None), nn.Module)
+    ]
+    for one in found:
+        tile_tokens(one, TILE)
+    return InTiles(measure(model, dtype, run, fused=fused), token_sum_bytes(model)) if found else None
 
 
 def _run(model: nn.Module, choice: ActivationChoice, run: Callable[[nn.Module], object]) -> tuple[int, int, int]:
