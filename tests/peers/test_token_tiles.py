@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_are_within_the_bound_of_docs_exactness(dtype: torch.dtype) -> None:
-    """Of an MLP alone: 2 u S + T v S from the exact sum of the gradients of tiles, S the sum of their absolute values."""
+    """Of an MLP alone: 2 u S + T v S from the exact sum of the gradients of tiles, S that of their absolute values."""
     torch.manual_seed(0)
     mlp = MODELS["llama"]().model.layers[0].mlp.to(dtype)
     inputs, of_result = (torch.randn(1, TOKENS, 32).to(dtype) for _ in range(2))
