@@ -1,72 +1,106 @@
 """Writes the table of what fits on which card into README.md: `python docs/what_fits.py`.
 
-Every figure is one of `offload plan`, for Llama's sizes: nothing is allocated or measured. Needs transformers.
+Every figure is one of `offload plan`, for models of Llama's sizes and for one of experts: nothing is allocated or
+measured. Needs transformers.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from typer.testing import CliRunner
 
+from offload.cli.main import app
 from offload.sizes import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RAM = "64GiB"
 
-MODELS: dict[str, dict[str, int]] = {
-    "7B": {},
-    "13B": {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    },
-    "70B": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-}
-"""What differs from transformers' `LlamaConfig`, which is Llama 2's of 7B."""
 
-CARDS = (24, 48, 80)
-"""GB of memory."""
-ADAPTED = {"": (), ", LoRA": ("--lora-rank", "16")}
-"""What of a model is trained, and the options that say so."""
+def llama(**sizes: int) -> LlamaConfig:
+    return LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
+
+
+MODELS: dict[str, PretrainedConfig] = {
+    "llama-7B": llama(),
+    "llama-13B": llama(
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+    ),
+    "llama-70B": llama(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "qwen3-30B": Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_experts=128,
+        num_experts_per_tok=8,
+        head_dim=128,
+    ),
+}
+"""What differs from transformers' own sizes: Llama 2's of 7B, and for experts Qwen3's."""
+
+RECIPES: dict[str, tuple[str, ...]] = {
+    "AdamW": (),
+    "8-bit states": ("--states", "8bit"),
+    "Muon": ("--optimizer", "muon"),
+    "LoRA": ("--lora-rank", "16"),
+    "LoRA over NF4": ("--lora-rank", "16", "--quantise", "nf4"),
+}
+"""What is trained, and how: options of `offload plan`."""
+
+ROWS: tuple[tuple[str, str, int], ...] = (
+    *(("llama-7B", recipe, 24) for recipe in ("AdamW", "8-bit states", "Muon", "LoRA")),
+    ("llama-7B", "AdamW", 80),
+    *(("llama-13B", recipe, 24) for recipe in ("AdamW", "8-bit states", "LoRA", "LoRA over NF4")),
+    ("llama-13B", "AdamW", 80),
+    *(("llama-70B", recipe, 24) for recipe in ("AdamW", "8-bit states", "LoRA", "LoRA over NF4")),
+    *(("llama-70B", recipe, 80) for recipe in ("AdamW", "LoRA")),
+    *(("qwen3-30B", recipe, 24) for recipe in ("AdamW", "8-bit states")),
+)
+"""Model, recipe, and GB of the card."""
 
 WORDS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
 BEGINS, ENDS = "<!-- docs/what_fits.py writes this table -->", "<!-- until here -->"
 HEAD = """\
-| model | card | parameters, gradients | on the card | RAM | disk | disk moves | a step | drive lasts |
-|---|---|---|---:|---:|---:|---:|---:|---:|"""
+| model | trained by | card | parameters, gradients | on the card | RAM | disk | disk moves | a step | drive lasts |
+|---|---|---|---|---:|---:|---:|---:|---:|---:|"""
 
 INTRODUCTION = """\
-Row by row; [docs/what_fits.py](docs/what_fits.py) writes such a `config.json` into a directory for each model:"""
+Each row plans a `config.json` that [docs/what_fits.py](docs/what_fits.py) writes, for its card and its recipe:"""
 
 
-def options(card: int, adapted: str) -> list[str]:
+def options(card: int, recipe: str) -> list[str]:
     """Of `offload plan`, beside --config."""
     return [
         *("--gpu-memory", f"{card}GiB", "--ram", RAM, "--batch", "1", "--seq", "4096", "--activation-tier", "cpu"),
-        *ADAPTED[adapted],
+        *RECIPES[recipe],
     ]
 
 
 def planned(directory: Path, given: list[str]) -> dict[str, Any]:
-    """What `offload plan --json` prints."""
-    run = "from offload.cli.main import run; run()"
-    command = [sys.executable, "-c", run, "plan", "--json", "--config", str(directory), *given]
-    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    """What `offload plan --json` prints.
+
+    Raises:
+        RuntimeError: it is refused.
+    """
+    ended = CliRunner().invoke(app, ["plan", "--json", "--config", str(directory), *given])
+    if ended.exit_code:
+        raise RuntimeError(ended.output)
+    return dict(json.loads(ended.stdout))
 
 
 def cells(plan: dict[str, Any]) -> list[str]:
@@ -84,21 +118,17 @@ def cells(plan: dict[str, Any]) -> list[str]:
 
 
 def table() -> str:
-    """All rows; cards for which the plan is the same stand in one."""
-    rows: dict[tuple[str, ...], list[int]] = {}
+    """All rows, and the commands that they are from."""
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
-        for model, sizes in MODELS.items():
-            directory = Path(folder) / model
-            LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(directory)
-            for adapted in ADAPTED:
-                for card in CARDS:
-                    plan = planned(directory, options(card, adapted))
-                    rows.setdefault((model, adapted, *cells(plan)), []).append(card)
-    lines, commands = [], []
-    for (model, adapted, *rest), cards in rows.items():
-        lines.append(f"| {model}{adapted} | {', '.join(map(str, cards))} GB | {' | '.join(rest)} |")
-        commands.append(" ".join(["offload plan --config", f"llama-{model}", *options(cards[0], adapted)]))
-    return "\n".join([HEAD, *lines, "", INTRODUCTION, "", "```", *commands, "```"])
+        for name, config in MODELS.items():
+            config.save_pretrained(Path(folder) / name)
+        for model, recipe, card in ROWS:
+            plan = planned(Path(folder) / model, options(card, recipe))
+            lines.append(f"| {model} | {recipe} | {card} GB | {' | '.join(cells(plan))} |")
+    common = " ".join(["offload plan --config llama-7B", *options(24, "AdamW")])
+    more = [f"    {' '.join(given)}  # {recipe}" for recipe, given in RECIPES.items() if given]
+    return "\n".join([HEAD, *lines, "", INTRODUCTION, "", "```", common, *more, "```"])
 
 
 def written(page: str, table: str) -> str:

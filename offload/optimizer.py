@@ -1738,7 +1738,10 @@ class OffloadZero(torch.optim.Optimizer):
         """
         if self._adopted:
             self._health.require_open()
-            raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
+            raise ConfigError(
+                "parameters cannot be added after OffloadZero took the model: make a new OffloadZero, or give it all "
+                "parameters, and requires_grad_(False) to those that are trained later"
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,9 +5,10 @@ No memory is taken for it, and no file is written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from offload.planner.simulate import NotPredicted
     from offload.planner.simulate.speeds import Passes, Speeds
     from offload.planner.verdict import Computing, Work
+
+T = TypeVar("T")
 
 LISTED = "list"
 """As --machine: shows the names of machines."""
@@ -342,9 +345,14 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
     Returns:
         None if the model's forward does not run on the meta device.
     """
-    import torch
-
     from offload.planner.activations import measure
+
+    return _measured(measure, options, model)
+
+
+def _measured(measure: Callable[..., T | None], options: PlanOptions, model: Sized) -> T | None:
+    """What a forward of a micro-batch on the meta device keeps; None if the model's does not run there."""
+    import torch
 
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
     try:
@@ -512,7 +520,8 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
         measures=options.machine is None,
     )  # fmt: skip
     found |= predicted_of(planned, options, model, found["flops"], waiting, found.get("update_flops_per_s"))
-    found |= _in_chunks(options, model, waiting) | _routed(planned, options, model)
+    found |= _in_chunks(options, model, waiting) | _in_tiles(options, model, waiting)
+    found |= _routed(planned, options, model)
     return found | verdict_of(found, options, computing_of(options, model, waiting), resources_beside(options, model))
 
 
@@ -526,6 +535,19 @@ def _in_chunks(options: PlanOptions, model: Sized, waiting: Waiting | None) -> d
     words, trains = waiting.output_numel // tokens, options.lora_rank is None
     nbytes = bytes_in_chunks(tokens, words, model.width, options.compute_dtype, trains_head=trains)
     return {"output_bytes_in_chunks": nbytes}
+
+
+def _in_tiles(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
+    """What activations would take with the MLPs of blocks in tiles of tokens; None: that is unknown, or no less."""
+    from offload.planner.activations import TILE, measure_in_tiles
+    from offload.planner.verdict import activation_bytes_in_tiles
+
+    tokens, name = options.batch * options.seq, "activation_bytes_in_tiles"
+    tiled = None if waiting is None or tokens <= TILE else _measured(measure_in_tiles, options, model)
+    if waiting is None or tiled is None:
+        return {name: None}
+    has_tier = options.activation_tier is not None
+    return {name: activation_bytes_in_tiles(waiting, tiled, model.blocks, tokens, has_tier=has_tier)}
 
 
 def _routed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from offload.cli.console import say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
+from offload.planner.activations import TILE
 from offload.planner.placement import TYPICAL_TBW, in_words
 from offload.sizes import format_bytes, option_bytes
 from offload.tiers import CPU, DEVICE, NVME, TIERS
@@ -223,6 +224,14 @@ def _in_chunks(summary: dict[str, Any]) -> str:
     return f"; {format_bytes(nbytes)} by linear_cross_entropy"
 
 
+def _in_tiles(summary: dict[str, Any]) -> str:
+    """What activations would take with MLPs in tiles of tokens, where that is less."""
+    nbytes = summary["activation_bytes_in_tiles"]
+    if nbytes is None or nbytes >= summary["activation_bytes"]:
+        return ""
+    return f"; {format_bytes(nbytes)} with tile_tokens(block.mlp, {TILE})"
+
+
 def _placement_table(summary: dict[str, Any]) -> Table:
     title = f"{summary['parameters']:,} trained parameters, optimizer states {TIERS[summary['tier']].where}"
     table = Table(title=title, title_justify="left")
@@ -233,7 +242,7 @@ def _placement_table(summary: dict[str, Any]) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("what")
     beside = (
-        ("activation_bytes", "activations: of a micro-batch, computed"),
+        ("activation_bytes", f"activations: of a micro-batch, computed{_in_tiles(summary)}"),
         ("output_bytes", f"logits: with their loss and gradients, computed{_in_chunks(summary)}"),
         ("leaving_bytes", "grad: on the way to RAM, of a unit and of those before it"),
         ("context_bytes", "CUDA and its libraries, assumed"),

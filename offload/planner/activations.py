@@ -19,12 +19,18 @@ from torch.overrides import TorchFunctionMode
 from offload.choices import ActivationChoice
 from offload.devices.copies import HostCopier
 from offload.model.activations import Activations
+from offload.model.token_tiles import tile_tokens, token_sum_bytes
 from offload.model.torch_helpers import tensors_in
+from offload.model.units import blocks_of
 from offload.profiling import Timeline
 from offload.storage.activation_store import ActivationStore, Stored
 from offload.tiers import CPU
 
 _ENDLESS = 1 << 60
+TILE = 2048
+"""Tokens that an MLP sees at a time where tiles are counted: enough to keep a GPU busy."""
+MLP = "mlp"
+"""What transformers calls the MLP of a block, in most of its models."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,38 @@ def measure(
         first, _, entering = _run(model, ActivationChoice(CPU, units=units, recompute=True), run)
         other, output, saved = _run(model, ActivationChoice(CPU, units=units, recompute=False), run)
     return Waiting(first.peak_bytes, other.peak_bytes, first.largest_bytes, output, entering, saved)
+
+
+@dataclass(frozen=True)
+class InTiles:
+    """What a forward keeps whose blocks have their MLPs in tiles of `TILE` tokens; see `tile_tokens`.
+
+    Attributes:
+        waiting: what waits for the backward.
+        sum_bytes: fp32 gradients that a backward adds up at a time.
+    """
+
+    waiting: Waiting
+    sum_bytes: int
+
+
+def measure_in_tiles(
+    model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], object], *, fused: bool = False
+) -> InTiles | None:
+    """Measures the same with the MLPs of blocks in tiles of tokens.
+
+    The forward may raise, as it does where an MLP takes more than one tensor.
+
+    Returns:
+        None if no block has a module that is called `MLP`.
+    """
+    model = copy.deepcopy(model)
+    found = [
+        block.get_submodule(MLP) for _, block in blocks_of(model) if isinstance(getattr(block, MLP, None), nn.Module)
+    ]
+    for one in found:
+        tile_tokens(one, TILE)
+    return InTiles(measure(model, dtype, run, fused=fused), token_sum_bytes(model)) if found else None
 
 
 class _Noting(ActivationStore):

@@ -9,7 +9,7 @@ from math import ceil
 
 from offload.grads.local import UNITS_LEAVING
 from offload.layout import Layout
-from offload.planner.activations import Waiting
+from offload.planner.activations import TILE, InTiles, Waiting
 from offload.planner.explain import Planned
 from offload.planner.placement import Placement
 from offload.sizes import MIB
@@ -66,6 +66,23 @@ class Computing:
     @property
     def nbytes(self) -> int:
         return self.activation_bytes + self.output_bytes
+
+
+def activation_bytes_in_tiles(waiting: Waiting, tiled: InTiles, units: int, tokens: int, *, has_tier: bool) -> int:
+    """What activations take on the device where MLPs see `TILE` tokens at a time.
+
+    That is what all else keeps, what one MLP keeps of one tile, and the fp32 gradients that are added up.
+
+    Args:
+        waiting: what waits for the backward without tiles.
+        tiled: what waits with them.
+        units: how many units the model has.
+        tokens: of a micro-batch.
+        has_tier: whether there is an activation tier.
+    """
+    kept = Computing.of(tiled.waiting, units, has_tier=has_tier).activation_bytes
+    of_an_mlp = (waiting.saved_bytes - tiled.waiting.saved_bytes) / max(units, 1)
+    return kept + ceil(of_an_mlp * min(TILE / tokens, 1)) + tiled.sum_bytes
 
 
 @dataclass(frozen=True)

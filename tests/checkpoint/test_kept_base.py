@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from offload import ConfigError, CorruptionError, OffloadZero, ResumeError, Tuning
@@ -28,7 +28,7 @@ from offload.storage.kept_base import is_base_name
 from tests.model.test_frozen import options
 from tests.model.test_quantised import held, same_steps
 from tests.support.quantised import Adapted, Codes, adapt, quantise, quantised, weights_of
-from tests.support.toy import Net, batch, squares
+from tests.support.toy import Net, batch, squares, take_step
 
 
 class Counted:
@@ -100,6 +100,27 @@ def test_another_base_is_made_where_anything_differs(change: str, weights: Path,
     run(weights, tmp_path, quantiser, path=tmp_path / "two", **more)[0].close()
     assert quantiser.count == 16
     assert len(bases(tmp_path / "base")) == 2
+
+
+def test_weights_of_a_kept_base_are_handed_over_as_they_are_in_the_state_dict(weights: Path, tmp_path: Path) -> None:
+    optimizer, model = run(weights, tmp_path, path=tmp_path / "run")
+    with optimizer:
+        take_step(optimizer, squares(model, batch(0)))
+        expected, found = model.state_dict(), dict(optimizer.weights())
+        assert found.keys() == expected.keys()
+        for own, other in zip(weights_of(quantised()), codes_in(found), strict=True):
+            assert torch.equal(own.codes, other.codes)
+            assert torch.equal(own.scales, other.scales)
+        for name, value in expected.items():
+            assert isinstance(value, Codes) or torch.equal(found[name], value), name
+        # A base never changes.
+        changed = dict(optimizer.weights(since=0))
+        assert changed.keys() == {name for name, one in model.named_parameters() if one.requires_grad}
+        assert dict(optimizer.weights(since=1)) == {}
+
+
+def codes_in(found: dict[str, Tensor]) -> list[Any]:
+    return [value for value in found.values() if isinstance(value, Codes)]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -162,6 +162,39 @@ def _read(param_tier: str, outside: bool) -> list[str]:
         return wrong
 
 
+def _handed_over(options: dict[str, Any]) -> list[str]:
+    """What is wrong with the weights that are handed over, beside the state dict of a model that was let go of."""
+    found: dict[str, Tensor] = {}
+    wrong: list[str] = []
+    for hands_over in (True, False):
+        model, data, rank, ranks = tp.made("sequence")
+        adamw = torch.optim.AdamW(model.parameters(), lr=tp.LR)
+        given = options if hands_over else {}
+        with OffloadZero(model, adamw, process_group=data, **given) as optimizer:
+            drawn = tp.batches(rank, ranks)
+            for _ in range(2):
+                tp.run_step(model, optimizer, next(drawn), tp.Trained())
+            if hands_over:
+                found = dict(optimizer.weights())
+                wrong += [f"{name} since the last step" for name, _ in optimizer.weights(since=2)]
+                wrong += [f"not {name} since 1" for name in found.keys() - dict(optimizer.weights(since=1)).keys()]
+    expected = model.state_dict()
+    if found.keys() != expected.keys():
+        wrong.append(f"{found.keys() ^ expected.keys()}")
+    for name, value in expected.items():
+        one = found[name]
+        if isinstance(one, DTensor) is not isinstance(value, DTensor):
+            wrong.append(f"{name} is {type(one)}")
+        elif not torch.equal(tp._whole(one), tp._whole(value)):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("place", ["streaming from cpu", "all on nvme, stage 3"])
+def test_weights_are_handed_over_as_dtensors(worlds: Worlds, tmp_path: Path, place: str) -> None:
+    assert worlds(4).run(_handed_over, options_of(place, tmp_path / "run")) == [[]] * 4
+
+
 @pytest.mark.parametrize("param_tier", ["device", "cpu"])
 def test_a_held_dtensor_answers_as_one(worlds: Worlds, param_tier: str) -> None:
     assert worlds(2).run(_read, param_tier, False) == [[], []]

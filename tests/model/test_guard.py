@@ -287,6 +287,18 @@ def test_what_takes_streamed_memory_away_is_refused(held: Held) -> None:
     held.same()
 
 
+def test_a_resident_model_is_shared_with_other_processes_until_the_next_step(held: Held) -> None:
+    if held.is_streamed:
+        pytest.skip("a streamed one has nothing to share")
+    held.model.share_memory()
+    assert held.param.is_shared()
+    held.same()
+    held.step()
+    assert not held.param.is_shared()
+    assert torch.equal(held.param, held.optimizer.state_of(held.param)["master"].bfloat16())
+    assert not torch.equal(held.param, held.plain_param)
+
+
 def test_pointing_a_resident_one_elsewhere_counts_and_the_next_step_takes_it_over(held: Held) -> None:
     if held.is_streamed:
         with pytest.raises(ReleasedParameterError, match=r"blocks\.1\.after is streamed"):

@@ -243,6 +243,22 @@ def test_idle_steps_have_the_bits_of_steps_in_time(case: str, idle: int, tmp_pat
         run.check()
 
 
+def test_weights_that_are_handed_over_are_those_of_steps_in_time(tmp_path: Path) -> None:
+    with both(tmp_path) as run:
+        run.step(ALL)
+        for number in range(3):
+            run.step([number % 2])
+        assert owed(run.optimizer)
+        assert_same(dict(run.optimizer.weights()), dict(run.plain.model.named_parameters()))
+        # What owes a step has changed in it. Without a token there is no gradient, and no step.
+        assert {name for name, _ in run.optimizer.weights(since=3)} == dict(run.model.named_parameters()).keys()
+        run.step(NOBODY)
+        assert {name for name, _ in run.optimizer.weights(since=4)} == {"0.bias", "1.bias"}
+        run.step([0])
+        assert owed(run.optimizer)
+        run.check()
+
+
 def test_a_chunk_owes_no_more_than_the_limit(tmp_path: Path) -> None:
     with both(tmp_path, grad_tier="nvme") as run:
         run.step(ALL)

@@ -188,6 +188,11 @@ def read(loop: Loop) -> None:
     loop.seen += [p.detach().clone() for p in loop.model.parameters()]
 
 
+def handed_over(loop: Loop) -> None:
+    loop.seen.append(dict(loop.optimizer.weights()))
+    loop.seen.append(sorted(name for name, _ in loop.optimizer.weights(since=loop.optimizer.stats()["step"])))
+
+
 def written(loop: Loop) -> None:
     with torch.no_grad():
         loop.first.mul_(0.5)
@@ -257,6 +262,7 @@ EVENTS = {
     "clipped by torch": Event(torch_clips(1e-4), NONE),
     "clipped by torch to more": Event(torch_clips(1e4), ALL),
     "read": Event(read, ALL),
+    "weights handed over": Event(handed_over, ALL),
     "clamped": changed(lambda grad: grad.clamp_(-1e-6, 1e-6)),
     "noise added": changed(lambda grad: grad.add_(torch.ones_like(grad) * 1e-3)),
     "multiplied": changed(lambda grad: grad.mul_(0.25)),

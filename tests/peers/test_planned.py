@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from offload import OffloadZero, Tuning
 from offload.cli.main import app
+from offload.sizes import format_bytes
 from tests.support.command import printed
 from tests.support.processes import ROOT
 
@@ -74,6 +75,36 @@ def test_activations_are_those_of_a_run(name: str, recompute: bool, tmp_path: Pa
         assert planned["entering_bytes"] == found
     else:  # the kernels of a device decide what they save, attention's above all
         assert found <= planned["saved_bytes"] <= 1.25 * found
+
+
+@pytest.mark.parametrize("activation_tier", [None, "cpu"])
+def test_activations_are_said_with_mlps_in_tiles_of_tokens(activation_tier: str | None, tmp_path: Path) -> None:
+    """In an MLP of Llama gate, its silu, up and their product are as wide, and wait. The sums are of three matrices."""
+    tokens, tile, width, inner, layers = 3 * 4096, 2048, 64, 128, 3
+    config = CONFIGS["llama"]()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    options = ["--batch", "3", "--seq", "4096", "--dtype", "fp32", "--gpu", "--ram", "64GiB"]
+    options += [] if activation_tier is None else ["--activation-tier", activation_tier]
+    command = ["plan", "--config", str(tmp_path / "model"), *options]
+    planned = printed(CliRunner().invoke(app, [*command, "--json"]))
+    of_an_mlp = 4 * 4 * inner
+    kept = layers if activation_tier is None else 1
+    saved = of_an_mlp * (kept * tokens - tile) - 4 * 3 * width * inner
+    assert planned["activation_bytes"] - planned["activation_bytes_in_tiles"] == saved
+    shown = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).stdout.split())
+    assert f"{format_bytes(planned['activation_bytes_in_tiles'])} with tile_tokens(block.mlp, 2048)" in shown
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 2048), ("bert", 4096)])
+def test_no_tiles_of_tokens_are_said_where_they_spare_nothing(name: str, tokens: int, tmp_path: Path) -> None:
+    """One tile, or blocks without a module of that name."""
+    config = CONFIGS[name]()
+    config.max_position_embeddings = tokens
+    config.architectures = ["LlamaForCausalLM" if name == "llama" else "BertForMaskedLM"]
+    config.save_pretrained(tmp_path / "model")
+    command = ["plan", "--json", "--config", str(tmp_path / "model"), "--batch", "1", "--seq", str(tokens)]
+    assert printed(CliRunner().invoke(app, command))["activation_bytes_in_tiles"] is None
 
 
 def test_frozen_blocks_and_embeddings_stream(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.timeout(1800)
 def test_the_table_is_that_of_offload_plan() -> None:
     specification = importlib.util.spec_from_file_location("what_fits", ROOT / "docs" / "what_fits.py")
     assert specification is not None
