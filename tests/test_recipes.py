@@ -1,4 +1,4 @@
-"""The pages, scripts and requirements of docs/recipes agree. What the scripts compute is in tests/peers/test_recipes.py."""
+"""Pages, scripts and requirements of docs/recipes agree; tests/peers/test_recipes.py runs the scripts."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import toys
 import torch
+import toys
 import twin
 from transformers import MixtralConfig, MixtralForCausalLM
 

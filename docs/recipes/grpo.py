@@ -1,4 +1,4 @@
-"""GRPO with TRL, of adapters on a base that streams from NVMe. Completions come from the model itself, then from an engine.
+"""GRPO with TRL, of adapters on a base that streams from NVMe. The model itself makes completions, then an engine.
 
 SGD is used, of which a held model has the bits: another bit in a weight might be another completion.
 """
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import toys
 import torch
+import toys
 import twin
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model

@@ -1,7 +1,7 @@
 """Muon for the matrices of the blocks, AdamW for the rest: two optimizers of torch, held as one.
 
-Early in training Muon makes large what rounding has made, so another bit soon is another matrix. To be compared, AdamW has
-`amsgrad`, which runs torch's own class, and nothing is clipped, since norms are summed in fp64 here.
+Early in training Muon makes large what rounding has made, so another bit soon is another matrix. To be compared, AdamW
+has `amsgrad`, which runs torch's own class, and nothing is clipped, since norms are summed in fp64 here.
 """
 
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import toys
 import torch
+import toys
 import twin
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

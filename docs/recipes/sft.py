@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import toys
 import torch
+import toys
 import twin
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer

@@ -1,4 +1,4 @@
-"""Each recipe of docs/recipes has the losses and weights of its twin in plain torch: as `make recipes` compares them."""
+"""A recipe has the losses and weights of its twin in plain torch, as `make recipes` compares them."""
 
 from __future__ import annotations
 
