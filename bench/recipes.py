@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,7 @@ VISION = Path(sys.prefix) / "vision"
 torchvision import it, too."""
 BEGINS, ENDS = "<!-- bench/recipes.py writes this -->", "<!-- until here -->"
 LIMIT_S = 900
+COLUMNS = 128
 
 ROUNDED = 1e-4
 """The bound of AdamW: some ulps a step, over eight steps. The largest found is 1e-6 of a weight's largest element."""
@@ -297,6 +300,13 @@ def row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def planned_row(recipe: Recipe) -> str:
+    plan = planned(recipe)
+    sizes = [format_bytes(plan[key]) for key in ("device_total_bytes", "peak_cpu_bytes", "disk_bytes")]
+    moved = format_bytes(plan["read_bytes"] + plan["written_bytes"])
+    return row((f"{recipe.real}, planned", *sizes, moved, f"{plan['step_seconds']:.3g} s, predicted"))
+
+
 def figures(name: str, found: Compared | None) -> str:
     """The lines of a page that are written.
 
@@ -305,13 +315,10 @@ def figures(name: str, found: Compared | None) -> str:
         found: what was measured; None: it was not run.
     """
     recipe = RECIPES[name]
-    plan = planned(recipe)
-    sizes = [format_bytes(plan[key]) for key in ("device_total_bytes", "peak_cpu_bytes", "disk_bytes")]
-    moved = format_bytes(plan["read_bytes"] + plan["written_bytes"])
     lines = [
-        row(("", "device", "RAM", "disk", "disk moves a step", "a step")),
-        row(("---", "---:", "---:", "---:", "---:", "---:")),
-        row((f"{recipe.real}, planned", *sizes, moved, f"{plan['step_seconds']:.3g} s, predicted")),
+        "| | device | RAM | disk | disk moves a step | a step |",
+        "|---|---:|---:|---:|---:|---:|",
+        planned_row(recipe),
     ]
     if found is None:
         lines += ["", "The script was not run where the figures of the other recipes were measured."]
@@ -319,7 +326,7 @@ def figures(name: str, found: Compared | None) -> str:
         toy = [format_bytes(found.tiers[tier]) for tier in ("device", "RAM", "disk")]
         lines.append(row(("the script, measured", *toy, "", "")))
         used = ", ".join(f"{one} {version_of(one)}" for one in ("torch", *recipe.needs))
-        lines += ["", f"The script was run on a CPU, with {used}. {verdict(recipe, found)}"]
+        lines += ["", textwrap.fill(f"The script was run on a CPU, with {used}. {verdict(recipe, found)}", COLUMNS)]
     lines += ["", "```", command_of(recipe), "```"]
     return "\n".join(lines)
 
@@ -339,16 +346,28 @@ def written(page: str, figures: str) -> str:
     return f"{before}{BEGINS}\n{figures}\n{ENDS}{rest.partition(ENDS)[2]}"
 
 
+def replanned(page: str, recipe: Recipe) -> str:
+    """A page that has figures, with those that `offload plan` has today."""
+    page = re.sub(r"(?m)^\| [^|]+, planned \|.*$", lambda _: planned_row(recipe), page)
+    return re.sub(r"(?m)^offload plan .*$", lambda _: command_of(recipe), page)
+
+
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Recipes.", show_default="all")] = None,
     *,
     write: Annotated[bool, typer.Option("--write", help="Write the figures into the pages.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Write those of `offload plan` only; nothing runs.")] = False,
 ) -> None:
     """Runs recipes beside plain torch, and prints how far they are apart."""
     chosen = names or list(RECIPES)
     unknown = [name for name in chosen if name not in RECIPES]
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: choose of {', '.join(RECIPES)}")
+    if plan:
+        for name in chosen:
+            page = PAGES / f"{name}.md"
+            page.write_text(replanned(page.read_text(), RECIPES[name]))
+        return
     failed = skipped = 0
     print(
         f"{'recipe':18} {'losses':>6} {'apart':>8} {'allowed':>8} {'device':>10} {'RAM':>10} {'disk':>10} {'runs':>7}"

@@ -79,3 +79,11 @@ def test_a_difference_in_one_bit_is_found() -> None:
 def test_figures_take_the_place_of_older_ones_only() -> None:
     page = f"# It\n\n{recipes.BEGINS}\nold\n{recipes.ENDS}\n\nmore\n"
     assert recipes.written(page, "new") == page.replace("old", "new")
+
+
+def test_a_plan_of_today_takes_the_place_of_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES["lightning_module"]
+    monkeypatch.setattr(recipes, "planned_row", lambda _: "| a GPT, planned | 2 B |")
+    page = "| a GPT, planned | 1 B |\n| the script, measured | 3 B |\n```\noffload plan --old\n```\n"
+    new = page.replace("1 B", "2 B").replace("offload plan --old", recipes.command_of(recipe))
+    assert recipes.replanned(page, recipe) == new

@@ -18,3 +18,11 @@ def test_a_recipe_has_what_plain_torch_has(name: str) -> None:
     found = recipes.compare(name)
     assert found.difference <= RECIPES[name].bound
     assert found.tiers["disk"] > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_page_has_what_offload_plan_says(name: str) -> None:
+    """`make recipes ARGS=--plan` writes it anew."""
+    pytest.importorskip("transformers")
+    page = (recipes.PAGES / f"{name}.md").read_text()
+    assert recipes.replanned(page, RECIPES[name]) == page
