@@ -42,7 +42,7 @@ LIMIT_S = 900
 COLUMNS = 128
 
 ROUNDED = 1e-4
-"""The bound of AdamW: some ulps a step, over eight steps. The largest found is 1e-6 of a weight's largest element."""
+"""The bound of AdamW: some ulps a step, over eight steps. The largest found is 2e-5."""
 CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
     "llama-7B": ("LlamaConfig", {}),
     "llama-13B": (
@@ -127,6 +127,7 @@ RECIPES = {
         ("diffusers", "accelerate"),
         "a transformer of 2.6B parameters, as many as SDXL's UNet has",
         "--layers 33 --width 2560 --machine rtx4090-64gb --batch 8 --seq 1024 --activation-tier cpu",
+        bound=1e-3,  # biases before a normalisation have gradients of rounding only
     ),
     "vit": Recipe(
         ("timm",),
@@ -324,7 +325,7 @@ def figures(name: str, found: Compared | None) -> str:
         lines += ["", "The script was not run where the figures of the other recipes were measured."]
     else:
         toy = [format_bytes(found.tiers[tier]) for tier in ("device", "RAM", "disk")]
-        lines.append(row(("the script, measured", *toy, "", "")))
+        lines.append(f"{row(('the script, measured', *toy))} | |")
         used = ", ".join(f"{one} {version_of(one)}" for one in ("torch", *recipe.needs))
         lines += ["", textwrap.fill(f"The script was run on a CPU, with {used}. {verdict(recipe, found)}", COLUMNS)]
     lines += ["", "```", command_of(recipe), "```"]
