@@ -332,8 +332,8 @@ def verdict(recipe: Recipe, found: Compared) -> str:
     if not recipe.bound:
         return f"The {found.losses} losses and all trained weights have the bits of plain torch."
     return (
-        f"The {found.losses} losses and all trained weights are up to about {found.difference:.0e} of the largest value of "
-        f"their tensor apart from plain torch's; allowed are {recipe.bound:.0e}."
+        f"The {found.losses} losses and all trained weights are up to about {found.difference:.0e} of the largest "
+        f"value of their tensor apart from plain torch's; allowed are {recipe.bound:.0e}."
     )
 
 
