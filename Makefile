@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h ker
 # Where it is set, each process that tests start compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers docs wheel fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers recipes docs wheel fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -92,6 +92,21 @@ test-peers: $(VENV)/installed
 	OFFLOAD_TEST_DEVICE=simulated $(BIN)/python -m pytest -n 2 -m peers tests/peers/test_frameworks.py \
 		tests/peers/test_framework_ranks.py tests/peers/test_resuming.py $(ARGS)
 
+# Each recipe of docs/recipes beside plain torch, in an environment of its own that has one extra; some twenty minutes.
+# ARGS="lora sft" runs these, ARGS="--write" writes the figures into the pages.
+recipes: .venv-recipes/installed
+	.venv-recipes/bin/python bench/recipes.py $(ARGS)
+
+.venv-recipes/installed: $(SOURCES)
+	test -x .venv-recipes/bin/python || $(PYTHON) -m venv .venv-recipes
+	PIP_REQUIRE_VIRTUALENV=1 .venv-recipes/bin/pip --disable-pip-version-check install --quiet -c constraints.txt \
+		-e '.[recipes]'
+	@# Apart, so that transformers does not find torchvision. Of this one Python's part does without its operators, which
+	@# are built for one torch each.
+	PIP_REQUIRE_VIRTUALENV=1 .venv-recipes/bin/pip --disable-pip-version-check install --quiet --upgrade --no-deps \
+		-c constraints.txt --target .venv-recipes/vision timm torchvision==0.16.2
+	touch $@
+
 # A wheel, and a training with it in an environment that has nothing else.
 wheel: $(VENV)/installed
 	rm -rf out/wheel
@@ -133,4 +148,4 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis scratch out
+	rm -rf $(VENV) .venv-peers .venv-recipes build .mypy_cache .ruff_cache .pytest_cache .hypothesis scratch out

@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 EXAMPLES = ROOT / "docs" / "examples"
+RECIPES = ROOT / "docs" / "recipes"
 SHOWN = (".md", ".png", ".svg")
 
 BOOST = {"Start": 5, "How-to": 8, "Concepts": 4, "Reference": 2}
@@ -34,6 +35,19 @@ def example_page(script: Path) -> str:
     code = "\n".join(source.splitlines()[statement.end_lineno :]).strip("\n")
     title = re.split(r"[:.\n]", docstring)[0]
     return f"# {title}\n\n{docstring}\n\n`{script.relative_to(ROOT)}`:\n\n```python\n{code}\n```\n"
+
+
+def with_script(markdown: str, source: str) -> str:
+    """The page of a recipe with its script below; any other page as it is.
+
+    Args:
+        markdown: the page.
+        source: its place on the site.
+    """
+    script = RECIPES / f"{Path(source).stem}.py"
+    if Path(source).parent.name != RECIPES.name or not script.exists():
+        return markdown
+    return f"{markdown}\n## The script\n\n```python\n{script.read_text().strip()}\n```\n"
 
 
 def fit_links(markdown: str, source: str) -> str:
@@ -105,10 +119,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as the site has them, and how much the page counts in the search."""
+    """Links as the site has them, the script of a recipe, and how much the page counts in the search."""
     groups = [section.title for section in page.ancestors]
     page.meta["search"] = {"boost": BOOST[groups[0]] if len(groups) == 1 else 1}
-    return fit_links(markdown, page.file.src_uri)
+    return with_script(fit_links(markdown, page.file.src_uri), page.file.src_uri)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

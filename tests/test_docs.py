@@ -21,6 +21,7 @@ from tests.test_rooms import FLOORS, sources
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.md"))
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields")
@@ -106,7 +107,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert {name.split(".")[1] for name in frameworks} == {"transformers", "accelerate", "lightning", "quantised"}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS, *RECIPES], ids=lambda path: path.stem)
 def test_links_lead_somewhere(document: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
@@ -123,11 +124,11 @@ def test_every_page_has_a_link_in_the_text_of_another_page() -> None:
     """Scripts among the examples are pages of the site, too."""
     linked = {
         (page.parent / target.partition("#")[0]).resolve()
-        for page in [*DOCUMENTS, *RESULTS]
+        for page in [*DOCUMENTS, *RESULTS, *RECIPES]
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
         if (page.parent / target.partition("#")[0]).resolve() not in (page, page.parent)
     }
-    pages = {*DOCUMENTS, *RESULTS, *EXAMPLES} - {ROOT / "README.md"}
+    pages = {*DOCUMENTS, *RESULTS, *RECIPES, *EXAMPLES} - {ROOT / "README.md"}
     assert not sorted(str(page.relative_to(ROOT)) for page in pages - linked)
 
 
@@ -155,8 +156,8 @@ def test_example_is_a_page_with_its_docstring_as_text_and_its_code_as_it_is(scri
 
 
 def test_links_to_examples_lead_to_their_pages_on_the_site(site: ModuleType) -> None:
-    assert site.fit_links("[it](docs/examples/lora.py)", "index.md") == "[it](examples/lora.md)"
-    assert site.fit_links("[it](examples/lora.py)", "commits.md") == "[it](examples/lora.md)"
+    assert site.fit_links("[it](docs/examples/torchrun.py)", "index.md") == "[it](examples/torchrun.md)"
+    assert site.fit_links("[it](examples/torchrun.py)", "commits.md") == "[it](examples/torchrun.md)"
     assert site.fit_links("[step](step.md)", "bench/results/hiding.md") == "[step](../../bench/results/step.md)"
     assert site.fit_links("[code](../offload/errors.py), [tests](../tests)", "errors.md") == "code, tests"
 
@@ -176,7 +177,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS, *RECIPES], ids=lambda path: path.stem)
 def test_lists_begin_after_an_empty_line(document: Path) -> None:
     """The site's parser takes them for lines of the paragraph above otherwise, as the repository's does not."""
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -322,5 +323,5 @@ def test_every_page_is_in_the_sites_menu() -> None:
     """The site is built strictly: a page that is in no menu stops it."""
     menu = re.findall(r"(?m)^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1])
     shown = {path for name in menu for path in (*(ROOT / "docs").glob(name), *ROOT.glob(name))}
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "bench" / "results").rglob("*.md")}
+    pages = {*(ROOT / "docs").glob("*.md"), *RECIPES, *(ROOT / "bench" / "results").rglob("*.md")}
     assert {str(page.relative_to(ROOT)) for page in pages - shown} == set()

@@ -11,20 +11,11 @@ import pytest
 from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-FRAMEWORKS = {
-    "trainer": "transformers",
-    "accelerate_loop": "accelerate",
-    "lightning_module": "lightning",
-    "lora": "peft",
-    "qlora": "bitsandbytes",
-    "finetune": "transformers",
-}
+FRAMEWORKS = {"finetune": "transformers"}
 """What an example needs beside, by its name."""
 LAUNCHED = {"tensor_parallel"}
 """Only under torchrun."""
-COMPARED = {"grpo": "trl"}
-"""The same of those that are compared with plain torch and do not resume."""
-PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in {*FRAMEWORKS, *COMPARED, *LAUNCHED}]
+PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in {*FRAMEWORKS, *LAUNCHED}]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -61,12 +52,3 @@ def test_example_with_a_framework_runs_and_resumes(name: str) -> None:
     pytest.importorskip(FRAMEWORKS[name])
     resumed = output_of(EXAMPLES / f"{name}.py").split("resumed\n")[1]
     assert "step  8" in resumed or "step 16" in resumed
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("name", COMPARED)
-def test_example_beside_plain_torch_has_what_that_has(name: str) -> None:
-    pytest.importorskip(COMPARED[name])
-    output = output_of(EXAMPLES / f"{name}.py")
-    assert output.count("the same as in plain torch") == 2
-    assert "plain torch has" not in output
