@@ -1262,9 +1262,9 @@ class OffloadZero(torch.optim.Optimizer):
         - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
-        - iteration_s: from the end of a step to the end of the next one, the median of the last ones (None: there were
+        - iteration_s: from the end of a step to the end of the next one, the median of the last ones (nan: there were
           too few). predicted_iteration_s: what was predicted, from what `offload probe` measured and the tokens of the
-          first micro-batches (None: it is not predicted).
+          first micro-batches (nan: it is not predicted).
         - park_s: time spent in moving the model to the CPU and back (`model.cpu()`, `model.to(device)`), while an
           engine generates there. parked_bytes: what that copied of parameters, states and buffers for gradients.
         - peak_cpu_bytes, cpu_budget_bytes: RAM that this library took at most, and may take. peak_device_bytes,
@@ -1319,8 +1319,7 @@ class OffloadZero(torch.optim.Optimizer):
             **self._commits.copies_of_snapshots,
             "snapshot_copied_bytes": counted("snapshot_copied_bytes"),
             **{name: self._timeline.seconds(name) for name in _SPANS},
-            "iteration_s": self._prediction.measured_s,
-            "predicted_iteration_s": self._prediction.predicted_s,
+            **self._prediction.figures,
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,
             "io_engine": None if parts.engine is None else parts.engine.name,

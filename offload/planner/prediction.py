@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from math import nan
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -88,6 +89,12 @@ class Prediction:
         if self.is_counting and torch.is_grad_enabled():
             self._tokens += _tokens_in((args, kwargs))
             self._forwards += 1
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What `stats()` has of it: numbers always, which people subtract; nan: it is not known."""
+        known = {"iteration_s": self.measured_s, "predicted_iteration_s": self.predicted_s}
+        return {name: nan if seconds is None else seconds for name, seconds in known.items()}
 
     @property
     def measured_s(self) -> float | None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from offload import Tuning, tile_tokens
-from offload.integrations.transformers import fuse_loss
 from tests.peers.test_transformers import gpt2, llama
 from tests.support.streamed import Streams, Watched, finish
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers")
+integration = pytest.importorskip("offload.integrations.transformers")
 
 TOKENS, TILE = 40, 7
 """Of a micro-batch: six tiles, of which the last is smaller."""
@@ -182,7 +182,7 @@ def test_a_model_with_both_trains_with_neither_logits_nor_whole_mlps(tmp_path: P
     seen: list[int] = []
 
     def build() -> Any:
-        model = fuse_loss(tiled(MODELS["qwen2 tied"]())).train()
+        model = integration.fuse_loss(tiled(MODELS["qwen2 tied"]())).train()
         model.model.layers[1].mlp.up_proj.register_forward_hook(lambda _, __, made: seen.append(made.shape[-2]))
         return model
 

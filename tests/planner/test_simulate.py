@@ -336,7 +336,9 @@ def test_an_iteration_takes_no_less_than_each_of_its_resources_and_little_more_t
         found = iteration_of(planned, there, passes)
         least = least_seconds(planned.layout, placement, passes, there)
         assert least <= found.seconds * (1 + 1e-9), slow
-        if found.parts.get(slow, 0.0) > 0.9 * found.seconds:
+        # Of tiles and whole matrices the bound leaves out what depends on the tokens, or on another rate.
+        is_bounded = case.options.get("tuning") is not IN_TILES
+        if is_bounded and not case.matrices and found.parts.get(slow, 0.0) > 0.9 * found.seconds:
             assert least > 0.3 * found.seconds, slow
 
 
