@@ -132,7 +132,7 @@ def result_of(name: str, folder: Path, dtype: torch.dtype, steps: int) -> Result
     """Starts the ranks, and returns what the first one found."""
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=_rank, args=(rank, name, str(folder), dtype, steps), daemon=True)
+        context.Process(target=_rank, args=(rank, name, str(folder.resolve()), dtype, steps), daemon=True)
         for rank in range(RANKS)
     ]
     for one in ranks:
