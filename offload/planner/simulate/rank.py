@@ -344,6 +344,7 @@ class Rank:
         yield from self._wait_for_gradients()
         if self._tried is not None:
             yield from self.host.wait(self._trials.cancel(), self._trials.line)
+            self._waiting_trials.clear()
         if commits:
             self.host.begins(COMMIT)
             for kind, store in self.stores.by_kind.items():
