@@ -304,8 +304,7 @@ def _work_of(shape: ModelShape, choice: Choice) -> Work:
     trained, frozen = (
         sum(spec.numel for spec in shape.specs if spec.is_frozen is is_frozen) for is_frozen in (False, True)
     )
-    recomputes = choice.activations.tier is not None and choice.activations.recompute
-    return Work(trained, frozen, tokens=1, recomputes=recomputes)
+    return Work(trained, frozen, tokens=1, recomputes=choice.activations.recomputes)
 
 
 def settle_trials(plan: Plan, start: Start, comm: Communicator) -> Plan:

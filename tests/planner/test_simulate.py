@@ -241,6 +241,16 @@ def test_steps_that_are_tried_move_what_a_run_counts(
     assert found.kept_bytes > 0
 
 
+@pytest.mark.parametrize("name", TRIALS)
+def test_few_trials_wait_at_a_time_and_each_chunk_moves_once(name: str, tmp_path: Path) -> None:
+    _, _, planned = _planned(TRIALS[name], tmp_path)
+    speeds = replace(WITH_LINK if TRIALS[name].device else SPEEDS, drives=(DriveSpeed(1e6, 1e6, 1e6),))
+    backward_s = dict.fromkeys((spec.unit for spec in planned.layout.specs), 1.0)  # far longer than a trial
+    found, placement = iteration_of(planned, speeds, Passes({}, backward_s)), planned.place()
+    assert (found.read_bytes, found.written_bytes) == (placement.read_bytes, placement.written_bytes)
+    assert found.kept_bytes > 0
+
+
 @pytest.mark.parametrize("name", TIMED)
 def test_where_reads_depend_on_time_they_differ_by_what_buffers_hold(
     name: str, copied_by: CopiedBy, tmp_path: Path

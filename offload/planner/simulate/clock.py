@@ -245,8 +245,7 @@ class Channel:
     def _expect(self) -> None:
         """Plans the end of the transfer that ends first."""
         self._plan = plan = self._plan + 1
-        # What is left is below 0 by a rounding, if another one ended at almost the same time.
-        ends = [(max(one.left, 0.0) / speed, one) for one, speed in self._speeds()]
+        ends = [(one.left / speed, one) for one, speed in self._speeds()]
         if ends:
             soonest = min(end for end, _ in ends)
             ending = [one for end, one in ends if end <= soonest * (1 + 1e-12)]
