@@ -20,7 +20,7 @@ def at_once(patch: pytest.MonkeyPatch) -> None:
 
     def tells_and_waits(self: Trials, param: int) -> None:
         tells(self, param)
-        wait_for_all(self._queue)
+        wait_for_all(tuple(self._queue))  # late gradients come in a thread, and the program may end trials meanwhile
 
     patch.setattr(Trials, "_gradient_is_whole", tells_and_waits)
 
