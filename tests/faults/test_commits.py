@@ -69,7 +69,7 @@ def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
 
 
 def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, states: str = "fp32", each: str = "") -> None:
-    """Args: states: as OffloadZero has it; each: what is drawn for each start, "layouts", "trials" or "experts"."""
+    """Args: states, each: as STATES and what follows it in tests/support/killed.py."""
     run_killed("killed", seed, kills, tmp_path, paths, states, *([each] if each else []))
 
 
@@ -100,7 +100,7 @@ def test_a_hundred_kills_of_runs_whose_experts_owe_steps(tmp_path: Path, states:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("paths", "states"), [(1, "fp32"), (2, "fp32"), (2, "8bit")])
+@pytest.mark.parametrize(("paths", "states"), [(1, "fp32"), (2, "fp32"), (2, "8bit"), (1, "split")])
 def test_a_hundred_kills_of_runs_that_try_steps(tmp_path: Path, paths: int, states: str) -> None:
     kill(tmp_path, 100, paths, seed=200 + paths, states=states, each="trials")
 

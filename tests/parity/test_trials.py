@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
+from offload.optim.rule import Progress
+from offload.optim.rules.adam import AdamRule
 from offload.planner import least_cpu_memory
 from offload.storage.slot_map import ChunkKind
 from tests.support import tried
@@ -503,6 +505,15 @@ def test_small_states_are_tried_with_the_random_bits_of_the_step(states: str, tm
     kept, plain = (trained(where, tmp_path, events, commit_every=0, states=states) for where in ("nvme", "cpu"))
     require_same(kept.seen, plain.seen)
     assert kept.kept[1] > kept.kept[2] > kept.kept[3] == 0
+
+
+@pytest.mark.parametrize("form", ["8bit", "bf16"])
+def test_steps_that_differ_in_their_random_bits_alone_are_told_apart(form: str) -> None:
+    """After so many steps both corrections are 1 in fp32, and all else that a step of fp32 states takes is the same."""
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    for rule, are_equal in ((AdamRule(), True), (AdamRule(form), False)):
+        one, other = (rule.scalar_bytes(rule.scalars(group, Progress(step), 1.0)) for step in (10**6, 10**6 + 1))
+        assert (one == other) is are_equal
 
 
 @pytest.mark.usefixtures("always")

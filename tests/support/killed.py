@@ -2,16 +2,18 @@
 
 `python -m tests.support.killed SEED KILLS SCRATCH PATHS STATES [layouts|trials|experts]`: forks trainings, kills each
 at a random instant, and compares what the one that reaches the end has with an uninterrupted one. With `layouts` each
-start is in another layout. With `trials` most try steps in backward, and commit between a backward and its step, too.
-With `experts` the model has some, most of which do nothing in a step, and each start has other tiles and chunks, or no
-tiles, or makes their steps in time. STATES is as OffloadZero has it; where it is not fp32, masters are split. Forked
-before torch does anything: a start takes milliseconds. With OFFLOAD_TEST_DEVICE=simulated each training is on that
-device, which only it has loaded.
+start is in another layout. With `trials` most try steps in backward, and commit between a backward and its step, too;
+three of ten kills wait until they come between a backward that has tried steps and its step. With `experts` the model
+has some, most of which do nothing in a step, and each start has other tiles and chunks, or no tiles, or makes their
+steps in time. STATES is as OffloadZero has it; where it is not fp32, masters are split, and "split" is fp32 with split
+masters. Forked before torch does anything: a start takes milliseconds. With OFFLOAD_TEST_DEVICE=simulated each training
+is on that device, which only it has loaded.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import random
 import shutil
@@ -19,8 +21,10 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,22 @@ LR = 1e-2
 EVERY = 3
 """Steps between commits."""
 AfterStep = Callable[[int, nn.Module, OffloadZero], None]
+
+
+class Moment(IntEnum):
+    """Where a training is."""
+
+    ELSEWHERE = 0
+    BACKWARD = 1
+    """In the backward of the last micro-batch of a step, which makes trials."""
+    BEFORE_STEP = 2
+    """Between that and its step, and nothing was tried."""
+    TRIED = 3
+    """Likewise, and something was."""
+
+
+_now = mmap.mmap(-1, 1)
+"""The moment, which a forked training tells whoever kills it."""
 
 
 EXPERTS = 6
@@ -72,8 +92,8 @@ def build(*, has_experts: bool = False) -> nn.Module:
 
 @dataclass
 class Layout:
-    """chunk: its bytes; states, resume: as OffloadZero has them; speculate: as Tuning; None: no start has it;
-    has_experts: whether the model has some; tile, late: as Tuning."""
+    """chunk: its bytes; states: as STATES above; resume: as OffloadZero has it; speculate: as Tuning; None: no start
+    has it; has_experts: whether the model has some; tile, late: as Tuning."""
 
     paths: list[Path]
     states: str = "fp32"
@@ -101,7 +121,8 @@ def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
         load_simulated()
     model = build(has_experts=layout.has_experts).to(DEVICE)
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
-    options: dict[str, Any] = {"accumulation": ACCUMULATION, "states": layout.states}
+    options: dict[str, Any] = {"accumulation": ACCUMULATION}
+    options["states"] = "fp32" if layout.states == "split" else layout.states
     options["tuning"] = Tuning(chunk=layout.chunk, threads=1, split_master=layout.states != "fp32")
     options["tuning"] = replace(options["tuning"], speculate=bool(layout.speculate))
     if layout.has_experts:
@@ -147,14 +168,21 @@ def train(layout: Layout, result: Path, after_step: AfterStep | None = None) -> 
             for _ in range(begun):
                 scheduler.step()
         generator = torch.Generator()
+        tried = 0.0
         for step in range(begun, STEPS):
             for micro in range(ACCUMULATION):
                 x = torch.randn(4, 32, generator=generator.manual_seed(ACCUMULATION * step + micro))
-                (model(x.bfloat16().to(DEVICE)).float().square().mean() / ACCUMULATION).backward()
+                loss = model(x.bfloat16().to(DEVICE)).float().square().mean() / ACCUMULATION
+                _now[0] = Moment.BACKWARD if micro == ACCUMULATION - 1 else Moment.ELSEWHERE
+                loss.backward()
+            is_tried = optimizer.stats()["tried_bytes"] > tried
+            _now[0] = Moment.TRIED if is_tried else Moment.BEFORE_STEP
             optimizer.clip_grad_norm_(0.5 if step % 3 == 1 else 1e6)
             if layout.speculate and step % EVERY == 1:
                 optimizer.commit()
+            _now[0] = Moment.ELSEWHERE
             optimizer.step()
+            tried = optimizer.stats()["tried_bytes"]
             scheduler.step()
             optimizer.zero_grad()
             if (step + 1) % (2 * EVERY) == EVERY:
@@ -182,6 +210,22 @@ def fork(work: Callable[[], None]) -> int:
         sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def wait_for(moment: Moment, limit_s: float) -> None:
+    """Waits until a training is there, for so long at most. Few kills would come in a moment that is short."""
+    end = time.monotonic() + limit_s
+    while _now[0] != moment and time.monotonic() < end:
+        time.sleep(1e-4)
+
+
+def kill(child: int) -> bool:
+    """Kills a training. Returns: whether it had not come to its end."""
+    os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, -signal.SIGKILL):  # one that crashed was not killed
+        raise SystemExit(f"a resumed training failed, with {code}")
+    return code != 0
 
 
 def finish(work: Callable[[], None]) -> float:
@@ -224,20 +268,21 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, each:
     in_time = Layout([alone], states_in, has_experts=each == "experts")
     whole_s = max(finish(lambda: train(in_time, expected)), 0.05)
     done = resumed = owing = rounds = 0
+    moments: Counter[Moment] = Counter()
     while done < kills:
         rounds += 1
         paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
         result = scratch / f"round{rounds}.safetensors"
         while done < kills:
+            _now[0] = Moment.ELSEWHERE
             child = fork(partial(train, next_layout(paths), result))
             time.sleep(chance.uniform(0, 0.6 * whole_s))
-            os.kill(child, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code == 1:
-                raise SystemExit("a resumed training failed")
-            if code == 0:
+            if each == "trials" and chance.random() < 0.3:
+                wait_for(Moment.TRIED, whole_s)
+            if not kill(child):
                 break
             done += 1
+            moments[Moment(_now[0])] += 1
             resumed += any((path / "COMMIT").exists() for path in paths)
             owing += each == "experts" and holds_in_child(partial(owes, paths))
         finish(partial(train, next_layout(paths), result))
@@ -246,7 +291,13 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, each:
             shutil.rmtree(path, ignore_errors=True)
     if each == "experts" and kills > 20 and not owing:
         raise SystemExit("experts owed steps at none of the kills")
-    print(f"{done} kills, {resumed} of them after a commit, {owing} owing, {rounds} rounds, {whole_s:.2f} s each")
+    if each == "trials" and kills >= 100 and not (moments[Moment.BACKWARD] and moments[Moment.TRIED]):
+        raise SystemExit(f"no kill came inside a backward, or between one that tried steps and its step: {moments}")
+    print(
+        f"{done} kills, {resumed} of them after a commit, {owing} owing, {moments[Moment.BACKWARD]} inside a backward, "
+        f"{moments[Moment.TRIED]} between one that tried steps and its step, {moments[Moment.BEFORE_STEP]} between "
+        f"another one and its step, {rounds} rounds, {whole_s:.2f} s each"
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, Subset
 
 from offload import OffloadZero, Tuning
-from tests.support.killed import finish, fork, require_same, states
+from tests.support.killed import finish, fork, kill, require_same, states
 
 STEPS = 30
 EXAMPLES = 28
@@ -116,11 +116,7 @@ def main(seed: int, kills: int, scratch: Path, kind: str) -> None:
         while done < kills:
             groups.append(fork(partial(train, kind, result, path)))
             time.sleep(chance.uniform(0, 0.8 * whole_s))
-            os.kill(groups[-1], signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(groups[-1], 0)[1])
-            if code == 1:
-                raise SystemExit("a resumed training failed")
-            if code == 0:
+            if not kill(groups[-1]):
                 break
             done += 1
             resumed += (path / "COMMIT").exists()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from torch import nn
 from offload import OffloadZero
 from offload.checkpoint.reader import Reader
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME
-from tests.support.killed import EVERY, Layout, begin, finish, fork, require_same, states, train
+from tests.support.killed import EVERY, Layout, begin, finish, fork, kill, require_same, states, train
 
 KEEP = 2
 BEGINS = "begins"
@@ -163,14 +162,12 @@ def main(seed: int, kills: int, scratch: Path, count: int) -> None:
                 time.sleep(chance.uniform(0, whole_s / 40))
             else:
                 time.sleep(chance.uniform(0, 0.6 * whole_s))
-            os.kill(child, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            require(code != 1, "a resumed training failed")
+            is_cut_off = kill(child)
             notes.until(1 << 30)
             notes.close()
             taken += [name for name in notes.lines if name != BEGINS and name not in taken]
             finish(partial(look, paths, taken, steps, scratch / "looked"))
-            if code == 0:
+            if not is_cut_off:
                 break
             done += 1
             inside += notes.lines[-1:] == [BEGINS]
