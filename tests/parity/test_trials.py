@@ -22,6 +22,7 @@ from offload.interrupts import wait_for_all
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
 from offload.planner import least_cpu_memory
+from offload.profiling import Timeline
 from offload.storage.slot_map import ChunkKind
 from tests.support import tried
 from tests.support.cases import often, products
@@ -443,6 +444,40 @@ def test_a_gradient_that_comes_beside_a_commit_is_not_tried(
         loop.end()
     require_same(loops[1].seen, loops[0].seen)
     assert [bool(kept) for kept in loops[1].kept] == [False, True, False, True]
+
+
+def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial is still under way: its kernel has ended, and nobody knows of its result yet. The new one is whole."""
+    loops = [Loop(where, tmp_path / where, commit_every=0) for where in ("nvme", "cpu")]
+    count, names = Timeline.count, [spec.name for spec in loops[0].optimizer._layout.specs]
+    number, is_time = names.index("2.weight"), False
+
+    def changes(loop: Loop) -> None:
+        gradients = loop.optimizer._parts.gradients
+        gradients.write(number, gradients.values(number) * 0.25)
+        gradients._shards.sum_squares([number])
+
+    def counts(self: Timeline, name: str, amount: int) -> None:
+        nonlocal is_time
+        if name == "tried_bytes" and is_time and loops[0].optimizer._parts.gradients.has(number):
+            is_time = False
+            changes(loops[0])
+        count(self, name, amount)
+
+    monkeypatch.setattr(Timeline, "count", counts)
+    for loop in loops:
+        for step in range(STEPS):
+            is_time = step == AT and loop is loops[0]
+            loop.backward()
+            assert not is_time
+            if step == AT and loop is loops[1]:
+                changes(loop)
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+    assert 0 < loops[0].kept[AT] < loops[0].kept[AT - 1]
 
 
 def test_commits_after_steps_keep_nothing_from_being_tried(tmp_path: Path) -> None:
