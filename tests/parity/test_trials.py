@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
+from offload.optim.trials import _Trial
 from offload.planner import least_cpu_memory
 from offload.profiling import Timeline
 from offload.storage.slot_map import ChunkKind
@@ -478,6 +480,30 @@ def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_w
         loop.end()
     require_same(loops[0].seen, loops[1].seen)
     assert 0 < loops[0].kept[AT] < loops[0].kept[AT - 1]
+
+
+OTHERS: dict[str, Callable[[_Trial], _Trial]] = {
+    "gradients": lambda one: one._replace(generations=tuple(number - 1 for number in one.generations)),
+    "elements": lambda one: one._replace(runs=[replace(run, stop=run.stop - 1) for run in one.runs]),
+    "scalars": lambda one: one._replace(runs=[replace(run, key=bytes(len(run.key))) for run in one.runs]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_chunk_that_was_tried_with_one_other_input_is_not_kept(other: str, tmp_path: Path) -> None:
+    """Each input alone: where a program changes one of them, others mostly change, too."""
+    loop = Loop("nvme", tmp_path, commit_every=0)
+    for step in range(AT + 1):
+        loop.backward()
+        trials = loop.optimizer._parts.step.trials
+        assert trials is not None
+        if step == AT:
+            index, trial = next(iter(trials._made.items()))
+            trials._made[index] = OTHERS[other](trial)
+        loop.step()
+    nbytes = loop.optimizer._parts.stores[ChunkKind.STATES].nbytes(index)
+    loop.end()
+    assert loop.kept[AT] == loop.kept[AT - 1] - nbytes
 
 
 def test_commits_after_steps_keep_nothing_from_being_tried(tmp_path: Path) -> None:
