@@ -7,7 +7,8 @@ asserted, too: so a key that were too strict would show, as well as one that wer
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
+from offload.native import Task
+from offload.optim.chunk_work import ChunkWork
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
 from offload.optim.trials import _Trial
@@ -480,6 +483,48 @@ def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_w
         loop.end()
     require_same(loops[0].seen, loops[1].seen)
     assert 0 < loops[0].kept[AT] < loops[0].kept[AT - 1]
+
+
+ENDS: dict[str, Callable[[Loop], object]] = {
+    "step": lambda loop: loop.step(),
+    "commit": lambda loop: loop.optimizer.commit(),
+    "rollback": lambda loop: loop.optimizer.rollback(),
+    "close": lambda loop: loop.optimizer.close(),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_what_no_trial_may_run_beside_waits_for_the_one_that_has_begun_and_drops_the_others(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # trials wait
+    loop = Loop("nvme", tmp_path, commit_every=0)
+    loop.backward()
+    loop.optimizer.commit()
+    loop.step()
+    parts, trials = loop.optimizer._parts, loop.optimizer._parts.step.trials
+    assert trials is not None
+    tasks, has_begun, may_end = trials._tasks, threading.Event(), threading.Event()
+    chunks: list[int] = []
+
+    def wait(work: ChunkWork, *about: Any) -> Sequence[Task]:
+        chunks.append(work.chunk.index)
+        has_begun.set()
+        assert may_end.wait(60)
+        return tasks(work, *about)
+
+    monkeypatch.setattr(trials, "_tasks", wait)
+    loop.model(loop.batch()).float().pow(2).mean().backward()
+    parts.gradients.drain()
+    assert has_begun.wait(60)
+    assert len(trials._queue) > 1
+    threading.Timer(0.1, may_end.set).start()
+    ENDS[ends](loop)
+    assert may_end.is_set()
+    tried = parts.run.timeline.counted("tried_bytes")
+    assert tried == parts.stores[ChunkKind.STATES].nbytes(chunks[0])
+    assert len(chunks) == 1
+    loop.optimizer.close()
 
 
 OTHERS: dict[str, Callable[[_Trial], _Trial]] = {

@@ -134,6 +134,23 @@ def test_a_reader_keeps_the_version_before_in_ram_no_longer_than_that_is_the_las
     assert read(store, 0) == 2
 
 
+def test_keeping_waits_for_whoever_reads_the_version_before(store: Store) -> None:
+    attempt(store, 0, 2)
+    store.drain()
+    store.expect([0], repeats=False)  # it is being read
+    store.keep([0], 2)
+    assert read(store, 0) == 2
+
+
+def test_going_back_forgets_what_was_tried(store: Store) -> None:
+    versions = store.flush()
+    store.set_committed(versions)
+    attempt(store, 0, 2)
+    store.reset(versions)
+    assert store.keep([0], 2) == set()
+    assert read(store, 0) == 1
+
+
 def test_an_order_that_does_not_repeat_is_read_once(engine: FaultyEngine, tmp_path: Path) -> None:
     with store_on(engine, tmp_path / "run") as store:
         store.drain()
