@@ -137,6 +137,25 @@ def test_a_change_makes_the_sums_of_one_tile_stale_and_a_sum_forgets_norms() -> 
     assert not sums.norms
 
 
+def test_a_gradient_that_begins_to_change_while_its_number_is_asked_for_has_the_number_before() -> None:
+    """In another thread, say, between any two lines: the number after is that of the new gradient alone."""
+    sums = sums_of(layout_of((10,)))
+    sums.sum_tile(0, 0, torch.ones(10, dtype=torch.bfloat16))
+    before, stale = sums.generation(0), sums.stale
+
+    def changes(param: int) -> list[int]:
+        found = stale(param)
+        sums.changes(param)
+        return found
+
+    sums.stale = changes  # type: ignore[method-assign]
+    assert sums.generation(0) == before
+    sums.stale = stale  # type: ignore[method-assign]
+    assert sums.generation(0) is None
+    sums.sum_tile(0, 0, torch.zeros(10, dtype=torch.bfloat16))
+    assert sums.generation(0) not in (before, None)
+
+
 def test_zeros_are_what_has_no_other_elements() -> None:
     """Also where a square is less than any fp32, and where it is NaN."""
     tile, tiles = SUM_BLOCK + 64, 7

@@ -225,6 +225,12 @@ def begun_anew(loop: Loop) -> None:
     loop.backward()
 
 
+def begun_anew_with_another_lr(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    halved(loop)
+    loop.backward()
+
+
 def zeroed(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=False)
 
@@ -279,6 +285,7 @@ EVENTS = {
     "dropped": Event(dropped, SOME),
     "all become zeros": Event(zeroed, NONE),
     "begun anew": Event(begun_anew, ALL),
+    "begun anew with another lr": Event(begun_anew_with_another_lr, ALL),
     "parameter written": Event(written, SOME),
     "forward without gradients": Event(evaluated, ALL),
     "states looked at": Event(looked_at, ALL),
@@ -741,20 +748,35 @@ def test_a_step_moves_24_bytes_a_parameter_where_none_clips_and_ten_steps_after_
     assert all_clip == pytest.approx(24, rel=0.02)
 
 
-def test_where_most_steps_come_to_clip_nothing_is_tried_any_more(tmp_path: Path) -> None:
+def test_where_most_steps_come_to_clip_nothing_is_tried_until_most_do_not(tmp_path: Path) -> None:
     loop = Loop("nvme", tmp_path, commit_every=None)
+    trials = loop.optimizer._parts.step.trials
+    assert trials is not None
     tried = [0.0]
-    for step in range(24):
+    for step in range(34):
         loop.backward()
-        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e4 if step < 8 else 1e-4)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-4 if 8 <= step < 24 else 1e4)
         loop.step()
         tried.append(loop.optimizer.stats()["tried_bytes"])
+        assert step >= 8 or trials._kept_share == 1
     loop.end()
     assert loop.kept[0] == 0  # before a first step nobody knows whether it clips
     assert all(loop.kept[1:8])
-    assert not any(loop.kept[8:])
+    assert not any(loop.kept[8:24])
     assert tried[9] > tried[8]
-    assert tried[-1] == tried[20]
+    assert tried[24] == tried[20]
+    assert all(loop.kept[30:])
+
+
+def test_where_every_gradient_gets_a_factor_nothing_is_ever_tried(tmp_path: Path) -> None:
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    for _ in range(6):
+        loop.backward()
+        for param in loop.model.parameters():
+            param.grad.mul_(0.5)  # type: ignore[union-attr]
+        loop.step()
+    assert loop.optimizer.stats()["tried_bytes"] == 0
+    loop.end()
 
 
 def test_nothing_more_is_tried_once_gradients_exceed_what_they_were_clipped_to(tmp_path: Path) -> None:
