@@ -274,10 +274,10 @@ def main(seed: int, kills: int, scratch: Path, count: int, states_in: str, each:
         paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
         result = scratch / f"round{rounds}.safetensors"
         while done < kills:
-            _now[0] = Moment.ELSEWHERE
-            child = fork(partial(train, next_layout(paths), result))
+            _now[0], layout = Moment.ELSEWHERE, next_layout(paths)
+            child = fork(partial(train, layout, result))
             time.sleep(chance.uniform(0, 0.6 * whole_s))
-            if each == "trials" and chance.random() < 0.3:
+            if layout.speculate and chance.random() < 0.3:
                 wait_for(Moment.TRIED, whole_s)
             if not kill(child):
                 break
