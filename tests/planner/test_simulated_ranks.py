@@ -126,7 +126,7 @@ def model_of(case: Case) -> Wide | Routed | Net:
 
 
 def without_biases(model: Wide) -> Wide:
-    """A model whose tiled layers use no parameter of their block: backward would enter it once more for each of them."""
+    """A model whose tiled layers use no parameter of their block, which backward would enter once more for each."""
     for module in model.blocks.modules():
         if isinstance(module, nn.Linear):
             module.bias = None
