@@ -61,6 +61,8 @@ RUNNING = 0.6
 MEDIAN_TARGET, WORST_TARGET = 0.08, 0.20
 """Of the errors of seconds."""
 DISK_TRANSFERS, DISK_BYTES = 16, 24 * MIB
+ANY_SPEEDS = Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)], matrix_flops=1e9)
+"""With which a configuration is simulated to learn whether it can be."""
 WHOSE = "nvme", "activation"
 """In `stats()`, what drives move."""
 COMPUTED = 3
@@ -196,6 +198,10 @@ class Measured:
         drive, passes = self.drive, (self.forward_s, self.backward_s)
         return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, self.matrix_flops
 
+    @property
+    def speeds(self) -> Speeds:
+        return Speeds(self.elements_per_s, self.memory, [self.drive], matrix_flops=self.matrix_flops)
+
     def mean_with(self, other: Measured) -> Measured:
         means = [statistics.mean(pair) for pair in zip(self.all, other.all, strict=True)]
         return Measured(DriveSpeed(*means[:3]), *means[3:])
@@ -326,6 +332,11 @@ def tiles_of(one: Configuration, planned: Planned) -> Mapping[str, Sequence[Sequ
     return expected_tiles(planned.layout, names, ROUTING, one.tokens[0] * one.tokens[1])
 
 
+def beside_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Passes:
+    """What is known of a micro-batch before its seconds are."""
+    return Passes(waiting=waiting_of(one, planned, dtype), tiles=tiles_of(one, planned))
+
+
 def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: float) -> tuple[list[float], float]:
     """Seconds of each iteration, and the bytes that drives moved in one.
 
@@ -361,9 +372,8 @@ def result_of(
     """Predicts and measures a configuration; see `measured`."""
     given, planned = options_of(one, folder, dtype)
     layout, placement, count = planned.layout, planned.place(), planned.layout.trained.numel
-    beside = Passes(waiting=waiting_of(one, planned, dtype), tiles=tiles_of(one, planned))
-    any_speeds = Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)], matrix_flops=1e9)
-    unknown = simulate(layout, placement, beside, any_speeds)
+    beside = beside_of(one, planned, dtype)
+    unknown = simulate(layout, placement, beside, ANY_SPEEDS)
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
     work = matrix_work(layout.trained, layout.trained.chunks)
@@ -374,8 +384,7 @@ def result_of(
         gc.collect()
         after = rates.measure()
     mean = before.mean_with(after)
-    speeds = Speeds(mean.elements_per_s, mean.memory, [mean.drive], matrix_flops=mean.matrix_flops)
-    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, beside), speeds)
+    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, beside), mean.speeds)
     assert isinstance(found, Iteration)
     every = planned.choice.commits.every or 0
     commit_s, commit_bytes = (found.commit_s / every, found.commit_bytes / every) if every else (0.0, 0.0)

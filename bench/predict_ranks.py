@@ -28,8 +28,9 @@ from bench.limits import Disk
 from bench.predict import Configuration, Rates, Result
 from offload import Tuning, native
 from offload.native.threads import usable_cpus
+from offload.optim.flops import matrix_work
 from offload.planner.simulate import Iteration, NotPredicted, simulate
-from offload.planner.simulate.speeds import DriveSpeed, NetworkSpeed, Passes, Speeds
+from offload.planner.simulate.speeds import NetworkSpeed
 from offload.planner.simulate.what_if import shared_out
 from offload.sizes import MIB
 
@@ -53,6 +54,12 @@ CONFIGURATIONS = {
     "125m, two ranks, stage 2, NVMe": _on_nvme("125m", 2),
     "125m, two ranks, stage 3, parameters on NVMe": _on_nvme("125m", 3, param_tier="nvme"),
     "125m, two ranks, stage 2, parameters in RAM": _on_nvme("125m", 2, param_tier="cpu"),
+    "125m, two ranks, stage 2, steps tried": _on_nvme("125m", 2, tuning=Tuning(chunk="16MiB", speculate=True)),
+    "125m, two ranks, stage 3, activations on NVMe": _on_nvme(
+        "125m", 3, activation_tier="nvme", activation_memory="8MiB"
+    ),
+    "46m, two ranks, stage 2, Muon": replace(_of("46m", 2), optimizer="muon"),
+    "125m, two ranks, stage 3, tiles": _on_nvme("125m", 3, param_tier="cpu", tuning=Tuning(chunk="16MiB", tile="2MiB")),
 }
 """By name."""
 
@@ -93,14 +100,14 @@ def of_rank(name: str, one: Configuration, folder: Path, dtype: torch.dtype, ste
     own.mkdir()
     given, planned = predict.options_of(one, folder, dtype, ranks=RANKS)
     layout, placement, count = planned.layout, planned.place(), planned.layout.trained.numel
-    unknown = simulate(
-        layout, placement, Passes(), Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)], network=NetworkSpeed(1e9))
-    )
+    beside = predict.beside_of(one, planned, dtype)
+    unknown = simulate(layout, placement, beside, replace(predict.ANY_SPEEDS, network=NetworkSpeed(1e9)))
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
+    work = matrix_work(layout.trained, layout.trained.chunks)
     with (
         closing(Disk(own, predict.DISK_TRANSFERS, predict.DISK_BYTES)) as disk,
-        closing(Rates(one, disk, dtype, native.load(threads))) as rates,
+        closing(Rates(one, disk, dtype, native.load(threads), work if work.flops else None)) as rates,
     ):
         dist.barrier()
         before, network = rates.measure(), measured_network()
@@ -110,10 +117,8 @@ def of_rank(name: str, one: Configuration, folder: Path, dtype: torch.dtype, ste
         after, network_after = rates.measure(), measured_network()
     mean = before.mean_with(after)
     pairs = [(getattr(network, part), getattr(network_after, part)) for part in ("bytes_per_s", "delay_s")]
-    speeds = Speeds(
-        mean.elements_per_s, mean.memory, [mean.drive], network=NetworkSpeed(*(statistics.mean(pair) for pair in pairs))
-    )
-    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s), speeds)
+    speeds = replace(mean.speeds, network=NetworkSpeed(*(statistics.mean(pair) for pair in pairs)))
+    found = simulate(layout, placement, shared_out(layout, mean.forward_s, mean.backward_s, beside), speeds)
     assert isinstance(found, Iteration)
     return Result(
         name,

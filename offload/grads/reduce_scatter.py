@@ -156,7 +156,9 @@ class ReducedGradients(GradientBuffer):
         self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
         pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
-        self._buckets = Buckets(self._plan.buckets)
+        # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
+        takes_turns = run.layout.shard_group_size > 1 and not choice.params_stay
+        self._buckets = Buckets(self._plan.buckets, take_turns=takes_turns)
         self._buckets_of = Counter(part for bucket in self._plan.buckets for part in bucket.parts)
         # In how many buckets this rank's elements of each parameter are, and how many of them have not come for the
         # last time that is expected.
@@ -174,10 +176,6 @@ class ReducedGradients(GradientBuffer):
         self._turn = 0  # counts changes of the unit whose buckets are sent
         self._sent_unit: str | None = None
         self._round = 0
-        # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
-        self._takes_turns = run.layout.shard_group_size > 1 and not choice.params_stay
-        self._left: set[str] = set()
-        self._alone: str | None = None
         self._came = False  # in the backward under way
         self._backward: dict[Part, int] = {}  # in which the last gradient of each tile came
         # What `finalize` returned, once it has been called.
@@ -207,7 +205,7 @@ class ReducedGradients(GradientBuffer):
         if len(self._tiles[param]) > 1:
             self._require_one_use(part)
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param):
-            if not self._plan.sums_locally and (part in self._uses or self._buckets.has_sent(part)):
+            if not self._plan.sums_locally and self._buckets.has_come(part):
                 if self._round + 1 == self._rounds:
                     raise self._too_late(part)
                 self._begin_next_round()
@@ -253,21 +251,21 @@ class ReducedGradients(GradientBuffer):
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:
         self._leave(left)
-        if self._came and unit in self._left and self._round + 1 != self._rounds:
+        if self._came and self._buckets.has_left(unit) and self._round + 1 != self._rounds:
             self._begin_next_round()  # of the next micro-batch
-        self._alone = unit if is_alone else None
+        self._buckets.alone = unit if is_alone else None
 
     def backward_ends(self, left: Sequence[str], *, is_whole: bool) -> None:
         self._leave(left)
         if is_whole:
-            self._alone, self._came = None, False
+            self._buckets.alone, self._came = None, False
 
     def _leave(self, units: Sequence[str]) -> None:
         if self._plan.sums_locally:
             return  # all micro-batches of a gradient are sent together, from memory of their own
         if self._came and self._active is None:  # torch.autograd.grad() accumulates nothing
             with self._timeline.span("gradient_s"):
-                self._left.update(units)
+                self._buckets.leave(units)
                 self._send_ready()
 
     def clear(self, param: int) -> None:
@@ -389,13 +387,8 @@ class ReducedGradients(GradientBuffer):
         self._send_ready()
 
     def _send_ready(self) -> None:
-        for bucket in self._buckets.take(self._may_leave):
+        for bucket in self._buckets.take():
             self._send(bucket)
-
-    def _may_leave(self, bucket: Bucket) -> bool:
-        missing = {*bucket.units} - self._left
-        is_turn = not self._takes_turns or missing <= {self._alone}
-        return not missing or (is_turn and self._buckets.is_complete(bucket))
 
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
@@ -416,10 +409,9 @@ class ReducedGradients(GradientBuffer):
             self._comm.all_reduce_any(True)
 
     def _end_round(self) -> None:
-        for bucket in self._buckets.take(lambda bucket: True):
+        for bucket in self._buckets.take_all():
             self._send(bucket)
         self._buckets.reset()
-        self._left.clear()
         self._unsent.clear()
         self._uses.clear()
         self._round += 1

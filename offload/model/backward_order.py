@@ -8,6 +8,10 @@ of its parameters have a gradient on each of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from offload.layout import Layout
 from offload.model.torch_helpers import in_backward
 from offload.model.unit import Unit
 
@@ -17,18 +21,38 @@ class BackwardOrder:
 
     Positions count up during forwards. A recomputation in a backward gets the positions of the forward that it repeats.
 
+    Args:
+        tiles: those that weights run in. They are left with the unit around their weight, also where none of them had a
+            gradient.
+        tiles_alone: whether nobody wants to know of other units.
+
     Attributes:
         position: the number of the last use of a unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiles: Sequence[Unit] = (), *, tiles_alone: bool = False) -> None:
         self.position = 0
+        self._tiles, self._tiles_alone = tiles, tiles_alone
         self._last = 0
         self._uses: dict[Unit, list[int]] = {}  # by unit, the positions from which gradients are still to come
         self._top: int | None = None  # where the backward under way began
         self._entered: dict[Unit, None] = {}  # units that it has not left
         self._lowest: dict[int, int] = {}  # by task, the lowest position that it has reached
         self._ended: dict[Unit, list[int]] = {}  # uses in the last backward's graph, which may be used again
+
+    @classmethod
+    def over(cls, layout: Layout, units: Iterable[Unit]) -> Self | None:
+        """The order in which a rank's backward leaves units whose parameters stream; None: nobody has to know it.
+
+        Where each rank has all parameters, only tiles are of interest: gradients of others leave as they come.
+
+        Args:
+            layout: of the trained parameters.
+            units: all of them.
+        """
+        shares_parameters, tiles = layout.shard_group_size > 1, [unit for unit in units if unit.weight is not None]
+        is_needed = shares_parameters or (layout.ranks > 1 and tiles)
+        return cls(tiles, tiles_alone=not shares_parameters) if is_needed else None
 
     def use(self, unit: Unit) -> None:
         """Counts a use of a unit that begins, in a forward or in an operation outside of one."""
@@ -50,7 +74,7 @@ class BackwardOrder:
             task: the number of autograd's task.
 
         Returns:
-            The units that backward has left.
+            The units whose gradients have all come: those that backward has left, and their tiles.
         """
         if self._top is None:
             self._top = position
@@ -61,7 +85,7 @@ class BackwardOrder:
         self._lowest[task] = min(position, self._lowest.get(task, position))
         left = self._leave(position + 1)
         self._entered[unit] = None
-        return left
+        return self._with_tiles(left)
 
     def is_alone(self, unit: Unit, position: int) -> bool:
         """Whether backward, which has entered `unit` at `position`, needs no other unit until it leaves this one."""
@@ -72,7 +96,7 @@ class BackwardOrder:
         """Tells that one of autograd's tasks ends, which may be inside another one.
 
         Returns:
-            The units that backward has left.
+            The units whose gradients have all come, as `enter` does.
         """
         lowest = self._lowest.pop(task, None)
         if lowest is None:
@@ -81,7 +105,11 @@ class BackwardOrder:
         if not self._lowest:
             left += [unit for unit in self._entered if not unit.is_root]
             self.forget()
-        return left
+        return self._with_tiles(left)
+
+    def _with_tiles(self, left: Sequence[Unit]) -> list[Unit]:
+        tiles = [unit for unit in self._tiles if any(one.encloses(unit.home) for one in left)]
+        return tiles if self._tiles_alone else [*left, *tiles]
 
     def forget(self) -> None:
         """Forgets the backward under way, if there is one, which raised or was interrupted.

@@ -315,9 +315,7 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
         self._gradients = gradients
-        self._shares_parameters = run.layout.shard_group_size > 1
-        has_order = self._shares_parameters or (run.layout.ranks > 1 and len(parameters.tiles) > 0)
-        self._backward_order = BackwardOrder() if has_order else None
+        self._backward_order = BackwardOrder.over(run.layout, transfers.units)
         self._policy = UnitPolicy(transfers.ahead)
         self._tokens = TokenWatch(run.timeline)
         self._ranks = run.comm.shard_group
@@ -422,19 +420,7 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         if self._backward_order is not None and not self._policy.makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
-            self._gradients.backward_enters(unit.name, self._names_of(left), is_alone=is_alone)
-
-    def _names_of(self, left: Sequence[Unit]) -> list[str]:
-        """The names of units whose gradients have all come, where a backward has left these, and of their tiles.
-
-        Where each rank has all parameters, these are the tiles alone: gradients of others leave as they come.
-        """
-        tiles = (
-            unit
-            for unit in self.transfers.units
-            if unit.weight is not None and any(one.encloses(unit.weight) for one in left)
-        )
-        return [unit.name for unit in ((*left, *tiles) if self._shares_parameters else tiles)]
+            self._gradients.backward_enters(unit.name, [one.name for one in left], is_alone=is_alone)
 
     def _note_uses(self, *units: Unit) -> None:
         """Counts a use of these units, from which gradients will come."""
@@ -462,7 +448,7 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         super()._backward_ends(task)
         if self._backward_order is not None:
             left = self._backward_order.end(task)
-            self._gradients.backward_ends(self._names_of(left), is_whole=not self._tasks)
+            self._gradients.backward_ends([one.name for one in left], is_whole=not self._tasks)
         if not self._tasks:
             self._policy.backward_ends()
             self._release_unused()

@@ -7,10 +7,10 @@ the states are in RAM and the kernels write into the model, `step()` applies all
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from offload.errors import StaleParameterError
-from offload.layout import Layout
+from offload.layout import Flat, Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
 from offload.model.transfer import UnitTransfers
@@ -35,6 +35,23 @@ def order_of_updates(layout: Layout, before: Sequence[int], applied: Sequence[in
         return sorted(range(len(layout.flats)), key=lambda flat: layout.flats[flat].unit != ROOT)
     first = dict.fromkeys(applied)
     return [*first, *(flat for flat in before if flat not in first)]
+
+
+def updates_up_to(layout: Layout, pending: Collection[int], flats: Iterable[Flat]) -> list[int]:
+    """The updates to apply so that a unit has its new values.
+
+    They are its own. Where ranks exchange new values, all of them apply all updates up to these, in one order.
+
+    Args:
+        layout: of the trained parameters.
+        pending: the flat parameters with a pending update, in the order of the queue.
+        flats: those of the unit.
+    """
+    wanted = [flat.index for flat in flats if flat.index in pending]
+    if wanted and layout.replicas > 1:
+        queue = list(pending)
+        wanted = queue[: 1 + max(map(queue.index, wanted))]
+    return wanted
 
 
 class PendingUpdates:
@@ -108,7 +125,7 @@ class PendingUpdates:
             StaleParameterError: if others wrote to a parameter after the step, which the update would undo.
         """
         if self._step.pending:
-            self._apply(self._up_to(unit))
+            self._apply(updates_up_to(self._layout, self._step.pending, unit.flats))
 
     def apply_all(self) -> None:
         """Applies all updates that are pending."""
@@ -137,14 +154,6 @@ class PendingUpdates:
                 f"a gradient reached {name} that was made from its value before the last step(): by a graph older than "
                 "that step; run the forward again after step(), as torch asks for too"
             )
-
-    def _up_to(self, unit: Unit) -> list[int]:
-        """The flat parameters to update so that a unit has its new values."""
-        wanted = [flat.index for flat in unit.flats if flat.index in self._step.pending]
-        if wanted and self._layout.replicas > 1:
-            queue = list(self._step.pending)
-            wanted = queue[: 1 + max(map(queue.index, wanted))]
-        return wanted
 
     def _apply(self, flats: Collection[int]) -> None:
         if not flats:

@@ -21,7 +21,7 @@ when the bucket is filled, and a plan never asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -196,17 +196,25 @@ def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
 
 
 class Buckets:
-    """Which buckets have been sent, while gradients are made.
+    """Which buckets have been sent, and which may be, while gradients are made.
 
     Buckets are sent in one fixed order, because gradients need not come in the same order on all ranks, and only the
     order of sending tells ranks which buckets belong together. So a bucket that may be sent waits for those before it.
+    It may be sent when all of its gradients are there, or when backward has left its units, so that no other one comes.
 
     Args:
         buckets: all of them, in that order, alike on all ranks.
+        take_turns: whether they may be sent only at one place between the fetches of units: when backward has left
+            their units, or while it is in the last of them alone. See [Note: taking turns] in grads/reduce_scatter.py.
+
+    Attributes:
+        alone: the unit that backward is in, if nothing is fetched until it leaves that; else None.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, take_turns: bool = False) -> None:
         self.buckets = buckets
+        self.alone: str | None = None
+        self._take_turns = take_turns
         self._with_part: dict[Part, list[Bucket]] = {}
         for bucket in self.buckets:
             for part in bucket.parts:
@@ -216,7 +224,8 @@ class Buckets:
     def reset(self) -> None:
         """Begins a round, before its first gradient."""
         self._ready: set[Part] = set()
-        self._left = [len(bucket.parts) for bucket in self.buckets]
+        self._missing = [len(bucket.parts) for bucket in self.buckets]
+        self._left: set[str] = set()
         self._sent = 0  # so many, in their order
 
     def ready(self, part: Part) -> None:
@@ -229,21 +238,35 @@ class Buckets:
             raise StateError(f"the gradient of tile {part[1]} of parameter {part[0]} arrived twice in a step")
         self._ready.add(part)
         for bucket in self._with_part.get(part, ()):
-            self._left[bucket.index] -= 1
+            self._missing[bucket.index] -= 1
 
-    def is_complete(self, bucket: Bucket) -> bool:
-        """Whether all gradients of a bucket are there."""
-        return self._left[bucket.index] == 0
+    def leave(self, units: Iterable[str]) -> None:
+        """Tells that backward has left units: all gradients of theirs that come in this round are there."""
+        self._left.update(units)
 
-    def has_sent(self, part: Part) -> bool:
-        """Whether a bucket of a part was sent in this round."""
-        return any(bucket.index < self._sent for bucket in self._with_part.get(part, ()))
+    def has_left(self, unit: str) -> bool:
+        """Whether backward has left a unit in this round."""
+        return unit in self._left
 
-    def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
-        """Takes the buckets to send now, in their order, up to the first one that may not leave."""
+    def has_come(self, part: Part) -> bool:
+        """Whether a gradient of a part was there in this round, or a bucket of it was sent without one."""
+        return part in self._ready or any(bucket.index < self._sent for bucket in self._with_part.get(part, ()))
+
+    def take(self) -> Iterator[Bucket]:
+        """Takes the buckets to send now, in their order, up to the first one that may not be sent."""
+        while self._sent < len(self.buckets) and self._may_leave(self.buckets[self._sent]):
+            yield self._take_next()
+
+    def take_all(self) -> Iterator[Bucket]:
+        """Takes all buckets that are left, in their order, whatever is missing."""
         while self._sent < len(self.buckets):
-            bucket = self.buckets[self._sent]
-            if not may_leave(bucket):
-                return
-            self._sent += 1
-            yield bucket
+            yield self._take_next()
+
+    def _take_next(self) -> Bucket:
+        self._sent += 1
+        return self.buckets[self._sent - 1]
+
+    def _may_leave(self, bucket: Bucket) -> bool:
+        entered = {*bucket.units} - self._left
+        is_turn = not self._take_turns or entered <= {self.alone}
+        return not entered or (is_turn and self._missing[bucket.index] == 0)

@@ -170,6 +170,10 @@ class Windows:
         for chunk in sorted(layout.param_chunks, key=lambda chunk: chunk.start):
             self._chunks[chunk.flat].append(chunk)
 
+    def is_one(self, chunk: Chunk) -> bool:
+        """Whether a window is what a chunk has of its shard: those of whole parameters are of other sizes."""
+        return not self._layout.flats[chunk.flat].is_whole
+
     def numel(self, flat: int, start: int) -> int:
         """The elements of each shard in the window that begins at element `start` of the shards of a flat parameter."""
         numel = min(self._layout.chunk_numel, self._layout.shard_numel(flat) - start)
@@ -227,7 +231,7 @@ class ReplicaExchange(Exchange):
         self._sent = 0
 
     def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
-        if self._layout.flats[chunk.flat].is_whole:
+        if not self._windows.is_one(chunk):
             return
         self._send_up_to(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], step)
         row = self._next_row(chunk.flat, step)

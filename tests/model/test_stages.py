@@ -109,14 +109,14 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
         for param in params:
             arrived.add(param)
             buckets.ready((param, 0))
-            for bucket in buckets.take(buckets.is_complete):
+            for bucket in buckets.take():
                 assert bucket.params <= arrived
                 left.append(bucket.index)
             following = cut[len(left) :]
             assert not following or not following[0].params <= arrived, "a complete bucket was held back"
-        left += [bucket.index for bucket in buckets.take(lambda bucket: True)]
+        left += [bucket.index for bucket in buckets.take_all()]
         assert left == list(range(len(cut)))
-        assert list(buckets.take(lambda bucket: True)) == []
+        assert list(buckets.take_all()) == []
 
 
 def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:
@@ -127,9 +127,9 @@ def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:
     assert cut[0].holes == ((100, 128), (228, 256))
     buckets = Buckets(cut)
     buckets.ready((1, 0))
-    assert list(buckets.take(buckets.is_complete)) == []
+    assert list(buckets.take()) == []
     buckets.ready((0, 0))
-    assert list(buckets.take(buckets.is_complete)) == [cut[0]]
+    assert list(buckets.take()) == [cut[0]]
 
 
 def test_small_flat_parameters_of_one_dtype_share_buckets_in_the_order_of_backward() -> None:

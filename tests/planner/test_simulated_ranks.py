@@ -4,53 +4,60 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadZero, Tuning
+from offload.cli.plan_models import rules_named
+from offload.grads.reduce_scatter import ReducedGradients
+from offload.optim.trials import TriedChunks
 from offload.planner.explain import Planned, plan_of, sent_numel
 from offload.planner.simulate import Iteration, NotPredicted, averages, simulate
+from offload.planner.simulate.clock import Moment
+from offload.planner.simulate.lines import Worker
+from offload.planner.simulate.network import Network
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, NetworkSpeed, Passes, Speeds
-from tests.planner.test_simulate import Wide, _end_worker
+from offload.ranks.communicator import Work
+from offload.ranks.torch_distributed import Group
+from offload.sizes import PAGE_BYTES
+from tests.planner.test_simulate import Case, Routed, Wide, _end_worker, waiting_of
+from tests.support import tried
+from tests.support.cases import often
 from tests.support.late_copier import LateCopier, copying_by
 from tests.support.ranks import Worlds
 from tests.support.toy import Net, batch, take_step
 
 NETWORK = NetworkSpeed(1e9, 1e-5)
 DRIVE, LINK = DriveSpeed(3e9, 2e9, 4e9), LinkSpeed(2e10, 2e10, 3e10)
-SPEEDS = Speeds(1e9, 2e10, (DRIVE,), network=NETWORK)
-WITH_LINK = Speeds(1e9, 2e10, (DRIVE,), LINK, NETWORK)
+SPEEDS = Speeds(1e9, 2e10, (DRIVE,), network=NETWORK, matrix_flops=1e10)
+WITH_LINK = replace(SPEEDS, link=LINK)
 STEPS = 4
 COUNTED = {
-    "read": "nvme_read_bytes",
-    "written": "nvme_written_bytes",
-    "up": "host_to_device_bytes",
-    "down": "device_to_host_bytes",
+    "read": ("nvme_read_bytes", "activation_read_bytes"),
+    "written": ("nvme_written_bytes", "activation_written_bytes"),
+    "up": ("host_to_device_bytes",),
+    "down": ("device_to_host_bytes",),
+    "kept": ("kept_bytes",),
 }
 SENT = ("reduce_scatter_calls", "reduce_scatter_bytes", "all_gather_calls", "all_gather_bytes", "gather_calls")
 
 
-class Case(NamedTuple):
-    """Attributes: share: of the states that RAM has room for; None: nothing is said; device: whether the model is on a
-    device with memory of its own."""
-
-    options: dict[str, Any]
-    share: float | None = None
-    device: bool = False
-
-
 SMALL, LARGE = Tuning(chunk="4KiB", bucket=4096, threads=1), Tuning(chunk="256KiB", bucket="64KiB", threads=1)
 ROOMY = Tuning(chunk="4KiB", threads=1)
+IN_TILES, EXPERTS = replace(LARGE, tile="32KiB"), replace(SMALL, tile=512, late=False)
+TRIED = replace(SMALL, speculate=True)
+WAITING = {"activation_tier": "nvme", "activation_memory": 2 * PAGE_BYTES}
 CASES = {
     "stage 1": Case({"tier": "cpu", "stage": 1}),
     "stage 1, summed before": Case({"tier": "cpu", "stage": 1, "accumulation": 3}),
@@ -71,6 +78,36 @@ CASES = {
     "stage 2, all on NVMe": Case(
         {"tier": "nvme", "stage": 2, "param_tier": "nvme", "grad_tier": "nvme", "tuning": LARGE}, 0.0
     ),
+    "stage 2, activations in RAM, of a device": Case(
+        {"tier": "cpu", "stage": 2, "activation_tier": "cpu"}, device=True
+    ),
+    "stage 3, activations on NVMe": Case({"tier": "nvme", "stage": 3, "accumulation": 2} | WAITING, 0.0),
+    "matrices, stage 1": Case({"tier": "cpu", "stage": 1, "tuning": LARGE}, matrices=True),
+    "matrices, stage 2, parameters in RAM": Case(
+        {"tier": "nvme", "stage": 2, "param_tier": "cpu", "tuning": LARGE}, 0.0, matrices=True
+    ),
+    "matrices, stage 3": Case({"tier": "nvme", "stage": 3, "tuning": LARGE, "accumulation": 2}, 0.0, matrices=True),
+    "tiles, stage 1": Case({"tier": "cpu", "stage": 1, "param_tier": "cpu", "tuning": IN_TILES, "accumulation": 2}),
+    "tiles, stage 3, of a device": Case(
+        {"tier": "nvme", "stage": 3, "param_tier": "cpu", "tuning": IN_TILES, "accumulation": 2}, 0.0, device=True
+    ),
+    "experts of which half are used, stage 2": Case(
+        {"tier": "nvme", "stage": 2, "param_tier": "cpu", "tuning": EXPERTS, "accumulation": 2}, 0.0
+    ),
+    "experts, stage 3": Case({"tier": "nvme", "stage": 3, "param_tier": "cpu", "tuning": EXPERTS}, 0.0),
+}
+SLOW = (
+    "stage 2, activations in RAM, of a device", "matrices, stage 1", "matrices, stage 3", "tiles, stage 1",
+    "experts, stage 3",
+)  # fmt: skip
+"""Others stand for these in make test."""
+TRIALS = {
+    "stage 1": Case({"tier": "nvme", "stage": 1, "tuning": TRIED, "accumulation": 2}, 0.0),
+    "stage 2, parameters in RAM": Case({"tier": "nvme", "stage": 2, "param_tier": "cpu", "tuning": TRIED}, 0.0),
+    "stage 2, of a device": Case(
+        {"tier": "nvme", "stage": 2, "tuning": replace(TRIED, split_master=True), "accumulation": 2}, 0.0, device=True
+    ),
+    "stage 3": Case({"tier": "nvme", "stage": 3, "tuning": TRIED}, 0.0),
 }
 
 
@@ -79,15 +116,33 @@ def plan(case: Case, folder: Path) -> tuple[dict[str, Any], Planned]:
     given: dict[str, Any] = {"tuning": SMALL} | case.options
     if given["tier"] == "nvme":
         given |= {"path": folder / "run", "commit_every": 0}
-    planned = plan_of(model_of(case), direct=not case.device, ranks=2, **given)
+    rules = rules_named("muon") if case.matrices else None
+    planned = plan_of(model_of(case), direct=not case.device, ranks=2, rules=rules, **given)
     if case.share is not None:
         given["cpu_memory"] = planned.cpu_memory_for(case.share)
         planned = planned.with_memory(given["cpu_memory"])
     return given, planned
 
 
-def model_of(case: Case) -> Wide | Net:
-    return Wide() if case.options.get("tuning") is LARGE else Net()
+def model_of(case: Case) -> Wide | Routed | Net:
+    tuning = case.options.get("tuning", SMALL)
+    if tuning == IN_TILES:
+        return without_biases(Wide())
+    return Wide() if tuning.chunk == LARGE.chunk else Routed() if tuning.tile else Net(12 if tuning.speculate else 4)
+
+
+def without_biases(model: Wide) -> Wide:
+    """A model whose tiled layers use no parameter of their block, which backward would enter once more for each."""
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            module.bias = None
+    return model
+
+
+def optimizers_of(case: Case, model: nn.Module) -> list[torch.optim.Optimizer] | None:
+    own = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
+    others = [param for param in model.parameters() if all(param is not one for one in own)]
+    return [torch.optim.Muon(own), torch.optim.AdamW(others)] if case.matrices else None
 
 
 def iteration_of(planned: Planned, speeds: Speeds, passes: Passes | None = None) -> Iteration:
@@ -96,31 +151,100 @@ def iteration_of(planned: Planned, speeds: Speeds, passes: Passes | None = None)
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", often(CASES, *(name for name in CASES if name not in SLOW)))
 def test_a_simulated_rank_sends_and_moves_what_a_run_counts(name: str, worlds: Worlds, tmp_path: Path) -> None:
     """Which chunk leaves its buffer, and is read again, depends on which was written first, in a run too."""
-    case = CASES[name]
-    given, planned = plan(case, tmp_path)
-    found = iteration_of(planned, WITH_LINK if case.device else SPEEDS)
-    counted = worlds(2).run(_counted, name, given)[0]
+    compare(CASES[name], worlds, tmp_path)
+
+
+@pytest.mark.parametrize("name", often(TRIALS, "stage 2, of a device", "stage 3"))
+def test_steps_that_a_simulated_rank_tries_are_those_of_a_run(
+    name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that can be tried before the step, however busy the machine is: averages are waited for in backward."""
+    at_once(monkeypatch)
+    monkeypatch.setattr(averages.AveragingRank, "_is_done", lambda self, reduction: True)
+    monkeypatch.setattr(Worker, "cancel", lambda self: self._queue[-1][1] if self._queue else self._last)
+    unbounded = property(lambda self: math.inf, lambda self, most: None)
+    monkeypatch.setattr(TriedChunks, "most_waiting", unbounded, raising=False)
+    counted = compare(TRIALS[name], worlds, tmp_path, backward_s=1.0, patch=at_once)
+    assert counted["kept"] > 0
+
+
+def at_once(patch: pytest.MonkeyPatch) -> None:
+    """Averages are waited for as soon as they are under way, and trials as soon as they can be made."""
+    tried.at_once(patch)
+    patch.setattr(ReducedGradients, "_is_done", lambda self, reduction: True)
+
+
+def compare(
+    case: Case,
+    worlds: Worlds,
+    folder: Path,
+    *,
+    backward_s: float = 0.0,
+    patch: Callable[[pytest.MonkeyPatch], None] | None = None,
+) -> Mapping[str, int]:
+    """Compares what a simulated rank moves with what a run counts, which is returned, and their collectives in order.
+
+    Args:
+        case: the options.
+        worlds: the ranks.
+        folder: for the swap files.
+        backward_s: of each unit.
+        patch: patches the ranks.
+    """
+    given, planned = plan(case, folder)
+    model = model_of(case)
+    units = {spec.unit for spec in planned.layout.specs}
+    # A tile has matrices of both shards: the first one 0 and 2, the second one 1 and 3.
+    tiles = {unit: [(1,)] for unit in units if unit.endswith(".up")} if isinstance(model, Routed) else {}
+    passes = Passes({}, dict.fromkeys(units, backward_s), waiting_of(planned, model), tiles)
+    launched, launch = [], Network._launch
+
+    def noted(self: Network, group: str, name: str, nbytes: int, *others: Any) -> Moment:
+        launched.append((name, nbytes))
+        return launch(self, group, name, nbytes, *others)
+
+    with pytest.MonkeyPatch.context() as noting:
+        noting.setattr(Network, "_launch", noted)
+        found = iteration_of(planned, WITH_LINK if case.device else SPEEDS, passes)
+    counted, order = worlds(2).run(_counted, case, given, patch, timeout_s=150)[0]
+    assert launched[-len(order) :] == order
     assert {what: found.sent.get(what, 0) for what in SENT} == {what: counted[what] for what in SENT}
     moved = {"read": found.read_bytes, "written": found.written_bytes, "up": found.up_bytes, "down": found.down_bytes}
+    moved["kept"] = found.kept_bytes
     buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
     assert abs(moved.pop("read") - counted["read"]) <= buffers
     assert moved == {what: counted[what] for what in moved}
     assert counted["reduce_scatter_bytes"] > 0
     assert (counted["read"] > 0) == (case.share is not None)
+    return counted
 
 
-def _counted(name: str, options: dict[str, Any]) -> Mapping[str, int]:
-    """What the last iteration of a run moves."""
-    case = CASES[name]
-    names = COUNTED | {what: what for what in SENT}
+def _counted(
+    case: Case, options: dict[str, Any], patch: Callable[[pytest.MonkeyPatch], None] | None
+) -> tuple[Mapping[str, int], list[tuple[str, int]]]:
+    """What the last iteration of a run moves, and its collectives in order, with the bytes of all but questions."""
+    names = COUNTED | {what: (what,) for what in SENT}
     seen: list[dict[str, int]] = []
-    copying = copying_by(lambda: LateCopier(dist.get_rank())) if case.device else nullcontext()
     micro_batches = options.get("accumulation", 1)
-    with copying, OffloadZero(model := model_of(case), **options) as optimizer:
+    launched, launch, before = [], Group._launch, 0
+
+    def noted(self: Group, name: str, exchange: Any, tensor: torch.Tensor, numel: int, **others: Any) -> Work:
+        launched.append((name, 0 if name == "gather" else numel * tensor.element_size()))
+        return launch(self, name, exchange, tensor, numel, **others)
+
+    with ExitStack() as stack:
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        patched.setattr(Group, "_launch", noted)
+        if patch is not None:
+            patch(patched)
+        stack.enter_context(copying_by(lambda: LateCopier(dist.get_rank())) if case.device else nullcontext())
+        model = model_of(case)
+        optimizer = stack.enter_context(OffloadZero(model, optimizers_of(case, model), **options))
         for step in range(STEPS):
+            before = len(launched)
             for number in range(2 if micro_batches == "auto" else micro_batches):
                 model(batch(7 * step + number)).float().square().mean().backward()
             take_step(optimizer)
@@ -128,8 +252,9 @@ def _counted(name: str, options: dict[str, Any]) -> Mapping[str, int]:
             for store in optimizer._parts.stores.all:
                 store.drain()
             stats = optimizer.stats()
-            seen.append({what: stats.get(key, 0) for what, key in names.items()})
-    return {what: seen[-1][what] - seen[-2][what] for what in names}
+            seen.append({what: sum(stats.get(key, 0) for key in keys) for what, keys in names.items()})
+        order = launched[before:]
+    return {what: seen[-1][what] - seen[-2][what] for what in names}, order
 
 
 # Seconds, worked out by hand.
@@ -259,6 +384,13 @@ def test_a_rank_sends_two_or_three_times_the_parameters(stage: int, times: int, 
     assert sum(sent_numel(planned).values()) == sent / itemsize
 
 
+def test_what_ranks_wait_for_one_with_larger_matrices_is_said_not_to_be_counted() -> None:
+    given: dict[str, Any] = {"direct": True, "ranks": 2, "tier": "cpu", "stage": 2, "cpus": 1}
+    found = iteration_of(plan_of(Wide(), rules=rules_named("muon"), **given), SPEEDS)
+    assert found.not_counted == ("waits for the rank whose matrices take longest",)
+    assert not iteration_of(plan_of(Wide(), **given), SPEEDS).not_counted
+
+
 @pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e10])
 def test_efficiency_is_that_of_zero_infinity_where_nothing_overlaps(bandwidth: float) -> None:
     """arXiv 2104.07857, section 4: ait * bw / (ait * bw + peak), with ait the operations of a byte. At stage 3 without
@@ -322,24 +454,6 @@ def test_a_trillion_parameters_on_1024_ranks_are_simulated_in_seconds() -> None:
     sent = found.sent["reduce_scatter_bytes"] + found.sent["all_gather_bytes"]
     assert 2.97 * psi < sent / 2 < 3 * psi
     assert found.seconds > sent / 25e9
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"tuning": Tuning(tile=8192), "stage": 3}, "weights in tiles"),
-        ({"activation_tier": "cpu"}, "an activation tier"),
-        (
-            {"tier": "nvme", "path": ".", "cpu_memory": "1MiB", "tuning": Tuning(chunk=4096, speculate=True)},
-            "steps that",
-        ),
-    ],
-)
-def test_what_is_not_simulated_over_several_ranks_is_said(options: dict[str, Any], what: str) -> None:
-    planned = plan_of(nn.Linear(128, 128), direct=True, ranks=2, **({"tier": "cpu"} | options))
-    found = simulate(planned.layout, planned.place(), Passes(), SPEEDS)
-    assert isinstance(found, NotPredicted)
-    assert found.reason.startswith(f"over several ranks {what}")
 
 
 def test_without_the_speed_of_the_link_between_ranks_nothing_is_predicted() -> None:

@@ -17,7 +17,7 @@ from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
 from offload.planner.simulate.lines import NOTHING
 from offload.planner.simulate.rank import DOWN, UP, Rank
-from offload.planner.simulate.several import OneOfSeveral, why_not_simulated
+from offload.planner.simulate.several import OneOfSeveral
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
@@ -90,7 +90,7 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         passes: what a micro-batch computes.
         speeds: of the machine.
     """
-    return _with_rank(held, placement, passes, speeds, partial(_simulate, placement))
+    return _with_rank(held, placement, passes, speeds, partial(_simulate, held, placement))
 
 
 def seconds_of(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> float | NotPredicted:
@@ -114,7 +114,7 @@ def _seconds(rank: Rank) -> float:
     return end.seconds - before.seconds
 
 
-def _simulate(placement: Placement, rank: Rank) -> Iteration:
+def _simulate(held: Layout, placement: Placement, rank: Rank) -> Iteration:
     before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
     seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
     rank.clock.run_out()
@@ -143,12 +143,14 @@ def _simulate(placement: Placement, rank: Rank) -> Iteration:
             for span in spans
             if before.seconds < span.end_s <= end.seconds
         ],
-        tuple(_not_counted(placement)),
+        tuple(_not_counted(held, placement)),
     )
 
 
-def _not_counted(placement: Placement) -> Iterator[str]:
+def _not_counted(held: Layout, placement: Placement) -> Iterator[str]:
     """What takes time in a run, and none in its simulation."""
+    if held.ranks > 1 and any(flat.is_whole for flat in held.trained.flats):
+        yield "waits for the rank whose matrices take longest"
     if not placement.is_direct and (placement.choice.states.tier == DEVICE or placement.device_flats):
         yield "steps of states on the device, which its memory bounds"
     if placement.choice.commits.every:
@@ -203,8 +205,6 @@ def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: S
     """Why a run is not simulated; None: it is."""
     if held.ranks > 1 and speeds.network is None:
         return "the speed of the link between ranks is not known"
-    if held.ranks > 1 and (reason := why_not_simulated(held, placement.choice)) is not None:
-        return reason
     if not placement.is_direct and speeds.link is None:
         return "the speed of the link to the device is not known"
     if len(placement.choice.commits.paths) and not speeds.drives:

@@ -9,14 +9,13 @@ delays of as many collectives as it stands for. The bytes stay the same.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from offload.grads.reduce_scatter import UNITS_AHEAD, UNITS_WAITING
 from offload.grads.reduction_plan import ReductionPlan
-from offload.grads.shards import use_of
 from offload.layout import ALIGN_NUMEL, Layout
 from offload.model.unit import Unit
 from offload.planner.placement import Placement
@@ -82,7 +81,9 @@ class AveragingRank(Rank):
         if least > self._each:
             choice = replace(choice, bucket_bytes=4 * layout.ranks * round_up(least, ALIGN_NUMEL))
         self._plan = ReductionPlan(layout, choice, direct=self._in_place, device_flats=self._placement.device_flats)
-        self._buckets = Buckets(self._plan.buckets)
+        takes_turns = layout.shard_group_size > 1 and not choice.params_stay
+        self._buckets = Buckets(self._plan.buckets, take_turns=takes_turns)
+        self._parts = dict.fromkeys(part for bucket in self._plan.buckets for part in bucket.parts)
         self._free = self._plan.buffers
         self._reducing: deque[_Reduction] = deque()
         self._filling: deque[tuple[int, Moment]] = deque()  # by turn, when gradients have left their memory
@@ -90,13 +91,13 @@ class AveragingRank(Rank):
         self._turn = 0
         self._sent_unit: str | None = None
         self._round = 0
-        self._came: set[Part] = set()  # in the round under way
-        # As [Note: taking turns] in grads/reduce_scatter.py.
-        self._shares_parameters = self._choice.params.streams and layout.shard_group_size > 1
-        self._takes_turns = layout.shard_group_size > 1 and not choice.params_stay
-        self._entered: dict[str, None] = {}  # units, by the backward under way
-        self._left_units: set[str] = set()
-        self._alone: str | None = None
+        self._is_in_backward = False
+        self._came = False  # in the backward under way
+        # In how many buckets this rank's elements of each parameter are, and how many of them have not come for the
+        # last time; for trials.
+        own = (bucket.params_of(layout.rank) for bucket in self._plan.buckets if self._tried is not None)
+        self._parts_of = Counter(param for params in own for param in params)
+        self._missing = self._parts_of.copy()
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -112,56 +113,55 @@ class AveragingRank(Rank):
         waits, self._device_waits = self._device_waits, []
         return waits
 
-    def _gradients_come(self, params: Sequence[int], made: Moment) -> Process:
-        for param in reversed(params):
-            yield from self._comes(param)
-            while self._reducing and self._is_done(self._reducing[0]):
-                yield from self._finish_reduction()
+    def _gradient_comes(self, param: int, made: Moment, tile: int = 0) -> Generator[Moment, None, list[Moment]]:
+        yield from self._comes((param, tile))
+        while self._reducing and self._is_done(self._reducing[0]):
+            yield from self._finish_reduction()
+        return []
 
-    def _comes(self, param: int) -> Process:
-        if not self._plan.sums_locally and (param, 0) in self._came:
+    def _comes(self, part: Part) -> Process:
+        if not self._plan.sums_locally and self._buckets.has_come(part):
             yield from self._begin_next_round()
-        number, numel = self._micro_batches.count(param), self._layout.specs[param].numel
+        number, self._came = self._micro_batches.count(*part), True
         if self._plan.sums_locally:
-            made = self._layout.specs[param].dtype.itemsize
-            yield from self._in_ram(numel * (made + torch.float32.itemsize * (1 if number == 1 else 2)))
+            spec = self._layout.specs[part[0]]
+            numel = self._tile_numel(*part) * (self._layout.ranks if spec.tile else 1)
+            yield from self._in_ram(numel * (spec.dtype.itemsize + torch.float32.itemsize * (1 if number == 1 else 2)))
             if number != self._micro_batches.most:
                 return
-        yield from self._ready((param, 0))
+        yield from self._ready(part)
 
     def _ready(self, part: Part) -> Process:
-        self._came.add(part)
         self._buckets.ready(part)
         yield from self._send_ready()
 
     def _send_ready(self) -> Process:
-        for bucket in self._buckets.take(self._may_leave):
+        for bucket in self._buckets.take():
             yield from self._send(bucket)
 
-    def _may_leave(self, bucket: Bucket) -> bool:
-        missing = {*bucket.units} - self._left_units
-        is_turn = not self._takes_turns or missing <= {self._alone}
-        return not missing or (is_turn and self._buckets.is_complete(bucket))
+    def _backward(self) -> Process:
+        self._is_in_backward = True
+        yield from super()._backward()
+        self._is_in_backward = False
 
     def _backward_reaches(self, unit: Unit) -> Process:
-        if self._shares_parameters:
-            yield from self._leave()
-            if self._came and unit.name in self._left_units and self._round + 1 != self._rounds:
+        told = self._scheduler.backward_reaches(unit)
+        if told is not None:
+            left, is_alone = told
+            yield from self._leave(left)
+            if self._came and self._buckets.has_left(unit.name) and self._round + 1 != self._rounds:
                 yield from self._begin_next_round()
-            self._alone = None if unit.is_root else unit.name
-            if not unit.is_root:
-                self._entered[unit.name] = None
+            self._buckets.alone = unit.name if is_alone else None
 
     def _backward_ends(self) -> Process:
-        if self._shares_parameters:
-            yield from self._leave()
-            self._alone = None
+        left = self._scheduler.backward_leaves()
+        if left is not None:
+            yield from self._leave(left)
+            self._buckets.alone, self._came = None, False
 
-    def _leave(self) -> Process:
-        """Backward has left the units that it entered: it is at another one, or at its end."""
-        left, self._entered = self._entered, {}
+    def _leave(self, units: Sequence[str]) -> Process:
         if not self._plan.sums_locally and self._came:
-            self._left_units.update(left)
+            self._buckets.leave(units)
             yield from self._send_ready()
 
     # Rounds.
@@ -181,17 +181,16 @@ class AveragingRank(Rank):
             yield from self._ask(AVERAGES)
 
     def _end_round(self) -> Process:
-        for bucket in self._buckets.take(lambda bucket: True):
+        for bucket in self._buckets.take_all():
             yield from self._send(bucket)
         self._buckets.reset()
-        self._left_units.clear()
-        self._came.clear()
         self._round += 1
 
     def _end_rounds(self) -> Process:
-        if self._plan.sums_locally and self._micro_batches.most is None:
-            for param in range(len(self._layout.specs)):
-                yield from self._ready((param, 0))
+        if self._plan.sums_locally:
+            for part in self._parts:
+                if self._micro_batches.of(*part) not in (0, self._micro_batches.most):
+                    yield from self._ready(part)
         if self._rounds is None:
             yield from self._end_round()
             yield from self._ask(AVERAGES)
@@ -204,7 +203,8 @@ class AveragingRank(Rank):
         while self._reducing:
             yield from self._finish_reduction()
         self._filling.clear()
-        self._round = 0
+        self._round, self._came = 0, False
+        self._missing = self._parts_of.copy()
         yield from super()._wait_for_gradients()
 
     def _agree(self) -> Process:
@@ -276,7 +276,16 @@ class AveragingRank(Rank):
                 yield from self._add_range(one, is_first=first.round == 0, is_last=is_last)
         elif is_last and not plan.is_on_device(bucket):
             yield from self._in_memory(average)  # its squares
+        if is_last and self._tried is not None:
+            self._have_come(bucket)
         self._free += first.has_buffer
+
+    def _have_come(self, bucket: Bucket) -> None:
+        """As ReducedGradients._have_come."""
+        for param in bucket.params_of(self._layout.rank):
+            self._missing[param] -= 1
+            if not self._missing[param] and self._is_in_backward:
+                self._gradient_is_whole(param)
 
     def _add_range(self, one: SubRange, *, is_first: bool, is_last: bool) -> Process:
         """A process of the host: as GradShards.add_range."""
@@ -284,16 +293,11 @@ class AveragingRank(Rank):
         begin = self._layout.shard_range(flat)[0] + one.start
         for chunk in reversed(self._chunks_of[flat]):
             start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + one.numel)
-            if start >= stop:
-                continue
-            lease = None
-            if self._stored_gradients is not None:
-                use = use_of(is_fresh=is_first and stop - start == chunk.numel, is_unfinished=start > chunk.start)
-                lease = yield from self._stored_gradients.lease(chunk.index, use, 0, self.host)
-            yield from self._in_memory((stop - start) * itemsize * (2 + (not is_first) + is_last))
-            if lease is not None:
-                assert self._stored_gradients is not None
-                self._stored_gradients.release(lease)
+            if start < stop:
+                numel, is_unfinished = stop - start, start > chunk.start
+                nbytes = numel * itemsize * (2 + (not is_first) + is_last) if self._is_in_ram else 0
+                is_fresh = is_first and numel == chunk.numel
+                yield from self._add_to(chunk, nbytes, self.host, is_fresh=is_fresh, is_unfinished=is_unfinished)
 
     def _in_ram(self, nbytes: float) -> Process:
         """A process of the host: what is done where the model is. A device's own memory takes no time."""

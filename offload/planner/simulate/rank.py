@@ -12,7 +12,8 @@ workers are, in a run too: reads then differ from those of a run by what the buf
 
 Where activations wait, the store of them decides (storage/activation_store.py); a tensor that several units keep waits
 once, and counts as that of the first one. Trials are all kept, and those that have not begun when their step does are
-dropped, as in a run; where the device is the CPU, they take its cores. A weight in tiles counts as used once a pass.
+dropped, as in a run; where the device is the CPU, they take its cores. A weight in tiles counts as used once a pass, by
+an operation that uses no other parameter of its block: a bias beside it brings a run's backward to the block once more.
 
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
 drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums,
@@ -31,7 +32,7 @@ from offload.grads.local import UNITS_LEAVING
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import dtypes_of, use_of
 from offload.layout import Chunk, Layout
-from offload.model.pending import order_of_updates
+from offload.model.pending import order_of_updates, updates_up_to
 from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
 from offload.model.units import ROOT, encloses
@@ -305,7 +306,9 @@ class Rank:
         """A process of the host: as Tiling runs a weight of which a micro-batch uses some tiles."""
         arrived = yield from self._apply(weight.unit)
         chosen = self._passes.tiles.get(weight.unit)
-        numbers = range(len(weight.tiles)) if not chosen else chosen[self._pass % len(chosen)]
+        if not chosen or self._held.shard_group_size > 1:  # see [Note: tiles over ranks] in model/tiling.py
+            chosen = [range(len(weight.tiles))]
+        numbers = chosen[self._pass % len(chosen)]
         self._used_tiles[weight.unit] = numbers
         units = [self._units[weight.tiles[number]] for number in numbers]
         self._scheduler.tiles_begin(units)
@@ -321,6 +324,7 @@ class Rank:
         numbers, copies = self._used_tiles[weight.unit], []
         for number in reversed(numbers):
             unit = self._units[weight.tiles[number]]
+            yield from self._backward_reaches(unit)
             self._scheduler.backward_begins(unit)
             yield from self._do_what_is_to_do()
             seconds = self._passes.backward_s.get(weight.unit, 0.0) / len(numbers)
@@ -439,21 +443,34 @@ class Rank:
         for chunk, piece in self._layout.pieces_of(param):
             if not start <= piece.param_offset < stop:  # no piece has elements of two tiles
                 continue
-            lease, is_unfinished = None, False
-            if self._stored_gradients is not None:
-                params = [one.param for one in chunk.pieces]
-                is_unfinished = len(params) > 1 and not self._micro_batches.are_equal(params)
-                use = use_of(is_fresh=is_first and piece.numel == chunk.numel, is_unfinished=is_unfinished)
-                lease = yield from self._stored_gradients.lease(chunk.index, use, 0, line)
-            line.begins(MEMORY)
+            is_unfinished = False
+            if self._stored_gradients is not None and len(chunk.pieces) > 1:
+                is_unfinished = not self._micro_batches.are_equal([one.param for one in chunk.pieces])
+            is_fresh = is_first and piece.numel == chunk.numel
             nbytes = self._bytes_in_ram(chunk.flat, piece.numel, is_first=is_first, is_last=is_last)
-            yield self.memory.submit(nbytes / self._speeds.memory, "gradient")
-            line.begins(NOTHING)
-            if lease is not None:
-                assert self._stored_gradients is not None
-                if not is_unfinished and chunk.index in self._read_soon:
-                    self._stored_gradients.store.retain(chunk.index)
-                self._stored_gradients.release(lease)
+            yield from self._add_to(chunk, nbytes, line, is_fresh=is_fresh, is_unfinished=is_unfinished)
+
+    def _add_to(self, chunk: Chunk, nbytes: float, line: Line, *, is_fresh: bool, is_unfinished: bool) -> Process:
+        """A process: as GradShards.add.
+
+        Args:
+            chunk: the chunk to whose gradients is added.
+            nbytes: what is read and written in RAM for that.
+            line: of the thread that does it.
+            is_fresh: see `use_of`.
+            is_unfinished: likewise.
+        """
+        lease = None
+        if self._stored_gradients is not None:
+            use = use_of(is_fresh=is_fresh, is_unfinished=is_unfinished)
+            lease = yield from self._stored_gradients.lease(chunk.index, use, 0, line)
+        line.begins(MEMORY)
+        yield self.memory.submit(nbytes / self._speeds.memory, "gradient")
+        line.begins(NOTHING)
+        if self._stored_gradients is not None and lease is not None:
+            if not is_unfinished and chunk.index in self._read_soon:
+                self._stored_gradients.store.retain(chunk.index)
+            self._stored_gradients.release(lease)
 
     def _bytes_in_ram(self, flat: int, numel: int, *, is_first: bool, is_last: bool) -> float:
         """What is read and written in RAM for elements of a gradient."""
@@ -484,13 +501,9 @@ class Rank:
             What the device has to wait for before it uses the unit.
         """
         found: list[After] = []
-        for flat in self._to_apply(unit):
+        for flat in updates_up_to(self._layout, self._pending, self._units[unit].flats):
             found += yield from self._apply_flat(flat)
         return found
-
-    def _to_apply(self, unit: str) -> list[int]:
-        """The flat parameters to update so that a unit has its new values, as PendingUpdates._up_to."""
-        return [flat for flat in self._pending if self._layout.flats[flat].unit == unit]
 
     def _apply_flat(self, flat: int) -> Generator[Moment, None, list[After]]:
         """A process of the host: applies what is pending of a flat parameter, and returns what `_apply` does."""
@@ -574,9 +587,13 @@ class Rank:
     # Trials: as optim/trials.py makes them, where all are kept.
 
     def _has_come(self, param: int, number: int) -> None:
-        """A gradient has come, and how often; when it is whole, steps are tried."""
-        is_whole = number == self._micro_batches.expected and self._micro_batches.has_all(param)
-        if self._tried is None or not is_whole:
+        """A gradient has come, and how often."""
+        if number == self._micro_batches.expected and self._micro_batches.has_all(param):
+            self._gradient_is_whole(param)
+
+    def _gradient_is_whole(self, param: int) -> None:
+        """A gradient has come as often as is expected, with all of its tiles: steps are tried."""
+        if self._tried is None:
             return
         self._whole[param] = self._step + 1
         if self._step:  # whether trials are kept is not known before the first step
@@ -638,6 +655,7 @@ class Rank:
         yield from self._copy_in_ram(chunk_bytes(self._layout, chunk), line)
         if self._params is not None and target is not None:
             yield from self._chunk_updated(chunk, line)
+            yield from self._chunk_made(chunk, line)
             self._params.release(target)
         if self._stored_gradients is not None:
             yield from self._stored_gradients.discard(chunk.index, line)

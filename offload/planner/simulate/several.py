@@ -13,7 +13,6 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from offload.choices import Choice
 from offload.devices.copies import HostCopier
 from offload.layout import Chunk, Layout
 from offload.model.transfer import UNITS, gathers_of
@@ -28,18 +27,6 @@ from offload.ranks.communicator import Work
 from offload.ranks.exchange import TOGETHER, FlatGather, Windows
 from offload.ranks.gathers import Gathers
 from offload.storage.chunk_cache import Use
-
-
-def why_not_simulated(held: Layout, choice: Choice) -> str | None:
-    """Why one rank among several is not simulated with what was decided, though one alone may be; None: it is."""
-    reasons = {
-        "weights in tiles": any(spec.tile for spec in held.specs),
-        "an optimizer that steps whole parameters": any(flat.is_whole for flat in held.flats),
-        "steps that are tried in backward": choice.states.tries_steps,
-        "an activation tier": choice.activations.tier is not None,
-    }
-    found = next((what for what, is_there in reasons.items() if is_there), None)
-    return None if found is None else f"over several ranks {found} cannot be simulated yet"
 
 
 class OneOfSeveral(AveragingRank):
@@ -76,13 +63,6 @@ class OneOfSeveral(AveragingRank):
         return [_meta(one.nbytes, torch.uint8) for one in self._placement.regions if one.what == what]
 
     # New parameters.
-
-    def _to_apply(self, unit: str) -> list[int]:
-        wanted = super()._to_apply(unit)
-        if wanted and self._layout.replicas > 1:
-            queue = list(self._pending)
-            wanted = queue[: 1 + max(map(queue.index, wanted))]
-        return wanted
 
     def _agree(self) -> Process:
         yield from super()._agree()
@@ -128,7 +108,7 @@ class OneOfSeveral(AveragingRank):
         return found
 
     def _chunk_made(self, chunk: Chunk, line: Line) -> Process:
-        if self._windows is not None and self._direct:
+        if self._windows is not None and self._direct and self._windows.is_one(chunk):
             yield from self._send_up_to(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0])
             yield from self._receive()
             yield from self._copy_in_ram(self._itemsize(chunk.flat) * chunk.numel, self.host)

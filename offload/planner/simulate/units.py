@@ -7,12 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from offload.layout import Chunk, Layout
+from offload.model.backward_order import BackwardOrder
 from offload.model.policy import Ahead, UnitPolicy
 from offload.model.scheduling import UnitScheduler, takes_updates
 from offload.model.unit import Presence, Unit, Units
 from offload.model.units import ROOT
 from offload.planner.placement import Placement
 from offload.tiers import DEVICE
+
+_TASK = 0
+"""The number of autograd's task, of which a backward has one."""
 
 
 class ToCopy(NamedTuple):
@@ -150,6 +154,8 @@ class TimedUnits(UnitScheduler):
         self.units = Units(held, streamed, placement.staying, placement.tiled_in_ram)
         self.transfers = TimedMoves(held, limit, direct=placement.is_direct)
         self._root = self.units[ROOT]
+        self._backward_order = BackwardOrder.over(held.trained, self.units.values()) if params.streams else None
+        self._ends: dict[Unit, list[int]] = {}  # by unit, the positions at the ends of its forwards
         self._policy = UnitPolicy(Ahead(params.prefetch_units, placement.choice.ahead_bytes))
         self._pending = is_pending
 
@@ -165,15 +171,41 @@ class TimedUnits(UnitScheduler):
     def forward_begins(self, unit: Unit) -> None:
         """A unit is used."""
         self._enter(unit)
+        if self._backward_order is not None:
+            self._backward_order.use(unit)
         unit.forwards += 1
 
     def forward_ends(self, unit: Unit) -> None:
         """The unit's forward ends."""
         unit.forwards -= 1
+        if self._backward_order is not None:
+            self._ends.setdefault(unit, []).append(self._backward_order.position)
 
     def tiles_begin(self, tiles: Sequence[Unit]) -> None:
         """These tiles of a weight are used next, in this order."""
         self._policy.order.expect_tiles(tiles)
+
+    def backward_reaches(self, unit: Unit) -> tuple[list[str], bool] | None:
+        """The backward of a unit is about to begin.
+
+        Returns:
+            The names of the units whose gradients have all come, and whether no other unit is fetched until this one is
+            left, as `GradientBuffer.backward_enters` is told them; None: it is not told.
+        """
+        if self._backward_order is None:
+            return None
+        position = self._ends[unit].pop()
+        left = self._backward_order.enter(unit, position, _TASK)
+        return [one.name for one in left], self._backward_order.is_alone(unit, position)
+
+    def backward_leaves(self) -> list[str] | None:
+        """The backward of the model has come to its end.
+
+        Returns:
+            The names of the units whose gradients have all come since, as `GradientBuffer.backward_ends` is told them;
+            None: it is not told.
+        """
+        return None if self._backward_order is None else [one.name for one in self._backward_order.end(_TASK)]
 
     def backward_begins(self, unit: Unit) -> None:
         """The backward of a unit begins."""
@@ -189,6 +221,9 @@ class TimedUnits(UnitScheduler):
     def step_begins(self) -> None:
         """The last step was applied, and the next one begins."""
         self._policy.forget_graphs()
+        if self._backward_order is not None:
+            self._backward_order.begin_anew()
+        self._ends.clear()
         self.pass_begins()
         self._release_all_but([unit for unit in self.units.values() if unit.stays and unit.is_frozen])
 
