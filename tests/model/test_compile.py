@@ -247,6 +247,12 @@ def test_dropout_of_a_model_compiled_without_kernels_has_the_masks_of_the_plain_
     assert_same_masks(held, plain, same_bits=True)
 
 
+def test_dropout_of_a_block_in_tiles_has_the_masks_of_the_plain_block(tmp_path: Path) -> None:
+    plain = learn_with_dropout(lambda model: model, None)
+    held = learn_with_dropout(compiled_by_block, in_folder("tiles, recomputed", tmp_path))
+    assert_same_masks(held, plain, same_bits=False)
+
+
 DROPOUT = ["resident", "streamed, pending", "saved in a tier", "streamed, recomputed"]
 
 
