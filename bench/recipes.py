@@ -38,7 +38,8 @@ VISION = Path(sys.prefix) / "vision"
 """Where `make recipes` has timm and torchvision, of which only scripts that need timm are told: others that find a
 torchvision import it, too."""
 BEGINS, ENDS = "<!-- bench/recipes.py writes this -->", "<!-- until here -->"
-LIMIT_S = 900
+LIMIT_S = 3600
+"""Of a script, which takes a minute or two alone, and many of them where it shares the machine."""
 COLUMNS = 128
 
 ROUNDED = 1e-4

@@ -537,7 +537,7 @@ def made_for_inference() -> nn.Module:
         (lambda: "a model", "is not an nn.Module"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Sparse CSR:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_a_model_that_cannot_be_trained_is_refused_by_name(
     build: Callable[[], nn.Module], named: str, make: Make, path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from offload import OffloadZero, Tuning, torch_private
-from tests.oracle.models import TinyLm, token_batches, token_loss
+from tests.oracle.models import Block, TinyLm, token_batches, token_loss
 from tests.support.cases import often
 from tests.support.toy import Mixed, Net, batch, squares, take_step
 
@@ -178,6 +180,109 @@ def test_a_recomputed_block_runs_compiled(placement: str, tmp_path: Path) -> Non
         loss.backward()
     assert len(runs) == 6
     assert torch_private.set_frame_callback(None) is None  # what follows is not compiled
+
+
+class DropoutBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.4, self.training)
+
+
+def learn_with_dropout(
+    compile_model: Callable[[TinyLm], nn.Module], options: dict[str, Any] | None
+) -> tuple[list[Tensor], Tensor]:
+    """Two losses and the gradients of the first, and the state of the random numbers after them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TinyLm()
+    model.blocks = nn.ModuleList(DropoutBlock() for _ in model.blocks)
+    held = None
+    if options is not None:
+        held = OffloadZero(model, compute_dtype=torch.float32, commit_every=None, **options)
+    run = compile_model(model)
+    (first, second), left = token_batches(2), []
+    torch.manual_seed(1)
+    loss = token_loss(run, *first)
+    loss.backward()
+    left += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    left.append(token_loss(run, *second).detach())
+    if held is not None:
+        held.close()
+    return left, torch.get_rng_state()
+
+
+def assert_same_masks(
+    found: tuple[list[Tensor], Tensor], expected: tuple[list[Tensor], Tensor], *, same_bits: bool
+) -> None:
+    """Requires what no other masks would give. Args: same_bits: whether rounding is the same, too."""
+    assert torch.equal(found[1], expected[1])
+    assert len(expected[0]) > 2
+    for one, other in zip(found[0], expected[0], strict=True):
+        if same_bits:
+            assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def compiled_whole(backend: str) -> Callable[[TinyLm], nn.Module]:
+    return lambda model: torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+def compiled_by_block(model: TinyLm) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="inductor")
+    return model
+
+
+@pytest.fixture
+def _inductor() -> Iterator[None]:
+    """The default backend builds its kernels in this process, which needs a C++ compiler."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no C++ compiler")
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+def test_dropout_of_a_model_compiled_without_kernels_has_the_masks_of_the_plain_model(tmp_path: Path) -> None:
+    plain = learn_with_dropout(lambda model: model, None)
+    held = learn_with_dropout(compiled_whole("aot_eager"), in_folder("streamed, recomputed", tmp_path))
+    assert_same_masks(held, plain, same_bits=True)
+
+
+def test_dropout_of_a_block_in_tiles_has_the_masks_of_the_plain_block(tmp_path: Path) -> None:
+    plain = learn_with_dropout(lambda model: model, None)
+    held = learn_with_dropout(compiled_by_block, in_folder("tiles, recomputed", tmp_path))
+    assert_same_masks(held, plain, same_bits=False)
+
+
+DROPOUT = ["resident", "streamed, pending", "saved in a tier", "streamed, recomputed"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_inductor")
+@pytest.mark.parametrize("placement", DROPOUT)
+def test_dropout_of_compiled_blocks_has_the_masks_of_plain_compiled_blocks(placement: str, tmp_path: Path) -> None:
+    plain = learn_with_dropout(compiled_by_block, None)
+    assert_same_masks(learn_with_dropout(compiled_by_block, in_folder(placement, tmp_path)), plain, same_bits=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_inductor")
+@pytest.mark.parametrize("placement", DROPOUT[1:])
+def test_dropout_in_blocks_of_a_model_compiled_as_a_whole_has_the_same_masks_in_every_placement(
+    placement: str, tmp_path: Path
+) -> None:
+    resident = learn_with_dropout(compiled_whole("inductor"), in_folder("resident", tmp_path))
+    held = learn_with_dropout(compiled_whole("inductor"), in_folder(placement, tmp_path))
+    # What lies around the blocks is compiled where parameters stream.
+    assert_same_masks(held, resident, same_bits="streamed" not in placement)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_inductor")
+def test_dropout_with_the_random_numbers_of_torch_has_the_masks_of_the_plain_model(tmp_path: Path) -> None:
+    plain = learn_with_dropout(lambda model: model, None)
+    with torch._inductor.config.patch(fallback_random=True):
+        held = learn_with_dropout(compiled_whole("inductor"), in_folder("streamed, recomputed", tmp_path))
+    assert_same_masks(held, plain, same_bits=False)
 
 
 def test_modules_of_a_unit_without_a_forward_enter_it_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

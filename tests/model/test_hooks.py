@@ -166,7 +166,6 @@ def hooks_in(module: nn.Module) -> list[Any]:
     return [hook for table in tables for hook in table.values()]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("of", ["model", "block"])
@@ -212,7 +211,6 @@ def test_a_module_that_says_how_it_is_copied_takes_hooks_along_that_do_nothing()
             assert torch.equal(made.blocks[1](x), x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_script_of_a_held_model_names_the_way_out(placement: str) -> None:
     model = toy.Net()

@@ -544,7 +544,6 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = 
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, at the first forward derivative
 @pytest.mark.parametrize("activation_tier", [None, "cpu"])
 @pytest.mark.parametrize("tile", [0, 128])
 @pytest.mark.parametrize("of", ["model", "block"])

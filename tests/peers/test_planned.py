@@ -153,7 +153,6 @@ def test_adapters_on_a_base_on_nvme_stay_within_the_plan_and_equal_those_of_a_re
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, while it is measured
 def test_a_mixture_of_experts_has_its_routing(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(
         **SIZES, intermediate_size=128, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2
