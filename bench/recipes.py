@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from math import inf, isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -245,11 +246,17 @@ def result_of(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, by the largest absolute value that is expected; 0.0 only for the same bits."""
+    """The largest difference, by the largest absolute value that is expected; 0.0 only for the same bits.
+
+    It is inf where shapes differ, or a value is NaN.
+    """
     if torch.equal(found, expected):
         return 0.0
+    if found.shape != expected.shape:
+        return inf
     largest = expected.abs().max().item()
-    return (found.double() - expected.double()).abs().max().item() / (largest or 1.0)
+    difference = (found.double() - expected.double()).abs().max().item() / (largest or 1.0)
+    return inf if isnan(difference) else difference
 
 
 def compare(name: str) -> Compared:

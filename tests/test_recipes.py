@@ -77,6 +77,12 @@ def test_a_difference_in_one_bit_is_found() -> None:
     assert recipes.apart(torch.full((2,), 0.5), torch.zeros(2)) == 0.5
 
 
+def test_what_is_nan_is_never_near() -> None:
+    one, wrong = torch.ones(2), torch.tensor([1.0, torch.nan])
+    for pair in ((wrong, one), (one, wrong), (wrong, wrong.clone()), (one, torch.ones(1, 2))):
+        assert max(0.1, recipes.apart(*pair)) > 1
+
+
 def test_figures_take_the_place_of_older_ones_only() -> None:
     page = f"# It\n\n{recipes.BEGINS}\nold\n{recipes.ENDS}\n\nmore\n"
     assert recipes.written(page, "new") == page.replace("old", "new")

@@ -406,8 +406,9 @@ def checked_size(path: Path, size: int | None, default: int) -> int:
         least = option_bytes(SMALLEST_BYTES)
         raise ConfigError(f"--size {option_bytes(size)} is too small to measure: give at least {least}")
     if size > free:
+        way_out = "lower --size, or make room" if size >= 2 * SMALLEST_BYTES else "make room, or choose another drive"
         raise BudgetError(
-            f"{path}: measuring needs {format_bytes(size)}, {format_bytes(free)} are free: lower --size, or make room",
+            f"{path}: measuring needs {format_bytes(size)}, {format_bytes(free)} are free: {way_out}",
             needed=size,
             available=free,
             option="--size",

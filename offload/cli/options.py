@@ -27,6 +27,10 @@ ITEMSIZES = {"bf16": 2, "fp32": 4}
 """Bytes of an element, by what --dtype takes."""
 LEAST = "least"
 """As --cpu-memory: the least that works."""
+MOST = 1 << 24
+"""Of whole numbers that make a model, a batch or ranks: products of two of them are sizes that torch can count."""
+MOST_BLOCKS = 1 << 14
+"""Of a model that is planned."""
 SAMPLE, STREAMED_SAMPLE = 200, 20
 """Bytes that the model writes at the end: each is a pass through all parameters."""
 
@@ -80,9 +84,10 @@ class RunOptions:
     states: str = "fp32"
 
     def __post_init__(self) -> None:
-        self._require_least(1, "batch", "seq", "commit_every")
+        self._require_least(1, "commit_every")
+        self._require_least(1, "batch", "seq", most=MOST)
         if self.accumulation != "auto":
-            self._require_least(1, "accumulation")
+            self._require_least(1, "accumulation", most=MOST)
         allowed = {"tier": TIERS, "param_tier": PARAM_TIERS, "grad_tier": GRAD_TIERS, "dtype": tuple(ITEMSIZES)}
         allowed |= {"states": STATES}
         for option, values in allowed.items():
@@ -92,11 +97,12 @@ class RunOptions:
             raise ConfigError(f"--activation-tier {self.activation_tier}: choose one of {', '.join(TIERS)}")
         self._require_sizes("device_memory", "chunk")
 
-    def _require_least(self, least: int, *options: str) -> None:
+    def _require_least(self, least: int, *options: str, most: int | None = None) -> None:
         for option in options:
             value = getattr(self, option)
-            if value is not None and value < least:
-                raise ConfigError(f"--{_name(option)} {value}: give a whole number, at least {least}")
+            if value is not None and not least <= value <= (value if most is None else most):
+                at_most = "" if most is None else f", at most {most}"
+                raise ConfigError(f"--{_name(option)} {value}: give a whole number, at least {least}{at_most}")
 
     def _require_sizes(self, *options: str) -> None:
         for option in options:
@@ -136,11 +142,16 @@ class RunOptions:
         return ITEMSIZES[self.dtype] * self.batch * self.seq * width
 
 
-_NETWORK = re.compile(r"(?P<rate>[\d.]+ ?[A-Za-z]*B)/s(?:, ?(?P<delay>\d+(?:\.\d+)?) ?(?P<unit>us|ms|s))?", re.ASCII)
+_RATE, _DELAY = r"(?P<rate>\d+(?:\.\d+)? ?(?:[KMGT]i?)?B)/s", r"(?P<delay>\d+(?:\.\d+)?) ?(?P<unit>us|ms|s)"
+_NETWORK = re.compile(f"{_RATE}(?:, ?{_DELAY})?", re.ASCII)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+LEAST_RATE, MOST_RATE = 1e-12, 1e21
+"""Of what is given as a rate: with all others no seconds are endless, and none are nothing."""
 LARGEST = "largest"
 GOALS = ("fastest", "least-wear", LARGEST)
 """What `offload plan --search` is for; the first one if nothing is said."""
+_MOST_DIGITS = 20
+"""Of a bare number: more than any memory has."""
 SWEPT = "device_memory"
 """What `offload plan --sweep` can go through."""
 QUANTISED = ("nf4", "int8", "fp8")
@@ -198,7 +209,8 @@ class PlanOptions(RunOptions):
             )
         if self.network is not None:
             network_of(self.network)
-        self._require_least(1, "ranks", "tensor_parallel", "layers", "width", "lora_rank")
+        self._require_least(1, "layers", most=MOST_BLOCKS)
+        self._require_least(1, "ranks", "tensor_parallel", "width", "lora_rank", most=MOST)
         self._require_sizes("gpu_memory", "ram", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
         if self.quantise is not None and self.quantise not in QUANTISED:
             raise ConfigError(f"--quantise {self.quantise}: choose one of {', '.join(QUANTISED)}")
@@ -224,8 +236,11 @@ class PlanOptions(RunOptions):
             raise ConfigError("--partition-activations needs --tensor-parallel 2 or more: one rank keeps all there is")
         for option in ("flops", "disk_gb_per_s"):
             value = getattr(self, option)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"--{_name(option)} {value:g}: give a number above 0")
+            if value is not None and not LEAST_RATE <= value < MOST_RATE:
+                raise ConfigError(f"--{_name(option)} {value:g}: give a number above 0, below {MOST_RATE:g}")
+        for path in self.paths:
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"--path {path} is no directory: give one on each drive")
         has_layers = self.layers is not None and self.goal != LARGEST
         if self.config is not None and (has_layers or self.width is not None):
             raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
@@ -336,4 +351,4 @@ def _number(value: str) -> int | str:
 
     A negative number is an int, too, so that the error says what is wrong with it.
     """
-    return int(value) if value.lstrip("-").isdecimal() else value
+    return int(value) if value.removeprefix("-").isdecimal() and len(value) <= _MOST_DIGITS else value

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import LEAST, Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
+from offload.cli.options import LEAST, MOST, Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
@@ -170,8 +170,9 @@ def plan(
     sweep: Annotated[
         str | None,
         typer.Option(
-            help="Show what a step moves for each of several budgets, and draw it into a PNG beside: device_memory.",
-            show_default="the plan of one",
+            help="Show what a step moves with each of twelve budgets of this, and draw it into a PNG of that name, or "
+            "into --picture: device_memory.",
+            show_default="the plan of one budget",
         ),
     ] = None,
     search: Annotated[
@@ -192,7 +193,7 @@ def plan(
         Path | None,
         typer.Option(
             help="Write a PNG of what a step takes its time from, by the share of states in RAM; with --search of the "
-            "front."
+            "front, with --sweep of its budgets."
         ),
     ] = None,
     json: Json = False,
@@ -203,6 +204,10 @@ def plan(
 
         show_machines(json=json)
         return
+    if picture is not None:
+        from offload.cli.plots import require_file
+
+        require_file(picture, "--picture")
     there = None if machine is None else _machine(machine)
     options = PlanOptions(
         preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, quantise=quantise,
@@ -227,7 +232,7 @@ def plan(
     if options.sweep is not None:
         from offload.cli.plan_sweep import show_sweep
 
-        show_sweep(options, model, waiting, json=json)
+        show_sweep(options, model, waiting, picture, json=json)
         return
     planned = planned_of(options, model, waiting)
     try:
@@ -277,7 +282,7 @@ def _draw(
     """Draws what a step takes its time from, in this plan and with other budgets of RAM.
 
     Raises:
-        ConfigError: matplotlib is not installed, or no time can be predicted.
+        ConfigError: no time can be predicted, or the file cannot be written.
     """
     from offload.cli.plan_time import draw
     from offload.tiers import NVME
@@ -334,7 +339,7 @@ def _whole(accumulation: str) -> int | str:
     """
     if accumulation == "auto":
         return accumulation
-    if not accumulation.isdecimal():
+    if not accumulation.isdecimal() or len(accumulation) > len(str(MOST)):
         raise ConfigError(f'--accumulation {accumulation}: give a whole number, at least 1, or "auto"')
     return int(accumulation)
 
@@ -423,6 +428,11 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     rules = rules_named(options.optimizer, options.states)
     if options.split_master and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
+    if options.tensor_parallel > model.width:
+        raise ConfigError(
+            f"--tensor-parallel {options.tensor_parallel}: matrices of a width of {model.width} are shared by "
+            f"{model.width} ranks at most"
+        )
     direct = not options.gpu and (options.machine is not None or accelerator() is None)
     if options.speculate and not rules[0].can_try:
         raise ConfigError(

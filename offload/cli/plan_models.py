@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from offload.cli.options import PlanOptions
 from offload.demo.gpt import GPT, PRESETS
 from offload.errors import ConfigError
-from offload.model.units import ROOT, blocks_of, encloses
+from offload.model.units import ROOT, blocks_of
 from offload.optim.adopt import rules_of
 from offload.optim.rule import Rule
 from offload.optim.rules.adam import AdamRule
+from offload.options import Tuning
 from offload.planner.routing import Routing
+from offload.sizes import MASTER_ITEM_BYTES, format_bytes, parse_bytes
 
+MOST_CHUNKS = 1 << 20
+"""Of a rank, that are planned."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "amsgrad": ("adamw", {"amsgrad": True}),
     "rmsprop-centered": ("rmsprop", {"centered": True}),
@@ -80,11 +84,27 @@ def sized(options: PlanOptions) -> Sized:
         _quantise(model, options.quantise)
     if options.lora_rank is not None:
         _adapt(model, options.lora_rank)
+    _require_few_chunks(model, options)
     return model
 
 
+def _require_few_chunks(model: Sized, options: PlanOptions) -> None:
+    """Requires a model of which a rank has no more chunks than a plan can list.
+
+    Raises:
+        ConfigError: it has more.
+    """
+    chunk = parse_bytes(options.chunk or Tuning().chunk, "--chunk")
+    count = MASTER_ITEM_BYTES * model.numel // (max(chunk, 1) * options.ranks * options.tensor_parallel)
+    if chunk and count > MOST_CHUNKS:
+        raise ConfigError(
+            f"{model.numel:,} parameters are {count:,} chunks of {format_bytes(chunk)} on a rank, and plans are made "
+            f"for {MOST_CHUNKS:,} at most: give a larger --chunk, more --ranks, or a smaller model"
+        )
+
+
 def _preset(options: PlanOptions) -> Sized:
-    """The GPT of a preset, with the layers and the width that were given.
+    """The GPT of a preset, with the layers and the width that were given, and positions for the sequence.
 
     Raises:
         ConfigError: there is no such preset.
@@ -96,7 +116,8 @@ def _preset(options: PlanOptions) -> Sized:
     # How many heads share the width changes no size.
     heads = math.gcd(width, preset.heads)
     layers = preset.layers if options.layers is None else options.layers
-    model = GPT(replace(preset, layers=layers, width=width, heads=heads), device="meta")
+    context = max(preset.context, options.seq)
+    model = GPT(replace(preset, layers=layers, width=width, heads=heads, context=context), device="meta")
     return Sized(model, layers, width, [model.embed, model.positions])
 
 
@@ -108,7 +129,8 @@ def _configured(config: Path, layers: int | None = None) -> Sized:
         layers: how many blocks it has; None: as many as the configuration says.
 
     Raises:
-        ConfigError: transformers is not installed, or the file is not there or is no configuration that it knows.
+        ConfigError: transformers is not installed, or the file is not there, is no configuration that it knows, or one
+            of which it makes no language model.
     """
     try:
         import transformers
@@ -118,20 +140,29 @@ def _configured(config: Path, layers: int | None = None) -> Sized:
     if not file.is_file():  # transformers would look for it on a hub, several times
         raise ConfigError(f"--config {config}: there is no {file}; give a config.json, or the directory of one")
     try:
-        found = transformers.AutoConfig.from_pretrained(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--config {config} is no configuration that transformers knows: {error}") from error
-    if layers is not None:
-        given = found.to_dict() | {"num_hidden_layers": layers}
-        given.pop("layer_types", None)  # one a layer, which follow from their number
-        found = type(found).from_dict(given)
-    architectures = getattr(found, "architectures", None) or ()
-    kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
-    text = found.get_text_config()
-    embeddings = [model.get_input_embeddings()]
-    return Sized(model, len(blocks_of(model)), text.hidden_size, embeddings, _routing_of(text))
+        found = transformers.AutoConfig.from_pretrained(config, trust_remote_code=False)  # which would ask
+    except Exception as error:
+        raise _refused(f"{config} is no configuration that transformers knows", error) from error
+    try:
+        if layers is not None:
+            given = found.to_dict() | {"num_hidden_layers": layers}
+            given.pop("layer_types", None)  # one a layer, which follow from their number
+            found = type(found).from_dict(given)
+        architectures = getattr(found, "architectures", None) or ()
+        kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
+        text = found.get_text_config()
+        width, embeddings = int(text.hidden_size), [model.get_input_embeddings()]
+    except Exception as error:
+        raise _refused(f"transformers makes no language model of {config}", error) from error
+    return Sized(model, len(blocks_of(model)), width, embeddings, _routing_of(text))
+
+
+def _refused(what: str, error: Exception) -> ConfigError:
+    """The error for a file that transformers does not take, which may be anything of Python's in it."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ConfigError(f"--config: {what} ({said:.300}); give the config.json of a language model, or its directory")
 
 
 def _routing_of(config: Any) -> Routing | None:
@@ -188,9 +219,15 @@ def trained_of_units(model: nn.Module) -> list[int]:
     counts: dict[str, int] = {name: 0 for name, _ in blocks_of(model)} | {ROOT: 0}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            inside = [unit for unit in counts if unit != ROOT and encloses(unit, name)]
-            counts[max(inside, key=len, default=ROOT)] += param.numel()
+            counts[_innermost(name, counts)] += param.numel()
     return list(counts.values())
+
+
+def _innermost(name: str, units: Container[str]) -> str:
+    """The innermost of some units that a module or parameter is or lies in, by their names; ROOT if it is none."""
+    while name not in units and name != ROOT:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _freeze(model: Sized, frozen: int) -> None:
@@ -275,9 +312,9 @@ class _Dequantised(torch.autograd.Function):
 
 def _in_blocks(model: Sized, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
     """The modules of some classes in blocks, with their names."""
-    blocks = [name for name, _ in blocks_of(model.module)]
+    blocks = {name for name, _ in blocks_of(model.module)}
     modules = [*model.module.named_modules()]
-    return [(n, one) for n, one in modules if isinstance(one, kinds) and any(encloses(block, n) for block in blocks)]
+    return [(n, one) for n, one in modules if isinstance(one, kinds) and _innermost(n, blocks) != ROOT]
 
 
 def _quantise(model: Sized, form: str) -> None:

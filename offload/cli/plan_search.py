@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.console import print_json, say, show_table
-from offload.cli.options import GOALS, LARGEST, LEAST, STATES, PlanOptions
+from offload.cli.options import GOALS, LARGEST, LEAST, MOST_BLOCKS, STATES, PlanOptions
 from offload.cli.plan import (
     arguments_of,
     beside_of,
@@ -33,7 +33,7 @@ from offload.cli.plan import (
 )
 from offload.cli.plan_models import rules_named, sized
 from offload.cli.plan_time import predicted
-from offload.cli.plots import new_figure
+from offload.cli.plots import new_figure, write
 from offload.cli.progress import progress
 from offload.errors import BudgetError, ConfigError
 from offload.planner.front import Costs, Front, front_of
@@ -42,6 +42,7 @@ from offload.planner.simulate import NotPredicted
 from offload.planner.simulate.bound import least_seconds
 from offload.planner.simulate.what_if import passes_of
 from offload.sizes import GIB, format_bytes, option_bytes, parse_bytes
+from offload.tiers import TIERS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,8 +64,10 @@ MOST_ROWS = 24
 """That people are shown."""
 OPEN = ("tier", "param_tier", "grad_tier", "activation_tier", "states", "chunk", "accumulation", "split_master")
 """Options of the command that are searched, unless they are given."""
-MOST_BLOCKS = 1 << 14
-"""Of the largest model."""
+REFUSED = "refused"
+"""What OffloadZero does with a candidate, where it is not that it lacks something."""
+LACKS = {"device_memory": "device", "gpu_memory": "device", "cpu_memory": "RAM"}
+"""What a candidate lacks, in a word for its count, by the option of its error."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,34 @@ class Refusals:
     """Candidates that do not fit, or that OffloadZero refuses.
 
     Attributes:
-        counts: how many, by what they lack.
+        counts: how many, by what they lack, or REFUSED.
         least: the error of the one that lacks least; None: there is none.
+        refused: the first error of those that OffloadZero refuses; None: it refuses none.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     least: BudgetError | None = None
+    refused: ConfigError | None = None
 
-    def add(self, what: str, error: Exception | None = None) -> None:
+    def add(self, what: str) -> None:
+        """Counts one that lacks something."""
         self.counts[what] = self.counts.get(what, 0) + 1
-        if isinstance(error, BudgetError) and (self.least is None or _lack(error) < _lack(self.least)):
+
+    def add_error(self, error: BudgetError | ConfigError) -> None:
+        """Counts one that has an error."""
+        if isinstance(error, ConfigError):
+            self.add(REFUSED)
+            self.refused = self.refused or error
+            return
+        self.add(LACKS.get(error.option, error.option))
+        if self.least is None or _lack(error) < _lack(self.least):
             self.least = error
+
+    def in_words(self) -> str:
+        """How many, by what they lack: "2 lack RAM, 3 are refused"."""
+        return ", ".join(
+            f"{count} {'are refused' if what == REFUSED else f'lack {what}'}" for what, count in self.counts.items()
+        )
 
 
 def _lack(error: BudgetError) -> float:
@@ -129,6 +149,7 @@ class Search:
         self._flops = rates_of(options)[0]["flops"]
         self._bounds: dict[int, Costs] = {}
         self._speeds: dict[tuple[str, bool], Speeds | NotPredicted] = {}
+        self._has_frozen = any(not param.requires_grad for param in model.module.parameters())
         self._splits = rules_named(options.optimizer, options.states)[0].splits_masters
 
     # What there is to choose from.
@@ -150,7 +171,8 @@ class Search:
             dict(zip(names, one, strict=True)) for one in product(*(values[name] for name in names))
         ]
         found = [replace(options, **one) for one in made]
-        return [one for one in found if _is_possible(one)]
+        # Where none is, OffloadZero says why.
+        return [one for one in found if _is_possible(one, has_frozen=self._has_frozen)] or found
 
     def _has_forms(self) -> bool:
         """Whether the optimizer can keep its states in fewer bits."""
@@ -197,9 +219,9 @@ class Search:
             planned = planned_of(replace(options, cpu_memory=None), self._model, self._waiting)
             least = planned.least()
         except (BudgetError, ConfigError) as error:
-            self.refusals.add(_lacking(error), error)
+            self.refusals.add_error(error)
             return
-        shares = SHARES if options.tier == "nvme" else SHARES[:1]
+        shares = SHARES if options.tier == "nvme" and options.cpu_memory != LEAST else SHARES[:1]
         budgets = sorted({min(least, most) + round(share * max(most - least, 0)) for share in shares})
         if options.tier == "nvme":  # more than all of it is no use
             with suppress(BudgetError):
@@ -210,7 +232,7 @@ class Search:
             try:
                 placement = with_budget.place()
             except (BudgetError, ConfigError) as error:
-                self.refusals.add(_lacking(error), error)
+                self.refusals.add_error(error)
                 continue
             sums = self._sums(options, with_budget, placement)
             if sums["fits"]:
@@ -322,20 +344,18 @@ def _literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _is_possible(options: PlanOptions) -> bool:
-    """Whether these tiers go together: nothing waits on a slower tier than its states."""
-    if options.tier == "device":
-        return options.param_tier == "device" and options.grad_tier == "cpu"  # which is the device then
-    if options.tier == "cpu":
-        return options.param_tier != "nvme" and options.grad_tier == "cpu"
+def _is_possible(options: PlanOptions, *, has_frozen: bool) -> bool:
+    """Whether these tiers go together: of what is trained, nothing waits on a slower tier than its states.
+
+    Args:
+        options: with the tiers.
+        has_frozen: whether some parameters are frozen, which may wait anywhere.
+    """
+    if not has_frozen and TIERS[options.param_tier] > TIERS[options.tier]:
+        return False
+    if options.tier != "nvme":
+        return options.grad_tier == "cpu"  # which is the device where the states are there
     return not (options.gpu and options.param_tier == "device" and options.grad_tier == "nvme")
-
-
-def _lacking(error: Exception) -> str:
-    """What a candidate lacks, in a word for its count."""
-    if isinstance(error, BudgetError):
-        return {"device_memory": "device", "gpu_memory": "device", "cpu_memory": "RAM"}.get(error.option, error.option)
-    return "refused"
 
 
 def _lacking_of(sums: dict[str, Any]) -> str:
@@ -379,11 +399,11 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
         ConfigError: OffloadZero refuses all of it, or no time can be predicted on this machine.
         BudgetError: nothing fits.
     """
-    names = frozenset(OPEN) - given
-    if options.ranks > 1 or options.tensor_parallel > 1:
-        raise ConfigError(
-            f"--search is for one rank, and --ranks {options.ranks} for several: leave one of the two out"
-        )
+    left_open = {name for name in ("param_tier", "grad_tier") if getattr(options, name) == "auto"}
+    names = frozenset(OPEN) - (given - left_open)
+    for option, count in (("--ranks", options.ranks), ("--tensor-parallel", options.tensor_parallel)):
+        if count > 1:
+            raise ConfigError(f"--search is for one rank, and {option} {count} for several: leave one of the two out")
     if options.goal == LARGEST:
         if options.layers is not None:
             raise ConfigError(f"--goal largest looks for the number of blocks, and --layers {options.layers} says it")
@@ -416,6 +436,8 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
             break
         fitting += more
         front = _front(search, fitting, order, known, console)
+    if not front.rows:
+        raise ConfigError(f"--search: no time can be predicted: {', '.join(front.unknown)}")
     return Found(search, model, front, fitting)
 
 
@@ -447,10 +469,12 @@ def _front(
 
 
 def _nothing_fits(search: Search) -> Exception:
-    if search.refusals.least is not None:
-        return search.refusals.least
-    counts = ", ".join(f"{count} lack {what}" for what, count in search.refusals.counts.items())
-    return ConfigError(f"--search: none of the candidates fits: {counts or 'there are none'}")
+    found = search.refusals
+    if found.least is not None:
+        return found.least
+    if found.refused is not None and found.counts.keys() == {REFUSED}:
+        return found.refused
+    return ConfigError(f"--search: none of {sum(found.counts.values())} candidates fits: {found.in_words()}")
 
 
 def _at_most_blocks(options: PlanOptions, names: frozenset[str], console: Console) -> PlanOptions:
@@ -467,11 +491,12 @@ def _at_most_blocks(options: PlanOptions, names: frozenset[str], console: Consol
         larger = replace(options, layers=blocks)
         model = sized(larger)
         search = Search(larger, model, waiting_of(larger, model), names)
-        if not variants:
-            variants = search.placements(FIRST_CHUNK)
-        return [one for one in variants if search.candidates([replace(one, layers=blocks)])]
+        for some in [variants] if variants else map(search.placements, (FIRST_CHUNK, *CHUNKS)):
+            if found := [one for one in some if search.candidates([replace(one, layers=blocks)])]:
+                return found
+        return []
 
-    low, high = 0, 1
+    low, high = 0, max(options.frozen, 1)
     alive: list[PlanOptions] = []
     with progress(console, "blocks", MOST_BLOCKS.bit_length()) as tell:
         while (found := fitting(high, alive)) and high < MOST_BLOCKS:
@@ -488,7 +513,7 @@ def _at_most_blocks(options: PlanOptions, names: frozenset[str], console: Consol
             else:
                 high = middle
             tell(MOST_BLOCKS.bit_length() - 1, f"{low} blocks fit")
-    return replace(options, layers=max(low, 1))
+    return replace(options, layers=low or high)
 
 
 # What people and machines see of it.
@@ -505,6 +530,7 @@ def rows_of(found: Found) -> list[dict[str, Any]]:
                 "call": found.search.call(one),
                 "tier": choice.states.tier.name,
                 "param_tier": choice.params.tier.name,
+                "frozen_tier": choice.params.frozen_tier.name if choice.params.has_frozen else None,
                 "grad_tier": choice.grads.tier.name,
                 "activation_tier": one.options.activation_tier,
                 "states": choice.states.form,
@@ -537,13 +563,11 @@ def show_search(options: PlanOptions, given: frozenset[str], picture: Path | Non
         json: whether to print one JSON object.
 
     Raises:
-        ConfigError: see `searched`; or matplotlib is not installed.
+        ConfigError: see `searched`; or the picture cannot be written.
         BudgetError: nothing fits.
     """
     from rich.console import Console
 
-    if picture is not None:
-        new_figure(1, 1)  # says so before the search where nothing can be drawn
     found = searched(options, given, Console(stderr=True))
     rows = rows_of(found)
     unknown = {reason: len(ones) for reason, ones in found.front.unknown.items()}
@@ -577,15 +601,15 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    goal = options.goal or GOALS[0]
-    table = Table(title=f"{_title(found)}: the front, {goal} first; predicted", title_justify="left")
+    first = GOALS[0] if options.goal in (None, LARGEST) else options.goal
+    table = Table(title=f"{_title(found)}: the front, {first} first; predicted", title_justify="left")
     for name in ("", "states", "parameters", "gradients", "activations", "form", "chunk", "acc"):
         table.add_column(name)
     for name in ("a step", "tokens/s", "waits for", "device", "RAM", "disk", "written a step"):
         table.add_column(name, justify="right")
     for number, one in enumerate(rows[:MOST_ROWS], 1):
         table.add_row(
-            f"{number}", one["tier"], one["param_tier"], one["grad_tier"], one["activation_tier"] or "saved",
+            f"{number}", one["tier"], _tier_of_params(one), one["grad_tier"], one["activation_tier"] or "saved",
             one["states"] + (", split" if one["split_master"] else ""), one["chunk"] or FIRST_CHUNK,
             f"{one['accumulation']}", f"{one['seconds']:.3g} s", f"{one['tokens_per_s']:,.0f}", one["waits_for"],
             format_bytes(one["device_bytes"]) if one["device_bytes"] else "-", format_bytes(one["cpu_bytes"]),
@@ -600,22 +624,26 @@ def _show(
     if any(one["states"] != "fp32" for one in rows):
         say(console, "bf16 and 8bit states are another training: --states fp32 leaves them out. So is another")
         say(console, "accumulation, which makes larger batches: --accumulation keeps yours.")
-    refused = sum(found.search.refusals.counts.values())
-    lacks = ", ".join(f"{count} for {what}" for what, count in found.search.refusals.counts.items())
+    refused, lacks = sum(found.search.refusals.counts.values()), found.search.refusals.in_words()
     say(
         console,
         f"Beside these, {found.front.beaten} are beaten by a row, {found.front.skipped} cannot be better than one by "
-        f"their bytes alone, and {refused} do not fit{f' ({lacks})' if lacks else ''}.",
+        f"their bytes alone, and {refused} do not fit{f': {lacks}' if lacks else ''}.",
     )
     for reason, count in unknown.items():
         say(console, f"{count} that fit are not predicted: {reason}.", markup=False)
+
+
+def _tier_of_params(row: dict[str, Any]) -> str:
+    frozen = row["frozen_tier"]
+    return row["param_tier"] if frozen is None else f"{row['param_tier']}, frozen {frozen}"
 
 
 def draw(file: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Writes a PNG: tokens/s of each row by its RAM, its device memory, and the bytes that it writes.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = new_figure(11, 4.2)
     figure.suptitle(f"{title}: the front, predicted")
@@ -643,4 +671,4 @@ def draw(file: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
         axes.grid(alpha=0.3)
     parts[0].set(ylabel="tokens/s")
     parts[-1].legend(title="states on, form", fontsize="small")
-    figure.savefig(file)
+    write(figure, file)

@@ -11,11 +11,13 @@ from offload.cli.console import print_json, say, show_table
 from offload.cli.options import SWEPT, PlanOptions
 from offload.cli.plan import link_of, planned_of, speed_of, summarise
 from offload.cli.plan_tables import WORDS
-from offload.cli.plots import can_draw, new_figure
+from offload.cli.plots import can_draw, new_figure, write
 from offload.errors import BudgetError
-from offload.sizes import GIB, format_bytes
+from offload.sizes import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offload.cli.plan_models import Sized
     from offload.planner.activations import Waiting
 
@@ -23,26 +25,41 @@ POINTS = 12
 """How many budgets are tried: equal parts of the one that has room for everything, and those that work are shown."""
 
 
-def show_sweep(options: PlanOptions, model: Sized, waiting: Waiting | None, *, json: bool) -> None:
-    """Prints the points of a sweep, and draws them into `device_memory.png` where matplotlib is installed.
+def show_sweep(
+    options: PlanOptions, model: Sized, waiting: Waiting | None, picture: Path | None, *, json: bool
+) -> None:
+    """Prints the points of a sweep, and draws them.
 
     Args:
         options: the options of the command.
         model: the model.
         waiting: what waits of a micro-batch for its backward; None: that is unknown.
-        json: whether to print one JSON object, and draw nothing.
+        picture: where they are drawn; None: into `device_memory.png`, where matplotlib is installed, for people only.
+        json: whether to print one JSON object.
 
     Raises:
         BudgetError: no `device_memory` helps, since other memory is too small.
+        ConfigError: the picture cannot be written.
     """
-    points = swept(options, model, waiting)
+    from rich.console import Console
+
+    console, points = Console(), swept(options, model, waiting)
     if json:
         print_json({"sweep": SWEPT, "points": points})
-        return
-    from rich.console import Console
+    else:
+        _show(console, points, options)
+        if picture is None and can_draw():
+            picture = Path(f"{SWEPT}.png")
+    if picture is not None:
+        draw(picture, points)
+        if not json:
+            say(console, f"Drawn into {picture}.", markup=False)
+
+
+def _show(console: Console, points: Sequence[dict[str, Any]], options: PlanOptions) -> None:
+    """Prints the points of a sweep as a table."""
     from rich.table import Table
 
-    console = Console()
     has_step = points[0]["step_seconds"] is not None
     table = Table(title="What --device-memory would do", title_justify="left")
     for name in ("--device-memory", "parameters", "states there", "over the link", "over the disk", "step, computed"):
@@ -61,10 +78,6 @@ def show_sweep(options: PlanOptions, model: Sized, waiting: Waiting | None, *, j
     up, down, link_from = link_of(options)
     rate = f"{up / 1e9:.3g} GB/s each way" if up == down else f"{up / 1e9:.3g} GB/s up and {down / 1e9:.3g} down"
     say(console, f"Seconds are those of {counted} and a link of {rate} ({WORDS[link_from]}), beside another.")
-    if can_draw():
-        file = Path(f"{SWEPT}.png")
-        draw(file, points)
-        say(console, f"Drawn into {file}.")
 
 
 def swept(options: PlanOptions, model: Sized, waiting: Waiting | None) -> list[dict[str, Any]]:
@@ -74,7 +87,7 @@ def swept(options: PlanOptions, model: Sized, waiting: Waiting | None) -> list[d
     points = []
     for part in range(1, POINTS + 1):
         try:
-            points.append(_point(replace(options, device_memory=f"{-(-most * part // POINTS)}"), model, waiting))
+            points.append(_point(replace(options, device_memory=f"{-(-most * part // POINTS)}B"), model, waiting))
         except BudgetError as error:
             if error.option != "device_memory":
                 raise
@@ -89,7 +102,7 @@ def _point(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[
     link_seconds = 0.0 if up is None else max(up / up_rate, down / down_rate)
     step_seconds = speed.get("step_seconds")
     return {
-        "device_memory": int(options.device_memory or 0),
+        "device_memory": parse_bytes(options.device_memory or 0, "--device-memory"),
         "device_bytes": found["device_bytes"],
         "param_tier": found["param_tier"],
         "staying_units": found["staying_units"],
@@ -107,7 +120,7 @@ def draw(file: Path, points: Sequence[dict[str, Any]]) -> None:
     """Writes a PNG: bytes over link and disk, and seconds, against `device_memory`.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = new_figure(8, 6)
     moved, taken = figure.subplots(2, 1, sharex=True)
@@ -124,4 +137,4 @@ def draw(file: Path, points: Sequence[dict[str, Any]]) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(file)
+    write(figure, file)

@@ -101,6 +101,8 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
         if has is None and summary["fits"]:
             verdict = f"yes, on a GPU of {total} or more"
             card = ""
+    if summary["activation_bytes"] is None:
+        verdict += ", but for activations, which are not known and not counted"
     yield f"Fits: {verdict}. It takes {card}{ram}{disk}."
     if not summary["fits"]:
         yield _way_out(summary, options)

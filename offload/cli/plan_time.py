@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.plots import new_figure
+from offload.cli.plots import new_figure, write
 from offload.planner.measured import PROBE
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
@@ -104,7 +104,7 @@ def draw(file: Path, title: str, steps: Sequence[tuple[str, Mapping[str, float]]
         steps: of each bar its label, and the seconds of its parts.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = new_figure(1.5 + 1.3 * max(len(steps), 4), 4.5)
     axes = figure.add_subplot()
@@ -118,4 +118,4 @@ def draw(file: Path, title: str, steps: Sequence[tuple[str, Mapping[str, float]]
     axes.set(title=title, ylabel="seconds of a step, predicted", xlabel="states in RAM")
     axes.grid(axis="y", alpha=0.3)
     axes.legend()
-    figure.savefig(file)
+    write(figure, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,43 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def require_file(file: Path, option: str) -> None:
+    """Requires that a picture can be drawn into a file, before anything is computed for it.
+
+    Args:
+        file: the picture.
+        option: of the command that names it.
+
+    Raises:
+        ConfigError: matplotlib is not installed or does not write such a format, or there is no directory for the file
+            that can be written to.
+    """
+    known = new_figure(1, 1).canvas.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in known:
+        raise ConfigError(
+            f"{option} {file}: give a name that ends in .png, or in another of {', '.join(sorted(known))}"
+        )
+    if file.is_dir():
+        raise ConfigError(f"{option} {file} is a directory: give the name of a file")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {file}: there is no directory {folder}; make it first")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {file} cannot be written: choose another place")
+
+
+def write(figure: Figure, file: Path) -> None:
+    """Writes a figure into a file, in the format that the file's name says.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
+
+
 def loss_curve(file: Path, title: str, train: Sequence[float], validation: Sequence[tuple[int, float]]) -> None:
     """Writes a PNG of a run's loss.
 
@@ -49,7 +87,7 @@ def loss_curve(file: Path, title: str, train: Sequence[float], validation: Seque
         validation: for each validation, how many steps were done and the loss on the held-out text.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
@@ -63,4 +101,4 @@ def loss_curve(file: Path, title: str, train: Sequence[float], validation: Seque
     axes.set(title=title, xlabel="optimizer steps done", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file)
+    write(figure, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,15 +66,18 @@ def probe(
 
 
 def _require_new(file: Path) -> None:
-    """Requires a name in a directory under which there is nothing yet.
+    """Requires a name under which there is nothing yet, in a directory that can be written to.
 
     Raises:
-        ConfigError: there is something, or no directory.
+        ConfigError: there is something, or no such directory.
     """
     if file.exists() or file.is_symlink():
         raise ConfigError(f"--save {file}: there is something of that name; give another one")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--save {file}: there is no directory {file.absolute().parent}; make it first")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--save {file}: there is no directory {folder}; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--save {file}: {folder} is not writable; choose another place")
 
 
 def _as_json(found: Rates, drives: Sequence[Drive], together: Rate | None) -> dict[str, Any]:

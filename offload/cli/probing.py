@@ -340,7 +340,7 @@ def save(file: Path, rates: Rates, drives: Sequence[Drive], together: Rate | Non
     """
     of_drives = []
     for drive in drives:
-        free = machine_file.Size(shutil.disk_usage(drive.path).free, "free when it was measured", measured=True)
+        free = machine_file.Size(max(shutil.disk_usage(drive.path).free, 1), "free when it was measured", True)
         read, write, mixed = (machine_file.of_rate(drive.rates[operation]) for operation in OPERATIONS)
         of_drives.append(machine_file.Drive(str(drive.path.resolve()), read, write, mixed, free))
     machine = machine_file.described(rates, of_drives, together, name=platform.node() or "a machine")

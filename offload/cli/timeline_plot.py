@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.plots import new_figure
+from offload.cli.plots import new_figure, write
 from offload.io.regular import read_file
 from offload.sizes import GIB, format_bytes
 
@@ -91,7 +91,7 @@ def timeline_picture(source: Path, picture: Path, title: str) -> None:
         title: the title of the picture.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the picture cannot be written.
     """
     lanes = read_lanes(source)
     ends = [bar.start + bar.length for bars in lanes.values() for bar in bars]
@@ -118,7 +118,7 @@ def timeline_picture(source: Path, picture: Path, title: str) -> None:
     used = [kind for kind in COLOURS if any(bar.kind == kind for bars in lanes.values() for bar in bars)]
     handles = [Patch(color=COLOURS[kind], label=kind) for kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, min(len(handles), 8)), frameon=False)
-    figure.savefig(picture)
+    write(figure, picture)
 
 
 def _draw(axes: Axes, row: int, bars: list[Bar], thinnest: float) -> None:

@@ -8,6 +8,7 @@ as good as none.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -26,6 +27,8 @@ LONGEST_AGE_S = 90 * 24 * 3600
 MOST_CACHE_BYTES = 1 << 20
 NAME, ENDING = "machine-", ".json"
 """What the names of files begin and end with."""
+
+_MACHINE_ID = Path("/etc/machine-id")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -96,25 +99,32 @@ def remember(section: str, key: str, value: msgspec.Struct) -> Path:
         The file in which it stands.
 
     Raises:
-        OSError: if the cache directory cannot be written.
+        OSError: if the cache directory cannot be written, or there is none since there is no home directory.
     """
-    sections = _load()
-    sections.setdefault(section, {})[key] = msgspec.structs.replace(value, measured_at=time.time())
     cache = cache_file()
     for folder in reversed(cache.parents):
         if not LOCAL.exists(folder):
             LOCAL.make_directory(folder, 0o777)
-    temporary = cache.with_suffix(f".{os.getpid()}")
-    written = msgspec.json.format(msgspec.json.encode(_Remembered(VERSION, identity(), sections)))
-    LOCAL.remove(temporary)
-    with LOCAL.create(temporary) as file:
-        LOCAL.write(file, memoryview(written))
-    LOCAL.rename(temporary, cache)
+    with LOCAL.open_directory(cache.parent) as directory:
+        with contextlib.suppress(OSError):  # some network mounts lock no directories
+            LOCAL.wait_for_lock(directory)  # until this is written down: two processes would lose what one found
+        sections = _load()
+        sections.setdefault(section, {})[key] = msgspec.structs.replace(value, measured_at=time.time())
+        temporary = cache.with_suffix(f".{os.getpid()}")
+        written = msgspec.json.format(msgspec.json.encode(_Remembered(VERSION, identity(), sections)))
+        LOCAL.remove(temporary)
+        with LOCAL.create(temporary) as file:
+            LOCAL.write(file, memoryview(written))
+        LOCAL.rename(temporary, cache)
     return cache
 
 
 def cache_file() -> Path:
-    """This machine's file."""
+    """This machine's file.
+
+    Raises:
+        OSError: there is no home directory.
+    """
     return _folder() / f"{NAME}{identity()}{ENDING}"
 
 
@@ -124,19 +134,22 @@ def identity() -> str:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+    except RuntimeError as error:
+        raise OSError(errno.ENOENT, "there is no home directory: set HOME, or XDG_CACHE_HOME") from error
 
 
 def _files() -> list[Path]:
     """The files of all machines that share the cache directory."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError):
         folder = _folder()
         return [folder / name for name in LOCAL.names(folder) if name.startswith(NAME) and name.endswith(ENDING)]
     return []
 
 
 def _load() -> dict[str, dict[str, Any]]:
-    with contextlib.suppress(RuntimeError):  # no home directory
+    with contextlib.suppress(OSError):  # no home directory
         return _read(cache_file(), identity())
     return {}
 
@@ -148,7 +161,7 @@ def _read(file: Path, machine: str | None) -> dict[str, dict[str, Any]]:
         file: the file.
         machine: the identity that it has to have; None: any.
     """
-    with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
         found = msgspec.convert(read_json(file, MOST_CACHE_BYTES), _Remembered)
         if found.version == VERSION and machine in (None, found.machine):
             return found.sections
@@ -157,5 +170,7 @@ def _read(file: Path, machine: str | None) -> dict[str, dict[str, Any]]:
 
 def _machine() -> str:
     with contextlib.suppress(OSError, ValueError):
-        return read_file(Path("/etc/machine-id"), PAGE_BYTES).decode().strip()
+        found = read_file(_MACHINE_ID, PAGE_BYTES).decode().strip()
+        if found not in ("", "uninitialized"):  # as in images of containers: machine-id(5)
+            return found
     return platform.node()

@@ -217,7 +217,7 @@ def _bandwidth(path: Path) -> float | None:
     except (OSError, OffloadError) as error:
         _log.info("%s: its bandwidth cannot be measured: %s", path, error)
         return None
-    with contextlib.suppress(OSError, RuntimeError):  # a read-only cache; no home directory
+    with contextlib.suppress(OSError):  # a read-only cache; no home directory
         remember(path, Settings(AUTO, mixed_bytes_per_s=speed))
     return speed
 

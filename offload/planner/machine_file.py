@@ -36,7 +36,7 @@ PROBED = "offload probe"
 """The source of what this library measured."""
 
 Text = Annotated[str, Meta(min_length=1)]
-Number = Annotated[float, Meta(gt=0, lt=1e21)]
+Number = Annotated[float, Meta(ge=1e-12, lt=1e21)]
 T = TypeVar("T")
 
 
@@ -159,7 +159,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     ram: Size
     about: str = ""
     measured_on: str = ""
-    measured_at: datetime | None = None
+    measured_at: Annotated[datetime, Meta(tz=True)] | None = None
     threads: Size | None = None
     memory: Figure | None = None
     steps: dict[str, Figure] = {}
@@ -355,7 +355,7 @@ def described(found: rates.Rates, drives: Sequence[Drive], together: Rate | None
     device = accelerator()
     return Machine(
         name,
-        Size(this.free_memory(), "free when it was measured", measured=True),
+        Size(max(this.free_memory(), 1), "free when it was measured", measured=True),
         measured_on=remembered.identity(),
         measured_at=datetime.now(UTC).replace(microsecond=0),
         threads=Size(usable_cpus(), "the system", measured=True),

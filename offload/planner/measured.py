@@ -37,9 +37,10 @@ def speeds_of(
     if machine is None:
         return NotPredicted("nothing is known of that machine: --machine describes one")
     if machine.memory is None:
-        return NotPredicted(f"how fast RAM is, is not known: {PROBE}")
+        return NotPredicted(f"how fast RAM is, is not known: {PROBE if machine.is_here else '`memory` in its file'}")
     if elements_per_s is None:
-        return NotPredicted(f"how fast the optimizer steps is not known: {PROBE} with the common ones")
+        way_out = f"{PROBE} with the common ones" if machine.is_here else "`steps` in the file of the machine"
+        return NotPredicted(f"how fast the optimizer steps is not known: {way_out}")
     drives = [
         DriveSpeed(one.read.value, one.write.value, one.mixed_bytes_per_s)
         for one in machine.drives

@@ -2,10 +2,13 @@
 
 [Note: predicted and measured]
 What moves is known at construction, so the first line says the seconds of an iteration without compute: none takes
-less. How many tokens a micro-batch has shows in the first forwards, from what is given to the model: the whole numbers
-in the largest tensor of whole numbers, or the vectors in the largest one of floating-point numbers. With them the
-iteration is simulated once, when somebody asks for it, or after STEPS steps. Then a line says if it took far longer, or
-far less, than predicted, and what differs most.
+less. How many tokens a micro-batch has shows in the first forwards, from what is given to the model: the elements of
+the largest matrix of whole numbers, or the vectors of the largest tensor of floating-point numbers with two or three
+dimensions. Of images and videos, which have more dimensions, nothing is predicted: a model makes patches of them, and
+the times and classes that come with them are no tokens. With the tokens the iteration is simulated once, when somebody
+asks for it, or after STEPS steps. Then a line says if it took far longer, or far less, than predicted, and what differs
+most. What is measured is a median, in which commits show only if they delay a good part of all iterations; what is
+predicted has them only then, too.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from offload.layout import Layout
 from offload.planner.fastest import uses
 from offload.planner.measured import Here
 from offload.planner.placement import Placement
-from offload.planner.simulate import Iteration, NotPredicted, seconds_of, simulate
+from offload.planner.simulate import COMMITTED_BY, Iteration, NotPredicted, seconds_of, simulate
 from offload.planner.simulate.lines import COMPUTE, DISK, KERNELS
 from offload.planner.simulate.speeds import Passes
 from offload.planner.simulate.what_if import passes_of
@@ -105,11 +108,10 @@ class Prediction:
     @property
     def predicted_s(self) -> float | None:
         """The seconds of an iteration with as many tokens as were given to the model; None: it is not predicted."""
-        found = self._predict()
+        found, every = self._predict(), self._placement.choice.commits.every
         if found is None:
             return None
-        every = self._placement.choice.commits.every
-        return found.seconds + (found.commit_s / every if every else 0.0)
+        return found.seconds + (found.commit_s / every if every and every <= 2 * COMMITTED_BY else 0.0)
 
     def _predict(self) -> Iteration | None:
         flops, speeds = self._here.flops_per_s, self._here.speeds
@@ -167,15 +169,15 @@ class Prediction:
 
 def _tokens_in(given: Any) -> int:
     """How many tokens are given to a model; 0: that is not known."""
-    whole: list[int] = [0]
-    vectors: list[int] = [0]
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            vectors.append(tensor.numel() // tensor.shape[-1] if 2 <= tensor.dim() <= 3 and tensor.shape[-1] else 0)
-        elif tensor.dtype is not torch.bool:
-            whole.append(tensor.numel())
-        return tensor
-
-    torch_private.tree_map_only(Tensor, look, given)
-    return max(whole) or max(vectors)
+    tensors: list[Tensor] = []
+    torch_private.tree_map_only(Tensor, tensors.append, given)
+    whole = [one for one in tensors if not one.is_floating_point() and one.dtype is not torch.bool]
+    if matrices := [one.numel() for one in whole if one.dim() == 2]:
+        return max(matrices)
+    vectors = [0]
+    for one in tensors:
+        if one.is_floating_point() and one.dim() > 3:
+            return 0
+        if one.is_floating_point() and one.dim() > 1 and one.shape[-1]:
+            vectors.append(one.numel() // one.shape[-1])
+    return max(vectors) or max((one.numel() for one in whole), default=0)

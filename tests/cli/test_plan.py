@@ -696,6 +696,15 @@ def test_activations_of_a_batch_are_those_of_a_run(recompute: bool, tmp_path: Pa
     assert peak == found["entering_bytes" if recompute else "saved_bytes"]
 
 
+def test_a_sequence_longer_than_a_presets_context_has_positions_and_activations() -> None:
+    """All that a token has grows with the sequence; scores of attention are kept by no fused kernel."""
+    short, long = (run_json("--gpu", "--batch", "1", "--seq", str(seq)) for seq in (1024, 2048))
+    width = PRESETS["1m"].width
+    assert long["parameters"] - short["parameters"] == 1024 * width
+    assert long["activation_bytes"] == pytest.approx(2 * short["activation_bytes"], rel=0.01)
+    assert long["output_bytes"] == 2 * short["output_bytes"] > 0
+
+
 def test_activations_of_a_model_that_looks_at_values_are_counted_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT, "forward", lambda self, tokens: tokens.sum().item())
     found = run_json("--batch", "3", "--seq", "100", "--activation-tier", "nvme")
@@ -772,6 +781,19 @@ def test_sizes_of_its_own_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--tier", "ram"], "--tier ram: choose one of nvme, cpu"),
         (["--cpu-memory", "lots"], "--cpu-memory='lots'"),
         (["--chunk", "1KiB"], "--chunk 1KiB is too small"),
+        (["--chunk=--5"], "--chunk='--5' is not a size"),
+        (["--chunk", "9" * 5000], "--chunk='9"),
+        (["--seq", "99999999999999999999"], "--seq 99999999999999999999: give a whole number, at least 1, at most"),
+        (["--width", "100000000000"], "--width 100000000000: give a whole number"),
+        (["--width", "1000000"], "48,001,554,000,000 parameters are 2,861,115 chunks of 64 MiB on a rank"),
+        (["--tensor-parallel", "129"], "--tensor-parallel 129: matrices of a width of 128"),
+        (["--path", __file__], f"--path {__file__} is no directory"),
+        (["--network", "1.2.3GB/s"], "--network 1.2.3GB/s: give a rate such as 25GB/s"),
+        (["--flops", "1e-300"], "--flops 1e-300: give a number above 0, below 1e+21"),
+        (["--accumulation", "9" * 5000], "--accumulation 9"),
+        (["--picture", "missing/plan.png"], "--picture missing/plan.png: there is no directory"),
+        (["--picture", "plan.doc"], "--picture plan.doc: give a name that ends in .png"),
+        (["--picture", "."], "--picture .: give a name that ends in .png"),
     ],
 )
 def test_wrong_options_are_one_line(options: list[str], message: str) -> None:

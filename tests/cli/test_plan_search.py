@@ -133,6 +133,34 @@ def printed_or_refused(result: Result) -> bool:
     return result.exit_code == 0 and bool(printed(result)["fits"])
 
 
+def test_tiers_that_are_given_as_auto_are_searched(machine: str) -> None:
+    given = (*SMALL, "--tier", "cpu", "--accumulation", "1", "--activation-tier", "device")
+    found = searched(machine, *given, "--param-tier", "auto", "--grad-tier", "auto")
+    assert found["front"] == searched(machine, *given)["front"]
+
+
+def test_the_least_ram_is_all_that_is_tried_where_it_is_asked_for(machine: str) -> None:
+    tiers = ("--tier", "nvme", "--param-tier", "device", "--grad-tier", "cpu", "--activation-tier", "device")
+    given = (*SMALL, *tiers, "--accumulation", "1")
+    rows = searched(machine, *given, "--cpu-memory", "least")["front"]
+    least = printed(run(machine, *given, "--cpu-memory", "least", "--json"))["peak_cpu_bytes"]
+    assert {row["cpu_memory"] for row in rows if not row["split_master"]} == {least}
+
+
+def test_a_frozen_base_may_wait_on_nvme_whose_adapters_are_in_ram(machine: str) -> None:
+    given = (*SMALL, "--lora-rank", "1", "--tier", "cpu", "--grad-tier", "cpu", "--activation-tier", "device")
+    found = searched(machine, *given, "--accumulation", "1", "--param-tier", "nvme")
+    assert {row["frozen_tier"] for row in found["front"]} == {"nvme"}
+    assert found["front"][0]["disk_bytes"] > 0
+
+
+def test_the_largest_model_has_the_blocks_that_are_frozen(machine: str) -> None:
+    given = ("--width", "64", *SIZES, "--states", "fp32", "--chunk", "4MiB", "--ram", "10MiB", "--accumulation", "1")
+    tiers = ("--tier", "cpu", "--param-tier", "device", "--grad-tier", "cpu", "--activation-tier", "device")
+    found = searched(machine, "--goal", "largest", *given, *tiers, "--frozen", "3")
+    assert found["blocks"] >= 3
+
+
 def test_least_wear_writes_least(machine: str) -> None:
     given = (*SMALL, "--param-tier", "device", "--grad-tier", "cpu", "--accumulation", "1")
     rows = searched(machine, "--goal", "least-wear", *given)["front"]
@@ -150,6 +178,17 @@ def test_people_see_a_table_the_calls_and_a_picture(machine: str, tmp_path: Path
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_search_of_which_nothing_is_predicted_says_why(tmp_path: Path) -> None:
+    """A card whose link is not known."""
+    file = tmp_path / "machine.toml"
+    card = '[device]\nname = "a card"\nmemory = { value = "8GiB", source = "made up" }\n'
+    file.write_text(MACHINE + card)
+    tiers = ("--tier", "cpu", "--param-tier", "device", "--grad-tier", "cpu", "--activation-tier", "device")
+    result = run(str(file), "--search", *SMALL, *tiers, "--accumulation", "1", "--picture", str(tmp_path / "x.png"))
+    assert result.exit_code == 2
+    assert "no time can be predicted: the speed of the link to the device is not known" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -157,7 +196,10 @@ def test_people_see_a_table_the_calls_and_a_picture(machine: str, tmp_path: Path
         (["--search", "--goal", "cheapest"], "choose one of fastest, least-wear, largest"),
         (["--search", "--sweep", "device_memory"], "give one of the two"),
         (["--search", "--goal", "largest", "--layers", "3"], "looks for the number of blocks"),
-        (["--search", "--ranks", "2"], "is for one rank"),
+        (["--search", "--ranks", "2"], "--ranks 2 for several"),
+        (["--search", "--tensor-parallel", "2"], "--tensor-parallel 2 for several"),
+        (["--search", "--tier", "cpu", "--param-tier", "nvme"], "and no parameter is frozen"),
+        (["--search", "--picture", "missing/front.png"], "there is no directory"),
         (["--search", "--dtype", "bf16"], "how fast this device computes is not known"),
         (["--search", "--optimizer", "adagrad"], "no time can be predicted"),
         (["--search", "--ram", "1MiB", "--chunk", "16MiB"], "of RAM are needed"),

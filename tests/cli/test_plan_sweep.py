@@ -36,6 +36,15 @@ def test_the_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "device_memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    given = ("--layers", "1", "--width", "1", "--batch", "1", "--seq", "1", "--gpu", "--ram", "8GiB")
+    file = tmp_path / "swept.png"
+    sweep = ("--sweep", "device_memory", "--picture", str(file), "--json")
+    assert printed(CliRunner().invoke(app, ["plan", *given, *sweep]))["points"]
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +137,53 @@ def test_machines_that_share_a_home_directory_keep_what_each_has_measured(
         third.setattr(remembered, "_machine", lambda: "a third one")
         cache_file().write_bytes(max(cache_file().parent.iterdir()).read_bytes())  # of another machine, copied
         assert recall(tmp_path) is None
+
+
+def test_two_that_write_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one begins when the first one has read, and is about to write."""
+    load = remembered._load
+    other = threading.Thread(target=rates.remember, args=(rates.Rates("cpu", 1, Rate.of([1.0]), {}, {}),))
+
+    def slow() -> dict[str, dict[str, Any]]:
+        found = load()
+        monkeypatch.setattr(remembered, "_load", load)
+        other.start()
+        other.join(0.3)  # it has written by then, unless it waits
+        return found
+
+    monkeypatch.setattr(remembered, "_load", slow)
+    remember(tmp_path, Settings("threads"))
+    other.join()
+    assert recall(tmp_path) is not None
+    assert rates.recall("cpu") is not None
+
+
+@pytest.mark.parametrize("content", ["", "\n", "uninitialized\n"])
+def test_machines_without_an_identity_of_their_own_are_told_apart_by_their_names(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of containers have such a file."""
+    (tmp_path / "machine-id").write_text(content)
+    monkeypatch.setattr(remembered, "_MACHINE_ID", tmp_path / "machine-id")
+    found = set()
+    for name in ("one", "other"):
+        monkeypatch.setattr(remembered.platform, "node", lambda name=name: name)
+        found.add(remembered.identity())
+    assert len(found) == 2
+
+
+def test_without_a_home_directory_nothing_is_remembered_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert recall(tmp_path) is None
+    assert remembered.why_not(settings.SECTION, "x", Settings) is None
+    with pytest.raises(OSError, match="there is no home directory: set HOME"):
+        remember(tmp_path, Settings("threads"))
 
 
 def test_what_bench_io_and_probe_find_stands_in_one_file(tmp_path: Path) -> None:

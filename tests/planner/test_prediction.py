@@ -78,6 +78,46 @@ def test_an_iteration_is_predicted_by_the_tokens_that_the_model_is_given(
     assert line.count("\n") == 1
 
 
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"), [((2, 5, WIDTH), 10), ((2, 3, 4, WIDTH), None)], ids=["vectors", "images"]
+)
+def test_classes_are_no_tokens_and_patches_of_images_are_not_known(
+    sizes: tuple[int, ...], tokens: int | None, tmp_path: Path
+) -> None:
+    measured(tmp_path, flops=1e6)
+    model = Patches()
+    with OffloadZero(model, tier="cpu", tuning=Tuning(chunk="4KiB", threads=1)) as optimizer:
+        model(torch.ones(sizes), torch.zeros(sizes[0], dtype=torch.long)).float().sum().backward()
+        optimizer.step()
+        predicted = optimizer.stats()["predicted_iteration_s"]
+    if tokens is None:
+        assert math.isnan(predicted)
+    else:
+        assert predicted == pytest.approx(6 * 3 * WIDTH * (WIDTH + 1) * tokens / 1e6, rel=0.02)
+
+
+def test_rare_commits_are_in_no_median(tmp_path: Path) -> None:
+    """A commit writes all states, of which an iteration moves none."""
+    measured(tmp_path, flops=1e12)
+    select.remember(tmp_path, Settings("auto", 1 << 20, 4, 1e6, 1e6, 1e6))
+    found = [
+        run(tmp_path, 2, tier="nvme", path=tmp_path / f"{every}", commit_every=every)["predicted_iteration_s"]
+        for every in (1, 10, 1000)
+    ]
+    assert found[1] == found[2] < found[0]
+
+
 def test_without_a_probe_nothing_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(tmp_path, 6)
     assert math.isnan(found["predicted_iteration_s"])

@@ -28,6 +28,8 @@ COMMITTED_BY = 3
 """Iterations that a commit delays: that of the step that it commits, the one in which it is made, and the next one."""
 MOST_CHUNKS = 4096
 """Of a rank, that are simulated."""
+MOST_USES = 1 << 15
+"""Of parameters and chunks in an iteration: in each micro-batch each of them is used."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,9 @@ def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: S
         return "the speed of the drives is not known"
     if len(held.param_chunks) > MOST_CHUNKS:
         return f"{len(held.param_chunks):,} chunks take minutes to simulate: a larger chunk makes fewer"
+    micro_batches = placement.choice.grads.micro_batches
+    if micro_batches > 1 and micro_batches * (len(held.specs) + len(held.param_chunks)) > MOST_USES:
+        return f"{micro_batches:,} micro-batches a step take minutes to simulate: give a smaller accumulation"
     if any(flat.is_whole for flat in held.trained.flats) and speeds.matrix_flops is None:
         return "how fast the optimizer steps matrices is not known"
     if held.trained.late_chunks:
