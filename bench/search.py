@@ -177,9 +177,9 @@ def draw(ones: Sequence[Contestant]) -> Callable[[Path], None]:
             ("others", "#4c78a8", [one for one in ran if one is not ones[0]]),
             ("found", "#b8423f", [one for one in ran if one is ones[0]]),
         ):
-            points = [(one.predicted_s, seconds) for one in there for seconds in one.measured_s]
-            if points:
-                axes.scatter(*zip(*points, strict=True), s=26, color=colour, label=name)
+            predicted = [one.predicted_s or 0.0 for one in there for _ in one.measured_s]
+            measured = [seconds for one in there for seconds in one.measured_s]
+            axes.scatter(predicted, measured, s=26, color=colour, label=name)
         axes.set(xscale="log", yscale="log", xlim=span, ylim=span, title="An iteration of each placement")
         axes.set(xlabel="seconds, predicted", ylabel="seconds, measured")
         axes.grid(alpha=0.3, which="both")
