@@ -71,6 +71,7 @@ from offload.cli.plots import MISSING, can_draw, new_figure
 from offload.demo.gpt import GPT, GPTConfig, initial_values
 from offload.demo.loop import lr_factor
 from offload.demo.text import even_starts, load_text, split
+from offload.native import cpu_model
 
 BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 1e-8, 0.1, 1.0
 WORDS = 50_000
@@ -97,6 +98,7 @@ class Setup:
 MODELS = {
     "small": Setup(GPTConfig(layers=6, width=256, heads=4, context=256), 256, 1e-3),
     "vocabulary": Setup(GPTConfig(layers=2, width=128, heads=4, context=256), WORDS, 1e-3),
+    "mini": Setup(GPTConfig(layers=2, width=128, heads=4, context=128), 256, 1e-3),
     "46m": Setup(GPTConfig(layers=6, width=800, heads=10, context=256), 256, 6e-4),
     "tiny": Setup(GPTConfig(layers=1, width=64, heads=2, context=32), 256, 1e-3),
 }
@@ -390,7 +392,7 @@ def work() -> None:
 
 def software(spec: Spec) -> dict[str, str]:
     """Versions, and the device."""
-    name = platform.processor() or platform.machine()
+    name, _ = cpu_model()
     if spec.device != "cpu":
         name = torch.cuda.get_device_name()
     versions = {"device": name, "torch": torch.__version__, "Python": platform.python_version()}
@@ -559,6 +561,13 @@ class Group:
         first: dict[str, Any] = next(iter(next(iter(self.runs.values())).values()))["spec"]
         return first
 
+    @property
+    def software(self) -> str:
+        """The device, and the versions of packages."""
+        all_of_them = (run["software"] for runs in self.runs.values() for run in runs.values())
+        versions = {key: value for software in all_of_them for key, value in software.items()}
+        return "; ".join(f"{key} {value}" for key, value in versions.items())
+
     def final(self, states: str) -> dict[int, float]:
         """The last held-out loss by seed, NaN where it is not finite."""
         last = {seed: run["held_out"][-1][1] for seed, run in self.runs.get(states, {}).items()}
@@ -724,8 +733,6 @@ def report(options: argparse.Namespace) -> None:
     """Prints the tables, writes the page, and draws the pictures."""
     data = json.loads((options.out / RESULTS).read_text())
     lines = ["# The loss with small states", ""]
-    versions = {key: value for run in data["runs"] for key, value in run["software"].items()}
-    lines += ["; ".join(f"{key} {value}" for key, value in versions.items()) + ".", ""]
     lines += ["`python bench/losses.py run`, then `python bench/losses.py report`", ""]
     lines += [
         "The last held-out loss, in nats a token, and its difference to fp32's of the same seed, a mean over seeds. "
@@ -739,7 +746,7 @@ def report(options: argparse.Namespace) -> None:
         name = group.model
         words = "bytes" if MODELS[name].words == 256 else f"{MODELS[name].words:,} words, most of them rare"
         lines += [f"## {name}: a GPT over {words}, {parameters(name):,} parameters", ""]
-        lines += [f"{spec['steps']} steps of {spec['batch']} x {spec['seq']} tokens.", ""]
+        lines += [f"{spec['steps']} steps of {spec['batch']} x {spec['seq']} tokens; {group.software}.", ""]
         lines += [*table(group), ""]
         if can_draw():
             draw_losses(group, options.out / f"{name}.png")
