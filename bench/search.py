@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,11 +29,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from bench.pretrained import cgroup
-from bench.report import Folder, Json, Report, Save, Table, note, run, scratch
+from bench.report import Folder, Json, Out, Report, Save, Table, note, run, scratch
 from offload import OffloadZero, Tuning
 from offload.cli.machine import fast_dtype
 from offload.cli.plan import default_options
 from offload.cli.plan_search import Candidate, searched
+from offload.cli.plots import new_figure
 from offload.demo.gpt import GPT, PRESETS
 from offload.planner.machine_file import find
 from offload.sizes import GIB, MIB, format_bytes, parse_bytes
@@ -162,6 +163,32 @@ def contestants(preset: str, machine: Path, ram: int, others: int, seed: int) ->
     return [of(best), *map(of, drawn)]
 
 
+def draw(ones: Sequence[Contestant]) -> Callable[[Path], None]:
+    """Seconds of an iteration, measured by predicted; the placement that was found comes first, with its runs."""
+
+    def to(file: Path) -> None:
+        figure = new_figure(6.5, 5)
+        axes = figure.add_subplot()
+        ran = [one for one in ones if one.measured_s and one.predicted_s is not None]
+        ends = [end for one in ran for end in (one.predicted_s or 0.0, *one.measured_s)] or [1.0]
+        span = [0.8 * min(ends), 1.25 * max(ends)]
+        axes.plot(span, span, color="#555555", linewidth=1, label="as predicted")
+        for name, colour, there in (
+            ("others", "#4c78a8", [one for one in ran if one is not ones[0]]),
+            ("found", "#b8423f", [one for one in ran if one is ones[0]]),
+        ):
+            predicted = [one.predicted_s or 0.0 for one in there for _ in one.measured_s]
+            measured = [seconds for one in there for seconds in one.measured_s]
+            axes.scatter(predicted, measured, s=26, color=colour, label=name)
+        axes.set(xscale="log", yscale="log", xlim=span, ylim=span, title="An iteration of each placement")
+        axes.set(xlabel="seconds, predicted", ylabel="seconds, measured")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+        figure.savefig(file)
+
+    return to
+
+
 def judged(best: Contestant, others: Sequence[Contestant]) -> list[str]:
     """Whether none of the others was faster than the placement that was found, but for its spread."""
     ran = [one for one in others if one.measured_s]
@@ -187,6 +214,7 @@ def main(
     path: Folder = Path(),
     as_json: Json = False,
     save: Save = False,
+    out: Out = Path("out"),
 ) -> None:
     """Probe, search, run, print the table."""
     if child:
@@ -216,7 +244,8 @@ def main(
             data={"contestants": [asdict(one) for one in ones]},
             remarks=judged(best, rest),
             setup=f"{preset}, {BATCH} x {SEQ} tokens, in {in_what}",
-        ).publish(as_json=as_json, save=save)
+            pictures={"search.png": draw(ones)},
+        ).publish(as_json=as_json, save=save, out=out)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import groupby, islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, TypeVar
+from typing import ParamSpec as Arguments
 
 import torch
 
@@ -144,6 +145,7 @@ ADAM_FORMS = {
 """Adam's states, by the value of the option `states`."""
 
 T = TypeVar("T")
+P = Arguments("P")
 
 
 def is_dithered(states: Iterable[StateKind]) -> bool:
@@ -259,17 +261,17 @@ class Flat:
     states: tuple[StateKind, ...] = ADAM_STATES
     is_whole: bool = False
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The names of the master and of its states."""
         return (MASTER, *(state.name for state in self.states))
 
-    @property
+    @cached_property
     def array_kinds(self) -> tuple[str, ...]:
         """For each array in the slots of its states, the name of what it belongs to."""
         return (MASTER, *(state.name for state in self.states for _ in state.form.arrays))
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[int, ...]:
         """For each array in the slots of its states, how many elements of the master share one of its elements."""
         return blocks_of(self.states)
@@ -374,6 +376,11 @@ class Layout:
     replicas: int = 1
     stateless: tuple[Chunk, ...] = ()
     trained_replicas: int | None = None
+
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What functions marked `once_a_layout` have returned."""
+        return {}
 
     @cached_property
     def trained(self) -> Layout:
@@ -529,6 +536,26 @@ class Layout:
             for piece in chunk.pieces:
                 found[piece.param].append(chunk.index)
         return {param: tuple(holders) for param, holders in found.items()}
+
+
+def once_a_layout(
+    function: Callable[Concatenate[Layout, P], T],
+) -> Callable[Concatenate[Layout, P], T]:
+    """Marks a function that is called with the same layout again and again, as for the many placements of one model.
+
+    What it returns is kept with the layout, for each of its other arguments, and is not to be changed. These can be
+    hashed.
+    """
+
+    @wraps(function)
+    def kept(layout: Layout, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (function, args, tuple(kwargs.items()))
+        if key not in layout.kept:
+            layout.kept[key] = function(layout, *args, **kwargs)
+        found: T = layout.kept[key]
+        return found
+
+    return kept
 
 
 def blocks_of(states: Iterable[StateKind]) -> tuple[int, ...]:

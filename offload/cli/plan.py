@@ -422,7 +422,6 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     """
     from offload.cli.plan_models import rules_named
     from offload.devices.copies import accelerator
-    from offload.planner.explain import plan_of
     from offload.planner.fastest import Fastest
 
     rules = rules_named(options.optimizer, options.states)
@@ -439,8 +438,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
             f"--speculate with --optimizer {options.optimizer}: it steps whole parameters, and only steps of single "
             "elements can be tried; leave it out"
         )
-    planned = plan_of(
-        model.module,
+    planned = model.plans.of(
         direct=direct,
         free_cpu_bytes=options.free_cpu_bytes,
         cpus=threads_of(options.machine),
@@ -469,14 +467,13 @@ def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) ->
 
 def resources_beside(options: PlanOptions, model: Sized) -> dict[str, int]:
     """Bytes of a GPU's memory that belong neither to the plan nor to a micro-batch, by name; 0 without a GPU."""
-    from offload.cli.plan_models import trained_of_units
     from offload.planner.verdict import COMMUNICATOR_BYTES, COMMUNICATORS, CONTEXT_BYTES, leaving_bytes
 
     if not options.gpu:
         return {"leaving_bytes": 0, "context_bytes": 0, "communication_bytes": 0}
     itemsize = options.compute_dtype.itemsize
     shared = options.tensor_parallel
-    units = [itemsize * numel // shared for numel in trained_of_units(model.module)]
+    units = [itemsize * numel // shared for numel in model.trained_of_units]
     alone = options.ranks == 1
     # States on the device: what a backward makes is added to what waits there, and goes.
     leaving = leaving_bytes(units, alone=alone and options.tier != "device")
@@ -743,7 +740,7 @@ def _work_of(options: PlanOptions, model: Sized) -> Work:
     """What a micro-batch computes, before it is decided what is where."""
     from offload.planner.verdict import Work
 
-    trained = sum(param.numel() for param in model.module.parameters() if param.requires_grad)
+    trained = sum(model.trained_of_units)
     return Work(trained, max(model.numel - trained, 0), options.batch * options.seq, recomputes=False)
 
 

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from offload.optim.adopt import rules_of
 from offload.optim.rule import Rule
 from offload.optim.rules.adam import AdamRule
 from offload.options import Tuning
+from offload.planner.explain import Plans
 from offload.planner.routing import Routing
 from offload.sizes import MASTER_ITEM_BYTES, format_bytes, parse_bytes
 
@@ -54,14 +56,28 @@ class Sized:
     embeddings: Sequence[nn.Module]
     routing: Routing | None = None
 
-    @property
+    @cached_property
+    def plans(self) -> Plans:
+        """Makes its plans."""
+        return Plans(self.module)
+
+    @cached_property
+    def trained_of_units(self) -> list[int]:
+        """How many elements each unit has that are trained. The last one is the root unit."""
+        counts: dict[str, int] = {name: 0 for name, _ in blocks_of(self.module)} | {ROOT: 0}
+        for name, param in self.module.named_parameters():
+            if param.requires_grad:
+                counts[_innermost(name, counts)] += param.numel()
+        return list(counts.values())
+
+    @cached_property
     def experts(self) -> list[str]:
         if self.routing is None:
             return []
         params = self.module.named_parameters()
         return [name for name, one in params if one.dim() == 3 and len(one) == self.routing.experts]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         quantised = {module for module in self.module.modules() if isinstance(module, _Quantised)}
         inside = {param for module in quantised for param in module.parameters(recurse=False)}
@@ -172,6 +188,7 @@ def _routing_of(config: Any) -> Routing | None:
     return Routing(experts, per_token) if experts and per_token else None
 
 
+@cache
 def rules_named(name: str, form: str = "fp32") -> tuple[Rule, Rule]:
     """The rules of an optimizer with the options that its name says, else torch's defaults.
 
@@ -212,15 +229,6 @@ def optimizers() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[s
 def _is_optimizer(one: object) -> bool:
     is_class = isinstance(one, type) and issubclass(one, torch.optim.Optimizer)
     return is_class and one is not torch.optim.Optimizer
-
-
-def trained_of_units(model: nn.Module) -> list[int]:
-    """How many elements each unit has that are trained. The last one is the root unit."""
-    counts: dict[str, int] = {name: 0 for name, _ in blocks_of(model)} | {ROOT: 0}
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            counts[_innermost(name, counts)] += param.numel()
-    return list(counts.values())
 
 
 def _innermost(name: str, units: Container[str]) -> str:

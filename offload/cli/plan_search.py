@@ -4,13 +4,14 @@
 All tiers, states and shares of states in RAM are planned with one chunk size, and without accumulation; what is not
 open stays as it was given. Planning says which of them fit, and what they hold and move, which gives the least time
 that each can take (simulate/bound.py). Those that could be the best are simulated first, and what no longer can be on
-the front then is not simulated. The rows of the front that are best for the goal are then changed in one thing at a
-time (chunk, accumulation, split masters, half of the device's memory), as long as that brings better ones.
+the front then is not simulated, or not to the end: a step's seconds are known before those of a commit. The rows of the
+front that are best for the goal are then changed in one thing at a time (chunk, accumulation, split masters, half of
+the device's memory), as long as that brings better ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -36,7 +37,7 @@ from offload.cli.plan_time import predicted
 from offload.cli.plots import new_figure, write
 from offload.cli.progress import progress
 from offload.errors import BudgetError, ConfigError
-from offload.planner.front import Costs, Front, front_of
+from offload.planner.front import Costs, Front, IsBeaten, front_of
 from offload.planner.machine import free_memory
 from offload.planner.simulate import NotPredicted
 from offload.planner.simulate.bound import least_seconds
@@ -148,6 +149,7 @@ class Search:
         self._seen: set[tuple[Any, ...]] = set()
         self._flops = rates_of(options)[0]["flops"]
         self._bounds: dict[int, Costs] = {}
+        self._found: dict[int, dict[str, Any]] = {}
         self._speeds: dict[tuple[str, bool], Speeds | NotPredicted] = {}
         self._has_frozen = any(not param.requires_grad for param in model.module.parameters())
         self._splits = rules_named(options.optimizer, options.states)[0].splits_masters
@@ -280,17 +282,37 @@ class Search:
             seconds = least_seconds(one.planned.layout, one.placement, passes, speeds)
         return self._costs(one, seconds, one.placement.written_bytes)
 
-    def find(self, one: Candidate) -> Costs | str:
-        """What a candidate costs, simulated; or in words why that is not known."""
-        found = self.figures(one)
-        if found["predicted"] is None:
-            return str(found["not_predicted"])
-        return self._costs(one, found["predicted"]["seconds"], found["predicted"]["written_bytes"])
+    def find(self, one: Candidate, is_beaten: IsBeaten) -> Costs | str | None:
+        """What a candidate costs, simulated; or in words why that is not known.
+
+        Args:
+            one: the candidate.
+            is_beaten: see `front_of`. Asked once the seconds of a step without commits are known.
+
+        Returns:
+            None: it is beaten.
+        """
+
+        def is_enough(seconds: float) -> bool:
+            self._bounds[id(one)] = least = self._costs(one, seconds, one.placement.written_bytes)
+            return is_beaten(least)
+
+        found = self._predicted(one, is_enough)
+        if found["predicted"] is not None:
+            self._found[id(one)] = found
+            return self._costs(one, found["predicted"]["seconds"], found["predicted"]["written_bytes"])
+        return None if found["not_predicted"] is None else str(found["not_predicted"])
 
     def figures(self, one: Candidate) -> dict[str, Any]:
         """What is predicted for a candidate; see `plan_time.predicted`."""
-        work = work_of(one.planned, one.options, self._model)
-        return predicted(one.planned, work, self._flops, self.speeds(one.options), self._beside(one), hides=False)
+        if id(one) not in self._found:
+            self._found[id(one)] = self._predicted(one, lambda seconds: False)
+        return self._found[id(one)]
+
+    def _predicted(self, one: Candidate, is_enough: Callable[[float], bool]) -> dict[str, Any]:
+        work, speeds = work_of(one.planned, one.options, self._model), self.speeds(one.options)
+        beside = self._beside(one)
+        return predicted(one.planned, work, self._flops, speeds, beside, hides=False, is_enough=is_enough)
 
     def _beside(self, one: Candidate) -> Passes:
         return beside_of(one.planned, one.options, self._model, self._waiting)
@@ -455,11 +477,11 @@ def _front(
     """
     with progress(console, "simulated", len(fitting)) as tell:
 
-        def find(one: Candidate) -> Costs | str:
-            if id(one) not in known:
-                known[id(one)] = search.find(one)
+        def find(one: Candidate, is_beaten: IsBeaten) -> Costs | str | None:
+            if (found := known.get(id(one))) is None and (found := search.find(one, is_beaten)) is not None:
+                known[id(one)] = found
                 tell(len(known), f"of {len(fitting)} that fit")
-            return known[id(one)]
+            return found
 
         def at_best(one: Candidate) -> Costs:
             found = known.get(id(one))
@@ -627,8 +649,8 @@ def _show(
     refused, lacks = sum(found.search.refusals.counts.values()), found.search.refusals.in_words()
     say(
         console,
-        f"Beside these, {found.front.beaten} are beaten by a row, {found.front.skipped} cannot be better than one by "
-        f"their bytes alone, and {refused} do not fit{f': {lacks}' if lacks else ''}.",
+        f"Beside these, {found.front.beaten} are beaten by a row, {found.front.skipped} cannot be better than one, "
+        f"and {refused} do not fit{f': {lacks}' if lacks else ''}.",
     )
     for reason, count in unknown.items():
         say(console, f"{count} that fit are not predicted: {reason}.", markup=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.plots import new_figure, write
 from offload.planner.measured import PROBE
-from offload.planner.simulate import Iteration, NotPredicted, simulate
+from offload.planner.simulate import NotPredicted, begin
 from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.what_if import hiding_tokens, passes_of
@@ -39,6 +39,7 @@ def predicted(
     beside: Passes,
     *,
     hides: bool = True,
+    is_enough: Callable[[float], bool] = lambda seconds: False,
 ) -> dict[str, Any]:
     """What a simulated step takes, as --json prints it.
 
@@ -49,22 +50,26 @@ def predicted(
         speeds: of the machine.
         beside: what of a micro-batch waits in the activation tier, and which tiles it uses.
         hides: whether to say which number of tokens hides all else.
+        is_enough: asked with the seconds of a step without commits, whether nobody wants to know more.
 
     Returns:
-        Under "predicted" the figures, or None and under "not_predicted" the reason.
+        Under "predicted" the figures, or None and under "not_predicted" the reason; that is None if it was enough.
     """
     if flops_per_s is None:
         speeds = NotPredicted(f"how fast this device computes is not known: --flops gives it, or {PROBE}")
     elif not isinstance(speeds, NotPredicted) and planned.layout.ranks > 1 and speeds.network is None:
         speeds = NotPredicted(f"how fast the link between ranks is, is not known: {NETWORKS}")
-    found: Iteration | NotPredicted = speeds if isinstance(speeds, NotPredicted) else NotPredicted("")
-    if not isinstance(speeds, NotPredicted) and flops_per_s is not None:
-        layout, placement = planned.layout, planned.place()
-        passes = passes_of(layout, work, flops_per_s, beside)
-        found = simulate(layout, placement, passes, speeds)
-    if isinstance(found, NotPredicted):
-        return {"predicted": None, "not_predicted": found.reason}
-    assert not isinstance(speeds, NotPredicted)
+    if isinstance(speeds, NotPredicted):
+        return {"predicted": None, "not_predicted": speeds.reason}
+    assert flops_per_s is not None
+    layout, placement = planned.layout, planned.place()
+    passes = passes_of(layout, work, flops_per_s, beside)
+    begun = begin(layout, placement, passes, speeds)
+    if isinstance(begun, NotPredicted):
+        return {"predicted": None, "not_predicted": begun.reason}
+    if is_enough(begun.seconds):
+        return {"predicted": None, "not_predicted": None}
+    found = begun.predict()
     every = planned.choice.commits.every or 0
     tokens = work.tokens * planned.choice.grads.micro_batches
     seconds = found.seconds + (found.commit_s / every if every else 0.0)

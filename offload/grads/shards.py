@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.choices import GradChoice
 from offload.grads import sums
 from offload.grads.sums import SquareSums, write_or_add
-from offload.layout import Chunk, Layout, Piece
+from offload.layout import Chunk, Layout, Piece, once_a_layout
 from offload.profiling import SUMS
 from offload.ranks.buckets import SubRange
 from offload.regions import Region
@@ -36,6 +36,7 @@ def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
     return [torch.float32 if accumulation > 1 else flat.dtype for flat in layout.flats]
 
 
+@once_a_layout
 def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
     """What the slot of each chunk's gradients holds, with grad_tier="nvme"."""
     dtypes = dtypes_of(layout, accumulation)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.choices import GradChoice
-from offload.layout import Layout
+from offload.layout import Layout, once_a_layout
 from offload.native import ACCUMULATE, CAST, SUM_SQUARES, Kernels, sum_blocks
 from offload.regions import Region
 from offload.run import Run
@@ -101,8 +101,8 @@ def regions(
         device_flats: see `Run`.
     """
     blocks = {False: 0, True: 0}
-    for param, flat in enumerate(layout.flat_of):
-        blocks[flat in device_flats] += sum(span.blocks for span in spans_of(layout, param))
+    for flat, count in zip(layout.flat_of, _blocks_of(layout), strict=True):
+        blocks[flat in device_flats] += count
     reserved = [Region(choice.tier.memory, SQUARES, 8 * blocks[False], kind="grad")]
     if device_flats:
         reserved.append(Region(DEVICE, DEVICE_SQUARES, 8 * blocks[True], kind="grad"))
@@ -110,6 +110,12 @@ def regions(
         carried = SUM_BLOCK * max((dtype.itemsize for dtype in dtypes), default=0) if layout.ranks > 1 else 0
         reserved.append(Region(choice.tier.memory, CARRIED, carried, kind="grad"))
     return reserved
+
+
+@once_a_layout
+def _blocks_of(layout: Layout) -> list[int]:
+    """How many blocks each parameter has on this rank."""
+    return [sum(span.blocks for span in spans_of(layout, param)) for param in range(len(layout.specs))]
 
 
 class _Carried(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class ModelShape:
     resident_bytes: int
     loss_weights: frozenset[str] = frozenset()
     token_sum_bytes: int = 0
+    _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -208,7 +209,7 @@ class ModelShape:
         )
 
     def layout(self, choice: Choice, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
-        """The layout of the parameters that are trained or stream.
+        """The layout of the parameters that are trained or stream. Choices for which it is the same one share it.
 
         Args:
             choice: what was decided.
@@ -216,15 +217,20 @@ class ModelShape:
             rank: which one this is.
             replicas: how many groups of ranks each keep all trained parameters.
         """
-        streams = [choice.params.tier_of(is_frozen=spec.is_frozen) > DEVICE for spec in self.specs]
-        rows = [row for number, row in self.rows.items() if streams[number]]
-        specs = tiled(self.specs, rows, choice.params.tile_bytes, ranks=ranks)
+        comes = {is_frozen: choice.params.tier_of(is_frozen=is_frozen) > DEVICE for is_frozen in (False, True)}
         # Who makes owed steps has to hear of every use. Where ranks have copies, they use these alone.
         can_owe = choice.states.is_late and (ranks == 1 or (choice.grads.stage == 3 and replicas == 1))
-        specs = [replace(one, is_late=one.is_late and one.tile > 0 and can_owe) for one in specs]
-        held = [spec for spec, comes in zip(specs, streams, strict=True) if comes or not spec.is_frozen]
         kept = replicas if choice.grads.stage == 3 or choice.params.frozen_tier == DEVICE else ranks
-        return build(held, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
+        tile_bytes, numel = choice.params.tile_bytes, choice.states.chunk_numel
+        key = (comes[True], comes[False] and tile_bytes > 0, tile_bytes, can_owe, numel, ranks, rank, kept, replicas)
+        if key not in self._layouts:
+            rows = [row for number, row in self.rows.items() if comes[self.specs[number].is_frozen]]
+            specs = tiled(self.specs, rows, tile_bytes, ranks=ranks)
+            specs = [replace(one, is_late=one.is_late and one.tile > 0 and can_owe) for one in specs]
+            held = [spec for spec in specs if comes[True] or not spec.is_frozen]
+            made = build(held, numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
+            self._layouts[key] = made
+        return self._layouts[key]
 
 
 def choose(

@@ -21,6 +21,7 @@ device the region through which small gradients leave it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -44,10 +45,12 @@ from offload.planner.placement import (
     IN_FLIGHT,
     SLOTS,
     Needs,
+    OnDevice,
     Placement,
     Room,
     fill_device,
-    place,
+    place_in_ram,
+    require_possible,
 )
 from offload.regions import REST, total_of
 from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
@@ -75,6 +78,7 @@ class Planned:
         direct: whether the model's device is the CPU, so that copies need no buffers.
         room: what there is room for.
         refusal: the error, if neither this choice nor another one fits.
+        there: what is on the device, as it was decided for this choice with another budget of RAM; None: it was not.
     """
 
     layout: Layout
@@ -82,14 +86,25 @@ class Planned:
     direct: bool
     room: Room = field(default_factory=Room)
     refusal: BudgetError | None = None
+    there: OnDevice | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def needs(self) -> Needs:
         """What it needs, with the states on the device that there is room for."""
-        needs = Needs(self.layout, self.choice, self.direct)
         with suppress(BudgetError):  # which `place` raises
-            return fill_device(needs, self.room).needs
-        return needs
+            return self._there.needs
+        return Needs(self.layout, self.choice, self.direct)
+
+    @cached_property
+    def _there(self) -> OnDevice:
+        """What is on the device.
+
+        Raises:
+            BudgetError: the device has no room.
+        """
+        if self.there is not None and self.there.needs.choice is self.choice:
+            return self.there
+        return fill_device(Needs(self.layout, self.choice, self.direct), self.room)
 
     def place(self) -> Placement:
         """The placement of this plan.
@@ -99,10 +114,19 @@ class Planned:
         """
         if self.refusal is not None:
             raise self.refusal
-        return place(self.layout, self.choice, direct=self.direct, room=self.room)
+        return self._placed
+
+    @cached_property
+    def _placed(self) -> Placement:
+        require_possible(self.choice, direct=self.direct)
+        return place_in_ram(self._there, self.room)
 
     def with_memory(self, cpu_memory: int) -> Planned:
-        return replace(self, room=replace(self.room, cpu_memory=cpu_memory), refusal=None)
+        """This plan with another budget of RAM."""
+        there = self.there
+        with suppress(BudgetError):  # which `place` raises
+            there = self._there
+        return replace(self, room=replace(self.room, cpu_memory=cpu_memory), refusal=None, there=there)
 
     def least(self) -> int:
         """The least `cpu_memory` that works, in bytes.
@@ -150,51 +174,75 @@ class Planned:
         return buffers * max((slot.nbytes for slot in slot_arrays), default=0)
 
 
-def plan_of(
-    model: nn.Module,
-    *,
-    direct: bool,
-    ranks: int = 1,
-    tensor_parallel: int = 1,
-    free_cpu_bytes: int | None = None,
-    cpus: int | None = None,
-    rules: tuple[Rule, Rule] | None = None,
-    pick: Pick | None = None,
-    **options: Any,
-) -> Planned:
-    """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
+class Plans:
+    """Makes plans of one model. What of them depends on the model alone is computed once.
 
     Args:
-        model: the model.
-        direct: whether its device is the CPU.
-        ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
-        tensor_parallel: ranks that share the matrices of blocks.
-        free_cpu_bytes: free RAM; None: what is free here.
-        cpus: usable CPUs; None: those that are here.
-        rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
-        pick: see `choose`.
-        **options: of OffloadZero.
-
-    Raises:
-        ConfigError: as `OffloadZero` does.
+        model: may be on the meta device: only shapes count.
     """
-    given = Options(**options)
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
-    if rules is None:
-        shape = shape.with_rules([AdamRule(given.states)], given)
-    else:
-        shape = shape.with_groups_by_kind().with_rules(rules, given)
-    shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
-    room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
-    situation = shape.situation(ranks=ranks, slices=tensor_parallel)
-    situation = replace(situation, has_same_bits=all(rule.has_same_bits for rule in rules or (AdamRule(given.states),)))
-    if rules is not None:
-        threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct, cpus=cpus)
-        situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
-    replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
-    layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    choice, layout, result = search(given, situation, layout_of, direct=direct, room=room, pick=pick)
-    return Planned(layout, choice, direct, room, result if isinstance(result, BudgetError) else None)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._shapes: dict[Hashable, ModelShape] = {}
+
+    def of(
+        self,
+        *,
+        direct: bool,
+        ranks: int = 1,
+        tensor_parallel: int = 1,
+        free_cpu_bytes: int | None = None,
+        cpus: int | None = None,
+        rules: tuple[Rule, Rule] | None = None,
+        pick: Pick | None = None,
+        **options: Any,
+    ) -> Planned:
+        """The plan of `OffloadZero(model, **options)`.
+
+        Args:
+            direct: whether the model's device is the CPU.
+            ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most.
+            tensor_parallel: ranks that share the matrices of blocks.
+            free_cpu_bytes: free RAM; None: what is free here.
+            cpus: usable CPUs; None: those that are here.
+            rules: of the optimizers of blocks' matrices, and of all else; None: Adam's.
+            pick: see `choose`.
+            **options: of OffloadZero.
+
+        Raises:
+            ConfigError: as `OffloadZero` does.
+        """
+        given = Options(**options)
+        shape = self._shape(given, rules, tensor_parallel)
+        room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
+        situation = shape.situation(ranks=ranks, slices=tensor_parallel)
+        has_same_bits = all(rule.has_same_bits for rule in rules or (AdamRule(given.states),))
+        situation = replace(situation, has_same_bits=has_same_bits)
+        if rules is not None:
+            threads = kernel_threads(given.tuned.threads, ranks_on_node=1, direct=direct, cpus=cpus)
+            situation = replace(situation, temporary_bytes=shape.temporary_bytes(rules, given, threads))
+        replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
+        layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
+        choice, layout, result = search(given, situation, layout_of, direct=direct, room=room, pick=pick)
+        return Planned(layout, choice, direct, room, result if isinstance(result, BudgetError) else None)
+
+    def _shape(self, given: Options, rules: tuple[Rule, Rule] | None, parts: int) -> ModelShape:
+        """The shape of the part of the model that one of `parts` tensor-parallel ranks has, for these optimizers."""
+        of_options = given.compute_dtype, given.fp32_modules, given.units, given.tile_bytes
+        key = (rules or given.states, parts, *of_options)
+        if key not in self._shapes:
+            shape = ModelShape.of(self._model, [{"params": list(self._model.parameters())}], given)
+            if rules is None:
+                shape = shape.with_rules([AdamRule(given.states)], given)
+            else:
+                shape = shape.with_groups_by_kind().with_rules(rules, given)
+            self._shapes[key] = shape.cut(parts) if parts > 1 else shape
+        return self._shapes[key]
+
+
+def plan_of(model: nn.Module, **options: Any) -> Planned:
+    """The plan of `OffloadZero(model, ...)`; see `Plans.of`, which takes the same."""
+    return Plans(model).of(**options)
 
 
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:

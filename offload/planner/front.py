@@ -40,7 +40,7 @@ class Front(NamedTuple, Generic[T]):
 
     Attributes:
         rows: the candidates on the front with their costs, the best first.
-        skipped: how many were not looked at, because one that was is better than they could be.
+        skipped: how many were not looked at to the end, because one that was is better than they could be.
         beaten: how many another one beats.
         unknown: why the costs of others are not known, with those candidates.
     """
@@ -51,10 +51,14 @@ class Front(NamedTuple, Generic[T]):
     unknown: dict[str, list[T]]
 
 
+IsBeaten = Callable[[Costs], bool]
+"""Whether a candidate that costs that much or more cannot be on the front."""
+
+
 def front_of(
     candidates: Sequence[T],
     at_best: Callable[[T], Costs],
-    find: Callable[[T], Costs | str],
+    find: Callable[[T, IsBeaten], Costs | str | None],
     order: Callable[[Costs], tuple[float, ...]] = tuple,
     same: float = SAME,
 ) -> Front[T]:
@@ -65,7 +69,8 @@ def front_of(
     Args:
         candidates: that there are.
         at_best: the least that a candidate can cost, which is cheap to say.
-        find: what it costs, or in words why that is not known.
+        find: what it costs, or in words why that is not known. As soon as it knows more than `at_best` does, it may
+            ask whether a candidate that costs no less is beaten, and return None if so: the front is the same.
         order: what a candidate is judged by; the least comes first.
         same: differences that count for nothing.
     """
@@ -78,8 +83,11 @@ def front_of(
         if any(costs.beats(bounds[number], same) for _, costs in known):
             skipped += 1
             continue
-        found = find(candidates[number])
-        if isinstance(found, str):
+        # Without tolerance here: what beats those that are known also beats this one, whatever it costs.
+        found = find(candidates[number], lambda least: any(costs.beats(least, 0.0) for _, costs in known))
+        if found is None:
+            skipped += 1
+        elif isinstance(found, str):
             unknown.setdefault(found, []).append(candidates[number])
         else:
             known.append((candidates[number], found))

@@ -813,7 +813,7 @@ class Needs:
         """Whether the region of activations is in memory that a device has for itself."""
         return self.choice.activations.tier == DEVICE and not self.direct
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         """What is reserved on the device, states included."""
         fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
@@ -1068,13 +1068,40 @@ def place(
         BudgetError: RAM or the device has no room. The error names the bytes that are needed and there, and the option
             that would fix it.
     """
+    room = Room() if room is None else room
+    require_possible(choice, direct=direct)
+    return place_in_ram(fill_device(Needs(layout, choice, direct), room, most), room, reserved)
+
+
+def require_possible(choice: Choice, *, direct: bool) -> None:
+    """Requires that gradients can wait where it was decided.
+
+    Args:
+        choice: what was decided.
+        direct: whether the model's device is the CPU.
+
+    Raises:
+        ConfigError: that is NVMe, and the parameters stay on a device with memory of its own.
+    """
     if choice.grads_of_resident_params_on_nvme and not direct:
         few = "trained parameters stay on the device, because they are few beside the frozen ones: leave grad_tier out"
         others = 'it needs param_tier="cpu" or "nvme" where the device has memory of its own'
         raise ConfigError(f'grad_tier="nvme": {few if choice.params.keeps_trained else others}')
-    room = Room() if room is None else room
-    there, streams = fill_device(Needs(layout, choice, direct), room, most), choice.states.tier.is_durable
+
+
+def place_in_ram(there: OnDevice, room: Room, reserved: int = 0) -> Placement:
+    """Decides which chunks stay in RAM, beside what was decided for the device, which does not depend on it.
+
+    Args:
+        there: what is on the device.
+        room: see `place`.
+        reserved: see `place`.
+
+    Raises:
+        BudgetError: RAM has no room; see `place`.
+    """
     needs = there.needs
+    choice, direct, streams = needs.choice, needs.direct, needs.choice.states.tier.is_durable
     activations = needs.of_activations(needs.activation_bytes, 0)
     fixed = [*needs.regions, *needs.of_pools(needs.pools())]
     given = room.cpu_memory

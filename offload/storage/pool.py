@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from offload.regions import Region
 from offload.storage.swap_format import SlotArrays
@@ -95,7 +95,8 @@ def resident(name: str) -> str:
     return f"{name} that stay"
 
 
-def kinds_held(slot: SlotArrays, kinds: Sequence[str]) -> tuple[tuple[str, int], ...]:
+@lru_cache(1 << 12)
+def kinds_held(slot: SlotArrays, kinds: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """The bytes of each array of a slot, without header and padding, as pairs (kind, bytes).
 
     Args:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.io.files import Files
-from offload.layout import Layout
+from offload.layout import Layout, once_a_layout
 from offload.sizes import PAGE_BYTES, round_up
 from offload.storage.directories import room_name
 
@@ -131,6 +131,7 @@ def _blocks(size: int) -> int:
     return round_up(size, PAGE_BYTES)
 
 
+@once_a_layout
 def manifest_bytes(layout: Layout, slots: int) -> int:
     """About as many bytes as a manifest takes, rather more than less, without what the user gives along.
 

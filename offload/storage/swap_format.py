@@ -31,6 +31,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, NamedTuple, TypedDict
 
 import msgspec
@@ -40,7 +41,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from offload.errors import CorruptionError, ResumeError
-from offload.layout import ADAM_FORMS, Flat, Layout, StateKind
+from offload.layout import ADAM_FORMS, Flat, Layout, StateKind, once_a_layout
 from offload.sizes import MASTER_ITEM_BYTES, PAGE_BYTES, round_up
 
 FORMAT = 1
@@ -96,7 +97,7 @@ class SlotArrays(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the slot, header included, in RAM and on disk."""
-        return PAGE_BYTES + sum(round_up(size, PAGE_BYTES) for size in self.sizes)
+        return _slot_bytes(self)
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
         """For each array: bytes an element, and where it begins and ends in the slot, without the padding."""
@@ -114,6 +115,12 @@ class SlotArrays(NamedTuple):
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
 
 
+@lru_cache(1 << 12)  # most chunks of a run are alike, and a plan asks for the bytes of each many times
+def _slot_bytes(slot: SlotArrays) -> int:
+    return PAGE_BYTES + sum(round_up(size, PAGE_BYTES) for size in slot.sizes)
+
+
+@once_a_layout
 def state_slot_arrays(layout: Layout, *, split_master: bool) -> list[SlotArrays]:
     """The arrays of each chunk's states. Only a bf16 parameter is the upper half of its master."""
     split = [split_master and has_halves(flat) for flat in layout.flats]
@@ -141,6 +148,7 @@ def state_arrays(numel: int, states: Iterable[StateKind], *, is_split: bool) -> 
     return SlotArrays(numel, itemsizes, blocks if max(blocks) > 1 else ())
 
 
+@once_a_layout
 def param_slot_arrays(layout: Layout) -> list[SlotArrays]:
     """The array of each of `Layout.param_chunks`: its values in the compute dtype."""
     return [SlotArrays(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]

@@ -10,10 +10,13 @@ import torch
 from typer.testing import CliRunner, Result
 
 from offload import OffloadZero, Tuning
-from offload.cli import plan_time
+from offload.cli import plan_search, plan_time
 from offload.cli.main import app
 from offload.demo.gpt import GPT, PRESETS
-from offload.planner.simulate import NotPredicted, simulate
+from offload.layout import build
+from offload.planner import choice
+from offload.planner.front import Costs
+from offload.planner.simulate import Begun, NotPredicted, begin
 from tests.support.command import printed
 from tests.support.machine_files import MACHINE
 
@@ -98,13 +101,86 @@ def test_the_call_of_a_row_makes_a_run_that_takes_and_moves_what_the_row_says(ma
     assert written[-1] - written[-2] == row["written_bytes"]
 
 
+def test_the_front_is_that_of_all_candidates_simulated_to_the_end(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (*SMALL, "--grad-tier", "cpu", "--activation-tier", "cpu")
+    found = searched(machine, *given)
+    ended: list[Begun] = []
+
+    class Whole:
+        """A simulation whose seconds say nothing before its end."""
+
+        seconds = 0.0
+
+        def __init__(self, *given: Any) -> None:
+            begun = begin(*given)
+            assert isinstance(begun, Begun)
+            ended.append(begun)
+            self.predict = begun.predict
+
+    monkeypatch.setattr(plan_search.Search, "at_best", lambda self, one: Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0))
+    monkeypatch.setattr(plan_time, "begin", Whole)
+    whole = searched(machine, *given)
+    assert found["front"] == whole["front"]
+    fit = whole["candidates"] - sum(whole["not_fitting"].values())
+    assert len(ended) == fit > len(found["front"]) + found["beaten"]
+
+
+def test_a_search_looks_at_the_model_once_and_simulates_nothing_twice(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, list[Any]] = {"shapes": [], "layouts": [], "begun": [], "ended": []}
+
+    def shaped(*given: Any, **options: Any) -> Any:
+        made["shapes"].append(given)
+        return of(*given, **options)
+
+    def built(*given: Any, **options: Any) -> Any:
+        made["layouts"].append(given[1])
+        return build(*given, **options)
+
+    def begun(held: Any, placement: Any, *given: Any) -> Any:
+        made["begun"].append(placement)
+        return begin(held, placement, *given)
+
+    def ended(self: Begun) -> Any:
+        made["ended"].append(self)
+        return predict(self)
+
+    of, predict = choice.ModelShape.of, Begun.predict
+    monkeypatch.setattr(choice.ModelShape, "of", shaped)
+    monkeypatch.setattr(choice, "build", built)
+    monkeypatch.setattr(plan_time, "begin", begun)
+    monkeypatch.setattr(Begun, "predict", ended)
+    given = (
+        "--preset",
+        "1m",
+        *SIZES,
+        "--states",
+        "fp32",
+        "--grad-tier",
+        "cpu",
+        "--tier",
+        "nvme",
+        "--param-tier",
+        "cpu",
+    )
+    found = searched(machine, *given, "--activation-tier", "cpu")
+    assert len(made["shapes"]) == 1
+    assert len(made["layouts"]) == len(set(made["layouts"]))  # one for each size of chunks
+    fit = found["candidates"] - sum(found["not_fitting"].values())
+    assert len({id(one) for one in made["begun"]}) == len(made["begun"])
+    assert len(found["front"]) <= len(made["ended"]) <= len(made["begun"]) < fit
+
+
 def test_what_is_not_predicted_is_counted_and_nothing_is_lost(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def some(held: Any, placement: Any, passes: Any, speeds: Any) -> Any:
         if placement.choice.params.tier.name == "cpu":
             return NotPredicted("made up")
-        return simulate(held, placement, passes, speeds)
+        return begin(held, placement, passes, speeds)
 
-    monkeypatch.setattr(plan_time, "simulate", some)
+    monkeypatch.setattr(plan_time, "begin", some)
     given = (*SMALL, "--accumulation", "1", "--tier", "cpu", "--grad-tier", "cpu", "--cpu-memory", "1GiB")
     found = searched(machine, *given, "--activation-tier", "device")
     assert sum(found["not_predicted"].values()) >= 1

@@ -7,20 +7,25 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planner.front import Costs, front_of
+from offload.planner.front import Costs, IsBeaten, front_of
 
 COSTS = st.builds(Costs, *(st.integers(1, 4) for _ in range(5)), st.integers(0, 1))
 CANDIDATES = st.lists(st.tuples(COSTS, st.integers(0, 3)), min_size=1, max_size=25)
 
 
-def searched(candidates: Sequence[tuple[Costs, int]], same: float) -> tuple[list[Costs], list[Costs], int]:
+def searched(
+    candidates: Sequence[tuple[Costs, int]], same: float, *, asks: bool = False
+) -> tuple[list[Costs], list[Costs], int]:
     """The costs on the front, those that were looked at, and the number of those that were not.
 
-    Each candidate is its costs, and how much less of them its bound says.
+    Each candidate is its costs, and how much less of them its bound says. If it `asks`, it is looked at to the end only
+    where half of that would not do.
     """
     seen: list[Costs] = []
 
-    def find(one: tuple[Costs, int]) -> Costs | str:
+    def find(one: tuple[Costs, int], is_beaten: IsBeaten) -> Costs | str | None:
+        if asks and is_beaten(one[0]._replace(token_s=one[0].token_s - one[1] / 2)):
+            return None
         seen.append(one[0])
         return one[0]
 
@@ -45,6 +50,20 @@ def test_what_is_left_out_is_about_as_bad_as_something_on_the_front(candidates: 
     assert all(any(row.beats(costs, 1.3**2 - 1) for row in found) for costs, _ in candidates)
 
 
+@given(CANDIDATES, st.sampled_from([0.0, 0.3]))
+def test_who_asks_in_between_finds_the_same_front(candidates: list[tuple[Costs, int]], same: float) -> None:
+    whole, seen, _ = searched(candidates, same)
+    found, less, _ = searched(candidates, same, asks=True)
+    assert found == whole
+    assert len(less) <= len(seen)
+
+
+def test_who_asks_in_between_is_told_of_those_that_are_better() -> None:
+    fast, slow = Costs(1.0, 5, 5, 5, 5, 0), Costs(9.0, 5, 5, 5, 5, 0)
+    found, seen, skipped = searched([(fast, 1), (slow, 9)], 0.0, asks=True)
+    assert (found, seen, skipped) == ([fast], [fast], 1)
+
+
 def test_what_cannot_be_on_the_front_is_not_looked_at() -> None:
     fast, slow = Costs(1.0, 5, 5, 5, 5, 0), Costs(9.0, 5, 5, 5, 5, 0)
     small = Costs(9.0, 1, 5, 5, 5, 0)
@@ -57,7 +76,7 @@ def test_what_cannot_be_on_the_front_is_not_looked_at() -> None:
 def test_whose_costs_are_not_known_is_named() -> None:
     costs = Costs(1.0, 1, 1, 1, 1, 0)
     found = front_of(
-        ["a", "b", "c"], lambda one: costs._replace(token_s=0.5), lambda one: costs if one == "b" else "why"
+        ["a", "b", "c"], lambda one: costs._replace(token_s=0.5), lambda one, _: costs if one == "b" else "why"
     )
     assert found.rows == [("b", costs)]
     assert found.unknown == {"why": ["a", "c"]}

@@ -1,15 +1,14 @@
 """What a step takes, and what it waits for: a run in virtual time.
 
-`simulate` runs some iterations of one rank; see [Note: what is simulated] in rank.py.
+`simulate` runs some iterations of one rank; see [Note: what is simulated] in rank.py. `begin` runs the first of them,
+after which its seconds are known; who has a faster candidate need not go on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
 from offload.errors import BudgetError
 from offload.layout import Layout
@@ -21,7 +20,6 @@ from offload.planner.simulate.several import OneOfSeveral
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
 
-T = TypeVar("T")
 STEADY_AFTER = 2
 """Iterations after which each one is like the one before."""
 COMMITTED_BY = 3
@@ -92,32 +90,48 @@ def simulate(held: Layout, placement: Placement, passes: Passes, speeds: Speeds)
         passes: what a micro-batch computes.
         speeds: of the machine.
     """
-    return _with_rank(held, placement, passes, speeds, partial(_simulate, held, placement))
+    found = begin(held, placement, passes, speeds)
+    return found if isinstance(found, NotPredicted) else found.predict()
 
 
 def seconds_of(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> float | NotPredicted:
     """Predicts the seconds of an iteration without a commit, and nothing else; see `simulate`."""
-    return _with_rank(held, placement, passes, speeds, _seconds)
+    found = begin(held, placement, passes, speeds)
+    return found if isinstance(found, NotPredicted) else found.seconds
 
 
-def _with_rank(
-    held: Layout, placement: Placement, passes: Passes, speeds: Speeds, find: Callable[[Rank], T]
-) -> T | NotPredicted:
+def begin(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> Begun | NotPredicted:
+    """Simulates until each iteration is like the one before; see `simulate`."""
     if (reason := _not_simulated(held, placement, passes, speeds)) is not None:
         return NotPredicted(reason)
     try:
-        return find((Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds))
+        return Begun(placement, (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds))
     except BudgetError as error:  # of activations, whose bytes the plan does not know
         return NotPredicted(str(error))
 
 
-def _seconds(rank: Rank) -> float:
-    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
-    return end.seconds - before.seconds
+class Begun:
+    """A simulation that has come to an iteration like the one before. What it moves, and a commit, are not known yet.
+
+    Args:
+        placement: what is where.
+        rank: is simulated.
+
+    Attributes:
+        seconds: of an iteration without a commit.
+    """
+
+    def __init__(self, placement: Placement, rank: Rank) -> None:
+        self._placement, self._rank = placement, rank
+        self._before, self._end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
+        self.seconds = self._end.seconds - self._before.seconds
+
+    def predict(self) -> Iteration:
+        """The whole prediction. It is called once."""
+        return _predict(self._placement, self._rank, self._before, self._end)
 
 
-def _simulate(held: Layout, placement: Placement, rank: Rank) -> Iteration:
-    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
+def _predict(placement: Placement, rank: Rank, before: _State, end: _State) -> Iteration:
     seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
     rank.clock.run_out()
     idle = _state_of(rank)

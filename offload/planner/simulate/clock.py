@@ -224,18 +224,22 @@ class Channel:
 
     def _speeds(self) -> list[tuple[_Transfer, float]]:
         """Bytes a second of each transfer that moves now."""
-        busy = [way for way, queue in self._under_way.items() if queue]
+        busy = [(queue, self._rates[way]) for way, queue in self._under_way.items() if queue]
         share = self._share if len(busy) > 1 else 1.0
         found = []
-        for way in busy:
-            queue = self._under_way[way]
-            moving = list(queue) if self._is_shared else [queue[0]]
-            found += [(one, share * self._rates[way] / len(moving)) for one in moving]
+        for queue, rate in busy:
+            if self._is_shared:
+                speed = share * rate / len(queue)
+                found += [(one, speed) for one in queue]
+            else:
+                found.append((queue[0], share * rate))
         return found
 
     def _advance(self) -> None:
         """Moves what has moved since the last change."""
         passed, self._at = self._clock.now - self._at, self._clock.now
+        if not passed:
+            return
         speeds = self._speeds()
         if speeds:
             self.busy_s += passed
