@@ -82,6 +82,13 @@ class Copy(DeviceEvent):
     """A copy under way: the event after which `dst` holds `src`."""
 
 
+UP, DOWN = "up", "down"
+"""The directions of copies: to a device, and to RAM."""
+SAMPLED = 16
+"""See [Note: how long copies take]."""
+_KEPT = 0.9
+"""What the copies before a sample count beside it: so the last ten or so are what counts."""
+
 Part = tuple[int, Tensor]
 """A tensor, shape (n,), and the element at which it begins among others."""
 

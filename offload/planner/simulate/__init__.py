@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from offload.devices.copies import DOWN, UP
 from offload.errors import BudgetError
 from offload.layout import Layout
+from offload.optim.late import MOST_OWED
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
 from offload.planner.simulate.lines import NOTHING
-from offload.planner.simulate.rank import DOWN, UP, Rank
+from offload.planner.simulate.rank import Rank
 from offload.planner.simulate.several import OneOfSeveral, why_not_simulated
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
@@ -44,6 +46,8 @@ class NotPredicted:
 @dataclass(frozen=True)
 class Iteration:
     """An iteration, from the end of one step to the end of the next, when each is like the one before.
+
+    Where experts may owe steps, iterations differ: it is the mean of as many as use all of them.
 
     Attributes:
         seconds: that it takes.
@@ -99,49 +103,82 @@ def seconds_of(held: Layout, placement: Placement, passes: Passes, speeds: Speed
 
 
 def _with_rank(
-    held: Layout, placement: Placement, passes: Passes, speeds: Speeds, find: Callable[[Rank], T]
+    held: Layout, placement: Placement, passes: Passes, speeds: Speeds, find: Callable[[Rank, int], T]
 ) -> T | NotPredicted:
     if (reason := _not_simulated(held, placement, passes, speeds)) is not None:
         return NotPredicted(reason)
     try:
-        return find((Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds))
+        rank = (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds)
+        return find(rank, _turn(held, placement, passes))
     except BudgetError as error:  # of activations, whose bytes the plan does not know
         return NotPredicted(str(error))
 
 
-def _seconds(rank: Rank) -> float:
-    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
-    return end.seconds - before.seconds
+def _turn(held: Layout, placement: Placement, passes: Passes) -> int:
+    """After how many iterations all tiles that may owe steps were used, or have been stepped without that.
+
+    So many iterations are like those before them, and each one is not where it is more than one.
+    """
+    layout, each = held.trained, placement.choice.grads.micro_batches
+    found = 1
+    for param, spec in enumerate(layout.specs):
+        chosen = passes.tiles.get(spec.unit) if spec.is_late else None
+        left = set(range(len(layout.tiles_of(param)))) if chosen else set()
+        turn = 0
+        while chosen and left and turn < MOST_OWED:
+            left.difference_update(*(chosen[(turn * each + number) % len(chosen)] for number in range(each)))
+            turn += 1
+        found = max(found, turn)
+    return found
 
 
-def _simulate(placement: Placement, rank: Rank) -> Iteration:
-    before, end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
-    seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
+def _seconds(rank: Rank, turn: int) -> float:
+    before, *_, end = _turns(rank, turn)
+    return (end.seconds - before.seconds) / turn
+
+
+def _turns(rank: Rank, turn: int) -> list[_State]:
+    """Simulates iterations until they are like those before, and a turn of them.
+
+    Returns:
+        The states before each of that turn, and the last one.
+    """
+    return [_state_after(rank) for _ in range(max(STEADY_AFTER, turn) + turn)][-turn - 1 :]
+
+
+def _simulate(placement: Placement, rank: Rank, turn: int) -> Iteration:
+    before, *others, end = _turns(rank, turn)
+    seconds, spans = (end.seconds - before.seconds) / turn, rank.clock.spans[:]
+    last = others[-1] if others else before
     rank.clock.run_out()
     idle = _state_of(rank)
-    rested_s = _state_after(rank).seconds - idle.seconds
+    rested_s = [_state_after(rank) for _ in range(turn)][-1].seconds - idle.seconds
     rank.clock.run_out()
     moved = {name: nbytes - idle.moved[name] for name, nbytes in rank.moved.items()}
-    sent = {name: number - idle.sent[name] for name, number in rank.sent.items()}
+    sent = {name: (number - idle.sent[name]) // turn for name, number in rank.sent.items()}
     commit_s, commit_bytes = 0.0, 0
     if placement.choice.commits.every:
-        commit_s, commit_bytes = _commit_of(rank, rested_s + (COMMITTED_BY - 1) * seconds, moved["written"])
+        turns = -(-COMMITTED_BY // turn)
+        plain_s = rested_s + (turns - 1) * turn * seconds
+        commit_s, commit_bytes = _commit_of(rank, turns * turn, plain_s, turns * moved["written"])
+    read, written, up, down, kept = (round(moved[name] / turn) for name in ("read", "written", UP, DOWN, "kept"))
+    parts = rank.device.line.parts(before.seconds, end.seconds)
     return Iteration(
         seconds,
-        rank.device.line.parts(before.seconds, end.seconds),
-        {name: busy - before.busy_s[name] for name, busy in end.busy_s.items()},
-        moved["read"],
-        moved["written"],
-        moved[UP],
-        moved[DOWN],
-        moved["kept"],
+        {name: part / turn for name, part in parts.items()},
+        {name: (busy - before.busy_s[name]) / turn for name, busy in end.busy_s.items()},
+        read,
+        written,
+        up,
+        down,
+        kept,
         sent,
         commit_s,
         commit_bytes,
         [
-            span._replace(start_s=span.start_s - before.seconds, end_s=span.end_s - before.seconds)
+            span._replace(start_s=span.start_s - last.seconds, end_s=span.end_s - last.seconds)
             for span in spans
-            if before.seconds < span.end_s <= end.seconds
+            if last.seconds < span.end_s <= end.seconds
         ],
         tuple(_not_counted(placement)),
     )
@@ -182,20 +219,21 @@ def _state_after(rank: Rank, *, commits: bool = False) -> _State:
     return _state_of(rank)
 
 
-def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, int]:
+def _commit_of(rank: Rank, iterations: int, plain_s: float, written_bytes: int) -> tuple[float, int]:
     """The seconds and written bytes that a commit adds.
 
     Args:
         rank: simulates it; nothing is under way.
-        plain_s: seconds of COMMITTED_BY iterations without one, from such a time on.
-        written_bytes: what one of them writes.
+        iterations: that are simulated.
+        plain_s: seconds of so many without one, from such a time on.
+        written_bytes: what they write.
     """
     start = _state_of(rank)
     rank.expect_commit()
-    for number in range(COMMITTED_BY):
+    for number in range(iterations):
         end = _state_after(rank, commits=number == 1)
     rank.clock.run_out()
-    added = rank.moved["written"] - start.moved["written"] - COMMITTED_BY * written_bytes
+    added = rank.moved["written"] - start.moved["written"] - written_bytes
     return max(end.seconds - start.seconds - plain_s, 0.0), added
 
 
@@ -213,8 +251,8 @@ def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: S
         return f"{len(held.param_chunks):,} chunks take minutes to simulate: a larger chunk makes fewer"
     if any(flat.is_whole for flat in held.trained.flats) and speeds.matrix_flops is None:
         return "how fast the optimizer steps matrices is not known"
-    if held.trained.late_chunks:
-        return "experts that may owe steps are not simulated yet"
+    if held.trained.late_chunks and held.ranks > 1:
+        return "experts that may owe steps over several ranks are not simulated yet"
     if placement.activation_bytes and not passes.waiting:
         return "what of a micro-batch waits in the activation tier is not known"
     return None
