@@ -777,7 +777,7 @@ class Rank:
             self.host.begins(NOTHING)
 
     def _call(self, seconds: float, line: Line) -> Process:
-        """A process, of a line: Python works for so long."""
+        """A process in which Python works for so long."""
         if seconds:
             done = Moment()
             self.clock.at(self.clock.now + seconds, done.happen)
