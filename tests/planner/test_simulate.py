@@ -267,18 +267,24 @@ def test_steps_that_are_made_late_take_as_long() -> None:
 
     options: dict[str, Any] = {"tier": "nvme", "param_tier": "cpu", "path": ".", "commit_every": None}
     planned = plan_of(Pair(), direct=True, tuning=replace(SMALL, tile=512), **options)
-    planned = planned.with_memory(planned.cpu_memory_for(0.0))
+    placement = planned.place()
+    slots = placement.states.sizes
+    one_buffer = {**placement.pools, ChunkKind.STATES: Pool(slots, frozenset(), 1)}
+    placement = replace(placement, pools=one_buffer, uses_disk=True)
     speeds = Speeds(256 / 5, drives=[DriveSpeed(1e15, 1e15, 2e15)])
-    found = iteration_of(planned, speeds, Passes(tiles={"up": [[0], [1]]}))
-    assert found.seconds == pytest.approx(5 + 5)
-    assert 2 * found.written_bytes == planned.place().written_bytes
-    at_once = iteration_of(planned, speeds, Passes(tiles={"up": [[0, 1]]}))
-    assert at_once.seconds == pytest.approx(5 + 5)
-    assert at_once.written_bytes == planned.place().written_bytes
+
+    def of(*used: list[int]) -> Iteration:
+        found = simulate(planned.layout, placement, Passes(tiles={"up": used}), speeds)
+        assert isinstance(found, Iteration)
+        assert found.seconds == pytest.approx(5 + 5)
+        return found
+
+    found = of([0], [1])
+    assert found.written_bytes == found.read_bytes == slots[0]
+    assert any(span.what.startswith("late steps of chunk") for span in found.spans)
+    assert of([0, 1]).written_bytes == sum(slots)
     # The second one, never used, owes 63 steps at most: they are made with the 64th.
-    never = iteration_of(planned, speeds, Passes(tiles={"up": [[0]]}))
-    assert never.seconds == pytest.approx(5 + 5)
-    assert never.written_bytes == round(65 / 128 * planned.place().written_bytes)
+    assert of([0]).written_bytes == round(slots[0] + slots[1] / 64)
 
 
 @pytest.mark.parametrize("name", TRIALS)
