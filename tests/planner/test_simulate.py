@@ -249,9 +249,13 @@ def test_tiles_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", LATE)
 def test_experts_that_owe_steps_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
-    """The mean of the iterations that use all of them."""
+    """The mean of the iterations that use all of them. Whether states whose steps were made before a forward are still
+    in RAM at the step depends on how fast the disk is: then they are neither written nor read in between."""
     found, counted, planned = _both(LATE[name], copied_by, tmp_path)
-    assert found == counted
+    buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
+    assert found[2:] == counted[2:]
+    assert abs(found.read_bytes - counted.read_bytes) <= buffers
+    assert abs(found.written_bytes - counted.written_bytes) <= buffers
     assert planned.layout.trained.late_chunks
     assert found.written_bytes < planned.place().written_bytes  # of all, which are not all stepped
 
