@@ -1,8 +1,9 @@
 """How well a simulated iteration predicts a measured one: `python bench/predict.py [--only NAME,...] [--save]`.
 
 For each configuration the machine's rates are measured right before and right after it: the drive's reads, writes and
-both at once, through the library's own engine; the optimizer's kernels; a copy in RAM; and plain torch's forward and
-backward of the same model and batch. planner/simulate predicts the iteration from their means. Bytes are predicted
+both at once, through the library's own engine; the optimizer's kernels; a copy in RAM; plain torch's forward and
+backward of the same model and batch; and what Python takes for a chunk and for a tile of next to no elements.
+planner/simulate predicts the iteration from their means. Bytes are predicted
 without any rate.
 
 Runs of two ranks are in predict_ranks.py.
@@ -13,7 +14,10 @@ machine says how good the predictions are.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
+import shutil
 import statistics
 import sys
 import time
@@ -31,6 +35,7 @@ from torch import Tensor, nn
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from bench import chunks
 from bench.experts import LAYERS, Experts
 from bench.limits import Disk
 from bench.report import Folder, Json, Out, Report, Save, Table, judged, note, run, scratch
@@ -41,13 +46,16 @@ from offload.cli.plan_updates import measured_seconds
 from offload.cli.plots import new_figure
 from offload.cli.probing import copies, steps_of
 from offload.demo.gpt import GPT, PRESETS, GPTConfig
+from offload.optim.chunk_work import StepKey
 from offload.optim.flops import MatrixWork, matrix_work
+from offload.optim.rule import Progress
 from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, NotPredicted, simulate
-from offload.planner.simulate.speeds import DriveSpeed, Passes, Speeds
+from offload.planner.simulate.speeds import DriveSpeed, HostCosts, Passes, Speeds
 from offload.planner.simulate.what_if import expected_tiles, shared_out
+from offload.planner.tile_bytes import tiled_bytes
 from offload.sizes import MIB
 
 WIDTH, ROUTING = 512, Routing(16, 1)
@@ -63,6 +71,10 @@ MEDIAN_TARGET, WORST_TARGET = 0.08, 0.20
 DISK_TRANSFERS, DISK_BYTES = 16, 24 * MIB
 ANY_SPEEDS = Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)], matrix_flops=1e9)
 """With which a configuration is simulated to learn whether it can be."""
+CHUNKS, CHUNK_STEPS = 200, 10
+"""Chunks that are read, stepped and written to measure what Python takes for one, and how often."""
+TILES, TILE_WIDTH, TILE_ROWS, TILE_PASSES = 64, 64, 8, 9
+"""The tiles of a weight that show what Python takes for one, and how often they are used; the median counts."""
 WHOSE = "nvme", "activation"
 """In `stats()`, what drives move."""
 COMPUTED = 3
@@ -134,6 +146,7 @@ def _on_nvme(size: str, share: float, optimizer: str = "adamw", **options: Any) 
 
 
 EXPERTS_IN_TILES = Tuning(chunk="1MiB", tile="1MiB", late=False)
+STEPPED_LATER = Tuning(chunk="1MiB", tile="1MiB")
 SPLIT = Tuning(chunk="16MiB", split_master=True)
 CONFIGURATIONS = {
     "46m, in RAM": Configuration("46m", options={"tier": "cpu"}),
@@ -177,6 +190,9 @@ CONFIGURATIONS = {
     "experts in tiles, few tokens": Configuration(
         "experts", (1, 4), 0.5, options={**NVME, "param_tier": "nvme", "tuning": EXPERTS_IN_TILES}
     ),
+    "experts in tiles, idle ones stepped later": Configuration(
+        "experts", (1, 4), 0.5, options={**NVME, "param_tier": "nvme", "tuning": STEPPED_LATER}
+    ),
     "46m, Muon": _on_nvme("46m", 0.0, optimizer="muon"),
 }
 """By name. Where no time is predicted for one, the page says why."""
@@ -184,7 +200,7 @@ CONFIGURATIONS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates, measured once. Attributes: forward_s, backward_s: of a micro-batch; others: see `Speeds`."""
+    """Rates, measured once. Attributes: forward_s, backward_s: of a micro-batch; others: see `Speeds`, `HostCosts`."""
 
     drive: DriveSpeed
     elements_per_s: float
@@ -192,15 +208,18 @@ class Measured:
     forward_s: float
     backward_s: float
     matrix_flops: float
+    tile_s: float
+    chunk_s: float
 
     @property
     def all(self) -> tuple[float, ...]:
-        drive, passes = self.drive, (self.forward_s, self.backward_s)
-        return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, self.matrix_flops
+        drive, passes, host = self.drive, (self.forward_s, self.backward_s), (self.tile_s, self.chunk_s)
+        return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, self.matrix_flops, *host
 
     @property
     def speeds(self) -> Speeds:
-        return Speeds(self.elements_per_s, self.memory, [self.drive], matrix_flops=self.matrix_flops)
+        host = HostCosts(self.tile_s, self.chunk_s)
+        return Speeds(self.elements_per_s, self.memory, [self.drive], matrix_flops=self.matrix_flops, host=host)
 
     def mean_with(self, other: Measured) -> Measured:
         means = [statistics.mean(pair) for pair in zip(self.all, other.all, strict=True)]
@@ -208,7 +227,7 @@ class Measured:
 
     def moved_from(self, other: Measured) -> float:
         """The largest relative difference."""
-        return max(abs(one / before - 1) for one, before in zip(self.all, other.all, strict=True))
+        return max(abs(one / before - 1) for one, before in zip(self.all, other.all, strict=True) if before)
 
 
 @dataclass(frozen=True)
@@ -260,7 +279,8 @@ class Result:
 class Rates:
     """Measures the rates that a configuration needs.
 
-    Args: dtype: of compute; kernels: None: on all CPUs; matrices: see `Speeds.matrix_flops`; None: there are none.
+    Args: dtype: of compute; kernels: None: on all CPUs; matrices: see `Speeds.matrix_flops`; None: there are none;
+    folder: on the drive, if states stream from there.
     """
 
     def __init__(
@@ -270,8 +290,10 @@ class Rates:
         dtype: torch.dtype,
         kernels: native.Kernels | None = None,
         matrices: MatrixWork | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._one, self._disk, self._dtype, self._matrices = one, disk, dtype, matrices
+        self._folder, self._has_tiles = folder, one.options.get("tuning", Tuning()).tile is not None
         states, tuning = one.options.get("states", "fp32"), one.options.get("tuning", Tuning())
         self._kernels = kernels or native.load()
         stepped = one.optimizer if matrices is None else "adamw"  # beside matrices
@@ -284,7 +306,9 @@ class Rates:
         both = 2 * nbytes / self._disk.run()
         drive, work = DriveSpeed(alone["read"], alone["write"], both), self._matrices
         flops = 1.0 if work is None else work.flops / measured_seconds(self._one.optimizer, work.shapes)
-        return Measured(drive, self._steps(), self._copies(), *self._passes(), flops)
+        chunk_s = 0.0 if self._folder is None else chunk_seconds(self._folder)
+        tile_s = tile_seconds(self._dtype) if self._has_tiles else 0.0
+        return Measured(drive, self._steps(), self._copies(), *self._passes(), flops, tile_s, chunk_s)
 
     def _passes(self) -> tuple[float, float]:
         """Seconds of plain torch's forward and backward."""
@@ -302,6 +326,41 @@ class Rates:
 
     def close(self) -> None:
         self._kernels.close()
+
+
+def chunk_seconds(folder: Path) -> float:
+    """What Python takes for a chunk of 64 elements that is read, stepped and written; see bench/chunks.py."""
+    place = folder / f"chunks-{time.perf_counter_ns()}"
+    place.mkdir()
+    with chunks.step_over(CHUNKS, place) as step:
+        times = []
+        for number in range(1, 1 + CHUNK_STEPS):
+            start = time.perf_counter()
+            step.begin(number, {0: StepKey(0, Progress(number - 1))}, [chunks.GROUP], 1.0, [0])
+            step.apply(0)
+            times.append((time.perf_counter() - start) / CHUNKS)
+    shutil.rmtree(place)
+    return statistics.median(times)
+
+
+def tile_seconds(dtype: torch.dtype) -> float:
+    """What Python takes for a tile of next to no elements, forward or backward, beyond a weight that is no tiles."""
+    found = []
+    for tile in (TILE_ROWS * TILE_WIDTH * dtype.itemsize, None):
+        model = nn.ModuleList([nn.Linear(TILE_WIDTH, TILES * TILE_ROWS, bias=False)])
+        options: dict[str, Any] = {"tier": "cpu", "param_tier": "cpu", "compute_dtype": dtype}
+        options["tuning"] = Tuning(tile=tile)
+        times = []
+        with contextlib.redirect_stderr(io.StringIO()), OffloadZero(model, **options) as optimizer:
+            for _ in range(TILE_PASSES):
+                x = torch.ones(1, TILE_WIDTH, dtype=dtype, requires_grad=True)
+                start = time.perf_counter()
+                model[0](x).sum().backward()
+                times.append(time.perf_counter() - start)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(statistics.median(times))
+    return max(found[0] - found[1], 0.0) / (2 * TILES)
 
 
 def options_of(one: Configuration, folder: Path, dtype: torch.dtype, ranks: int = 1) -> tuple[dict[str, Any], Planned]:
@@ -326,6 +385,14 @@ def waiting_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Mapp
     return measure(one.model("meta"), dtype, lambda model: model(words)).of(choice)
 
 
+def tiled_bytes_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Mapping[str, tuple[float, float]]:
+    """What tiles of dense weights read and write beside, in a micro-batch."""
+    if one.is_of_experts or not any(spec.tile for spec in planned.layout.specs):
+        return {}
+    words = torch.zeros(one.tokens, dtype=torch.long, device="meta")
+    return tiled_bytes(one.model("meta"), planned.layout, dtype, lambda model: model(words))
+
+
 def tiles_of(one: Configuration, planned: Planned) -> Mapping[str, Sequence[Sequence[int]]]:
     """The tiles of experts that are used, as they are expected of uniform routing."""
     names = {spec.name for spec in planned.layout.specs if spec.tile} if one.is_of_experts else set()
@@ -334,7 +401,11 @@ def tiles_of(one: Configuration, planned: Planned) -> Mapping[str, Sequence[Sequ
 
 def beside_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Passes:
     """What is known of a micro-batch before its seconds are."""
-    return Passes(waiting=waiting_of(one, planned, dtype), tiles=tiles_of(one, planned))
+    return Passes(
+        waiting=waiting_of(one, planned, dtype),
+        tiles=tiles_of(one, planned),
+        tiled_bytes=tiled_bytes_of(one, planned, dtype),
+    )
 
 
 def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: float) -> tuple[list[float], float]:
@@ -377,7 +448,8 @@ def result_of(
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
     work = matrix_work(layout.trained, layout.trained.chunks)
-    with closing(Rates(one, disk, dtype, matrices=work if work.flops else None)) as rates:
+    on_drive = folder if placement.states.streamed else None
+    with closing(Rates(one, disk, dtype, matrices=work if work.flops else None, folder=on_drive)) as rates:
         before = rates.measure()
         gc.collect()
         seconds, counted = measured(one, given, steps, most_s)

@@ -680,7 +680,8 @@ def _activation_store(undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | 
     def spill() -> NamelessFiles | None:
         if engine is None:
             return None
-        return NamelessFiles(run.files, engine, [engine.adopt(run.files.create_nameless(path)) for path in run.paths])
+        opened = [engine.adopt(run.files.create_nameless(path)) for path in run.paths]
+        return NamelessFiles(run.files, engine, opened, run.timeline)
 
     is_on_device = plan.choice.activations.tier == DEVICE and not plan.copier.direct
     in_ram = run.memory.take(SPILLED if is_on_device else ACTIVATIONS)

@@ -46,6 +46,7 @@ from offload.checkpoint.manifest import ADAM, Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.shard_table import in_order_of_shards
 from offload.checkpoint.tensors import Entry
+from offload.devices.copies import DOWN, UP
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
     BudgetError,
@@ -381,7 +382,8 @@ class OffloadZero(torch.optim.Optimizer):
                 f"{self._plan.base.path} has other values on some ranks, since their machines do not quantise alike: "  # type: ignore[union-attr]
                 "remove it there, and copy that of one machine to all others"
             )
-        self._prediction = Prediction(self._plan.held, self._placement, self._plan.work, self._plan.here)
+        plan = self._plan
+        self._prediction = Prediction(plan.held, self._placement, plan.work, plan.here, parts.run.paths)
         own_bytes = partial(_own_bytes, self._placement.resident_bytes, parts)
         self._advice = DeviceAdvice(self._plan.held, self._placement, self._plan.room, self._plan.copier, own_bytes)
         # At the end of the process, too: what a backward raises nobody else may see.
@@ -573,7 +575,7 @@ class OffloadZero(torch.optim.Optimizer):
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._take_step()
                 self._capture_if_due()
-        lines = self._advice.step_ends(), self._prediction.step_ends(self._timeline.seconds)
+        lines = self._advice.step_ends(), self._prediction.step_ends(self._timeline, self._plan.copier)
         if self._everyone.user_rank == 0:
             for line in lines:
                 _tell(line)
@@ -1262,6 +1264,9 @@ class OffloadZero(torch.optim.Optimizer):
         - wait_nvme_s: time spent waiting for the disk; wait_cpu_s: for the worker that runs Adam for a device;
           wait_device_s: for gradients, for memory that a copy still uses, and for a device that is too far behind.
           Where Adam runs on the CPU these are parts of step_s and apply_s.
+        - nvme_busy_s: time in which a drive had something to read or write, waited for or not; of several drives the
+          sum. host_to_device_s, device_to_host_s: time that copies took each way between RAM and a device, estimated
+          from one in sixteen of them (0: the model is on the CPU, or its device does not say).
         - iteration_s: from the end of a step to the end of the next one, the median of the last ones (nan: there were
           too few). predicted_iteration_s: what was predicted, from what `offload probe` measured and the tokens of the
           first micro-batches (nan: it is not predicted).
@@ -1290,6 +1295,7 @@ class OffloadZero(torch.optim.Optimizer):
         placement, parts, memory = self._placement, self._parts, self._parts.run.memory
         counted, initial = self._timeline.counted, self._held.initial_bytes
         beside = placement.resident_bytes + placement.temporary_bytes(DEVICE)
+        copies_s = self._plan.copier.busy_s
         return {
             "step": self._step,
             "skipped_steps": self._skipped,
@@ -1319,6 +1325,9 @@ class OffloadZero(torch.optim.Optimizer):
             **self._commits.copies_of_snapshots,
             "snapshot_copied_bytes": counted("snapshot_copied_bytes"),
             **{name: self._timeline.seconds(name) for name in _SPANS},
+            "nvme_busy_s": sum(self._timeline.busy_s.values()),
+            "host_to_device_s": copies_s.get(UP, 0.0),
+            "device_to_host_s": copies_s.get(DOWN, 0.0),
             **self._prediction.figures,
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,

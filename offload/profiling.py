@@ -1,7 +1,8 @@
 """Counters, and the timeline: what ran when.
 
 [Note: totals and events]
-Totals are always counted, and feed `OffloadZero.stats()`: seconds for each kind of work, bytes for each direction.
+Totals are always counted, and feed `OffloadZero.stats()`: seconds for each kind of work, bytes for each direction, and
+for how long each drive worked.
 Events (each transfer, kernel, wait and hook) are kept only inside `Timeline.recorded(file)`, which writes them in
 Chrome's trace format, for ui.perfetto.dev and chrome://tracing. Outside of it, nothing is made for an event, so callers
 pass only what they have at hand; names are put together when the file is written. While a torch.profiler records,
@@ -54,9 +55,15 @@ _SHOWN_AS = {"size": "bytes"}
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
+def drive_name(number: int) -> str:
+    """What the drive of a swap file is called, and its part of a simulation."""
+    return f"drive {number}"
+
+
 def drive_lanes(number: int) -> tuple[str, str, str]:
     """The names of a swap file's lanes: of its reads, its writes and their checksums."""
-    return f"drive {number}: reads", f"drive {number}: writes", f"drive {number}: checksums"
+    name = drive_name(number)
+    return f"{name}: reads", f"{name}: writes", f"{name}: checksums"
 
 
 class Labels(TypedDict, total=False):
@@ -107,6 +114,35 @@ class Event:
         self.ended = time.perf_counter_ns()
 
 
+class Busy:
+    """For how long something was under way: one thing or several at once. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._began = self._ended_s = 0.0
+
+    def begins(self) -> None:
+        """One more is under way."""
+        with self._lock:
+            if not self._under_way:
+                self._began = time.perf_counter()
+            self._under_way += 1
+
+    def ends(self) -> None:
+        """One that was under way is not any more."""
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way:
+                self._ended_s += time.perf_counter() - self._began
+
+    @property
+    def seconds(self) -> float:
+        """The seconds so far in which anything was under way."""
+        with self._lock:
+            return self._ended_s + (time.perf_counter() - self._began if self._under_way else 0.0)
+
+
 class Timeline:
     """Totals by name, and events while they are asked for. Any thread may call it. See [Note: totals and events].
 
@@ -117,6 +153,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
+        self._busy: defaultdict[str, Busy] = defaultdict(Busy)
         self._recording: _Recording | None = None
 
     @contextmanager
@@ -142,6 +179,18 @@ class Timeline:
     def counted(self, name: str) -> int:
         with self._lock:
             return self._counts[name]
+
+    def busy(self, name: str) -> Busy:
+        """Counts for how long something of this name is under way."""
+        with self._lock:
+            return self._busy[name]
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """For how many seconds each thing of which `busy` was asked for was under way, by name."""
+        with self._lock:
+            found = dict(self._busy)
+        return {name: one.seconds for name, one in found.items()}
 
     def event(self, lane: str, name: str, **labels: Unpack[Labels]) -> AbstractContextManager[None]:
         """Records what runs inside, in a lane where one thing runs at a time.

@@ -540,3 +540,19 @@ def test_a_torch_profiler_shows_ranges_of_a_step(tmp_path: Path) -> None:
     named = {event.name for event in profiler.events() if event.name.startswith("offload: ")}
     assert "offload: step" in named
     assert len(named) > 3
+
+
+def test_what_is_under_way_at_once_is_busy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 to 4 and from 6 to 7, and from 9 on."""
+    now, timeline = [0.0], Timeline()
+    monkeypatch.setattr(timelines.time, "perf_counter", lambda: now[0])
+    busy = timeline.busy("drive 0")
+    for at, call in (
+        (1, busy.begins), (2, busy.begins), (3, busy.ends), (4, busy.ends), (6, busy.begins), (7, busy.ends),
+        (9, busy.begins),
+    ):  # fmt: skip
+        now[0] = at
+        call()
+    now[0] = 11
+    assert timeline.busy_s == {"drive 0": 3 + 1 + 2}
+    assert timeline.busy("drive 0") is busy

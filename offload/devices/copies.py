@@ -14,13 +14,20 @@ Where an interrupt comes before anybody has noted the `Copy`, that is dropped, a
 [Note: gathered copies]
 `gather_to_host` brings several tensors to the host in one copy, through device memory in which they lie as they will
 lie there. Copies that go through the same memory do so one after the other. So nobody has to wait for it.
+
+[Note: how long copies take]
+The host does not see when a copy begins and ends. So about one copy in SAMPLED of each direction has an event before it
+and one behind it, and the device says later how far apart the two are. Of all copies only the bytes are counted: they
+take what those take that were looked at, by their bytes.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -82,6 +89,13 @@ class Copy(DeviceEvent):
     """A copy under way: the event after which `dst` holds `src`."""
 
 
+UP, DOWN = "up", "down"
+"""The directions of copies: to a device, and to RAM."""
+SAMPLED = 16
+"""See [Note: how long copies take]."""
+_KEPT = 0.9
+"""What the copies before a sample count beside it: so the last ten or so are what counts."""
+
 Part = tuple[int, Tensor]
 """A tensor, shape (n,), and the element at which it begins among others."""
 
@@ -134,6 +148,11 @@ class Copier(ABC):
     """Whether device memory is host memory that kernels may write in place, without a copy."""
     pins: bool = False
     """Whether `pin` locks memory."""
+
+    @property
+    def busy_s(self) -> Mapping[str, float]:
+        """For about how many seconds copies were made, by UP and DOWN; empty where the host makes them."""
+        return {}
 
     def current(self) -> object:
         """The current stream. What is queued on streams that are equal runs in the order in which it was queued."""
@@ -310,9 +329,14 @@ class _StreamEvent(Copy):
         self._src = src
         self._process = os.getpid()
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the driver can be asked for it: not in the child of a fork."""
+        return os.getpid() == self._process
+
     @uninterrupted_entry
     def __del__(self) -> None:
-        if os.getpid() != self._process:
+        if not self.is_of_this_process:
             immortalise(self._event)  # the driver does not work in the child of a fork, and torch's destructor calls it
         elif self._src is not None:
             self.wait()
@@ -337,6 +361,78 @@ class _StreamEvent(Copy):
         # Whoever gets its memory next uses it on this stream, after the copy.
         self._src = None
 
+    def seconds_after(self, other: _StreamEvent) -> float | None:
+        """How long after another event of its stream the device came to this one; both have been passed.
+
+        None: the device does not say, or has failed.
+        """
+        try:
+            return float(other._event.elapsed_time(self._event)) / 1e3
+        except RuntimeError:
+            return None
+
+
+class _CopyTimes:
+    """How long the copies of one direction took; see [Note: how long copies take]. Any thread may call it.
+
+    Args:
+        event: records an event on the stream of the copies, which notes the time.
+
+    """
+
+    def __init__(self, event: Callable[[], _StreamEvent]) -> None:
+        self._seconds = 0.0
+        self._event = event
+        self._lock = threading.Lock()
+        self._random = random.Random(0)  # training repeats its copies: every 16th one may always be the same
+        self._left = 0  # copies until one is looked at
+        self._sample: tuple[_StreamEvent, _StreamEvent, int] | None = None
+        self._sampled_s = self._sampled_bytes = 0.0
+        self._unknown_bytes = 0  # copied before the first sample is known
+
+    @property
+    def seconds(self) -> float:
+        """What the copies so far took. A device that has failed is not asked any more."""
+        with self._lock, suppress(DeviceError):
+            self._is_free()
+        return self._seconds
+
+    def begins(self, nbytes: int) -> _StreamEvent | None:
+        """A copy is queued next. Returns the event for `ends`, if it is looked at."""
+        with self._lock:
+            self._left -= 1
+            is_looked_at = self._left < 0 and self._is_free()
+            if self._sampled_bytes:
+                self._seconds += nbytes * self._sampled_s / self._sampled_bytes
+            else:
+                self._unknown_bytes += nbytes
+            if not is_looked_at:
+                return None
+            self._left = self._random.randrange(2 * SAMPLED)
+        return self._event()
+
+    def ends(self, begun: _StreamEvent, nbytes: int) -> None:
+        """A copy that is looked at was queued."""
+        ended = self._event()
+        with self._lock:
+            self._sample = begun, ended, nbytes
+
+    def _is_free(self) -> bool:
+        """Whether no sample is under way. Takes in the last one if it has ended."""
+        if self._sample is None:
+            return True
+        begun, ended, nbytes = self._sample
+        if not ended.is_of_this_process or not ended.done():
+            return False
+        self._sample, seconds = None, ended.seconds_after(begun)
+        if seconds is not None:
+            self._sampled_s = _KEPT * self._sampled_s + seconds
+            self._sampled_bytes = _KEPT * self._sampled_bytes + nbytes
+            if self._unknown_bytes and self._sampled_bytes:
+                self._seconds += self._unknown_bytes * self._sampled_s / self._sampled_bytes
+                self._unknown_bytes = 0
+        return True
+
 
 class DeviceCopier(Copier):
     """Copies to and from a device with memory of its own.
@@ -356,13 +452,16 @@ class DeviceCopier(Copier):
         # What goes to the host, and an average before it, gets ahead of what computes, as the streams of torch's FSDP2.
         first = {"priority": -1} if is_cuda else {}
         stream = torch.cuda.Stream if is_cuda else torch.Stream
-        self._new_event: Callable[[], Any] = partial(torch.Event, device)
+        self._new_event: Callable[..., Any] = partial(torch.Event, device)
         self._current: Callable[[], Any] = partial(torch.accelerator.current_stream, device)
         if is_cuda:
             self._new_event = partial(torch.cuda.Event, blocking=True)
             self._current = partial(torch.cuda.current_stream, device)
         self._down = stream(device, **first)
         self._up = stream(device)
+        self._times = {
+            way: _CopyTimes(partial(self._record_time, of)) for way, of in ((UP, self._up), (DOWN, self._down))
+        }
         self._beside = stream(device, **first)
         self._apart = stream(device), stream(device)
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
@@ -370,6 +469,10 @@ class DeviceCopier(Copier):
         self._runtime: Any = None if cudart is None else cudart()
         self.pins = self._runtime is not None
         self._process = os.getpid()
+
+    @property
+    def busy_s(self) -> Mapping[str, float]:
+        return {way: one.seconds for way, one in self._times.items()}
 
     def current(self) -> object:
         return self._current()
@@ -379,7 +482,7 @@ class DeviceCopier(Copier):
             return self._record(self._current() if stream is None else stream)
 
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
-        return self._copy(self._down, src, dst, after)
+        return self._copy(DOWN, src, dst, after)
 
     @uninterrupted
     def gather_to_host(
@@ -389,11 +492,10 @@ class DeviceCopier(Copier):
         with self._on(self._down):
             begins.wait_on_device()
             gather(parts, staging)
-            dst.copy_(staging, non_blocking=True)
-            return self._record(self._down, [src for _, src in parts])
+            return self._queue(DOWN, staging, dst, [src for _, src in parts])
 
     def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
-        return self._copy(self._up, src, dst, after)
+        return self._copy(UP, src, dst, after)
 
     @contextmanager
     def after_uploads(self) -> Iterator[None]:
@@ -455,17 +557,37 @@ class DeviceCopier(Copier):
         return torch.accelerator.memory_stats(self._device)  # without any, before the first allocation
 
     @uninterrupted
-    def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:
+    def _copy(self, way: str, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:
         begins = after or self.mark()
-        with self._on(stream):
+        with self._on(self._up if way == UP else self._down):
             begins.wait_on_device()
-            dst.copy_(src, non_blocking=True)
-            return self._record(stream, [src])
+            return self._queue(way, src, dst, [src])
+
+    def _queue(self, way: str, src: Tensor, dst: Tensor, sources: Sequence[Tensor]) -> Copy:
+        """Queues a copy on the current stream, that of its direction.
+
+        Args:
+            way: UP or DOWN.
+            src: what is copied.
+            dst: where to.
+            sources: what must stay until then.
+        """
+        times, nbytes = self._times[way], dst.nbytes
+        begun = times.begins(nbytes)
+        dst.copy_(src, non_blocking=True)
+        if begun is not None:
+            times.ends(begun, nbytes)
+        return self._record(self._current(), sources)
 
     def _record(self, stream: Any, src: Sequence[Tensor] | None = None) -> Copy:
         event = self._new_event()
         event.record(stream)
         return _StreamEvent(event, self._device, self._current, src)
+
+    def _record_time(self, stream: Any) -> _StreamEvent:
+        event = self._new_event(enable_timing=True)
+        event.record(stream)
+        return _StreamEvent(event, self._device, self._current, None)
 
     def pin(self, memory: Tensor) -> None:
         if self._runtime is None:

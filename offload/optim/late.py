@@ -47,7 +47,7 @@ finite, or the step is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,50 @@ def regions(layout: Layout, memory: Tier) -> list[Region]:
     """
     largest = max((layout.chunks[chunk].numel for chunk in layout.late_chunks), default=0)
     return [Region(memory, ZEROS, torch.float32.itemsize * min(largest, ZEROS_NUMEL))] if largest else []
+
+
+class Owed:
+    """Decides which steps chunks owe, and counts them. It makes none: `LateSteps` does, and planner/simulate in virtual
+    time.
+
+    Args:
+        counts: how many steps each chunk owes at first.
+
+    Attributes:
+        counts: how many steps each chunk owes that owes some.
+    """
+
+    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
+        self.counts = dict(counts or {})
+
+    def begin(self, chunks: Iterable[int], zeros: Iterable[bool]) -> tuple[list[int], dict[int, int]]:
+        """A step of chunks begins.
+
+        Args:
+            chunks: their numbers.
+            zeros: of each, whether its gradient is zeros.
+
+        Returns:
+            Those that owe this step, too; and of the others how many steps each has owed that owed some, which are to
+            be made with this one.
+        """
+        waiting: list[int] = []
+        due: dict[int, int] = {}
+        for chunk, is_zero in zip(chunks, zeros, strict=True):
+            count = self.counts.get(chunk, 0)
+            if is_zero and count < most_owed(chunk):
+                waiting.append(chunk)
+            elif count:
+                due[chunk] = count
+        for chunk in waiting:
+            self.counts[chunk] = self.counts.get(chunk, 0) + 1
+        for chunk in due:
+            del self.counts[chunk]
+        return waiting, due
+
+    def settle(self, chunk: int) -> None:
+        """What a chunk owed was made."""
+        del self.counts[chunk]
 
 
 class LateStep(NamedTuple):
@@ -167,7 +211,7 @@ class LateSteps:
             self._zeros = memory.view(torch.float32).zero_()
         self._step = 0
         self._log: dict[int, list[LateStep]] = {}  # by parameter, as many of its last steps as one of its chunks owes
-        self._owed: dict[int, int] = {}
+        self._owed = Owed()
         self._settled: set[int] = set()
 
     @staticmethod
@@ -177,7 +221,7 @@ class LateSteps:
     @property
     def owed(self) -> Mapping[int, int]:
         """How many steps each chunk owes that owes some."""
-        return self._owed
+        return self._owed.counts
 
     @property
     def log(self) -> Mapping[int, Sequence[LateStep]]:
@@ -214,35 +258,26 @@ class LateSteps:
             group, before, _ = keys[param]
             pieces = [piece for _, piece in self._layout.pieces_of(param)]
             zeros = gradients.are_zeros(param, [(one.param_offset, one.param_offset + one.numel) for one in pieces])
-            for chunk, is_zero in zip(self._layout.chunks_of[param], zeros, strict=True):
-                count = self._owed.get(chunk, 0)
-                if is_zero and count < most_owed(chunk):
-                    waiting.add(chunk)
-                    gradients.discard(chunk)
-                    self._timeline.count(
-                        "late_bytes", 0 if self._store.is_resident(chunk) else self._store.nbytes(chunk)
-                    )
-                elif count:
-                    owed[chunk] = self._scalars(chunk)
-            for number in self._layout.chunks_of[param]:
-                if number in waiting:
-                    self._owed[number] = self._owed.get(number, 0) + 1
-                else:
-                    self._owed.pop(number, None)
+            wait, due = self._owed.begin(self._layout.chunks_of[param], zeros)
+            for chunk in wait:
+                waiting.add(chunk)
+                gradients.discard(chunk)
+                self._timeline.count("late_bytes", 0 if self._store.is_resident(chunk) else self._store.nbytes(chunk))
+            owed |= {chunk: self._scalars(chunk, count) for chunk, count in due.items()}
             options = self._rules[group].options_of(groups[group])
             self._log.setdefault(param, []).append(LateStep(group, options, before))
             self._shorten(param)
         return waiting, owed
 
-    def _scalars(self, chunk: int) -> list[Any]:
-        """What the rule takes in each step that a chunk owes."""
+    def _scalars(self, chunk: int, count: int) -> list[Any]:
+        """What the rule takes in each of the last steps of a chunk, so many."""
         (piece,) = self._layout.chunks[chunk].pieces
-        steps = self._log[piece.param][-self._owed[chunk] :]
+        steps = self._log[piece.param][-count:]
         return [self._rules[one.group].scalars(one.options, one.before, 1.0) for one in steps]
 
     def _shorten(self, param: int) -> None:
         """Drops the steps of a parameter that none of its chunks owes."""
-        most = max((self._owed.get(chunk, 0) for chunk in self._layout.chunks_of[param]), default=0)
+        most = max((self.owed.get(chunk, 0) for chunk in self._layout.chunks_of[param]), default=0)
         log = self._log[param]
         del log[: len(log) - most]
         if not log:
@@ -274,9 +309,9 @@ class LateSteps:
         Raises:
             OffloadError: what leasing a chunk raises. The run can then go on only after a rollback.
         """
-        if chunk not in self._owed:
+        if chunk not in self.owed:
             return
-        one, steps = self._layout.chunks[chunk], self._scalars(chunk)
+        one, steps = self._layout.chunks[chunk], self._scalars(chunk, self.owed[chunk])
         try:
             # Whoever asks reads the parameters next, and a step may follow, so neither is written yet.
             with self._store.lease(chunk, Use.FILL, step=self._step) as lease:
@@ -287,7 +322,7 @@ class LateSteps:
                     self._timeline.event(ADAM, "late steps", chunk=chunk),
                 ):
                     self.run(one, steps, lease.arrays, values, is_split=is_split)
-            del self._owed[chunk]
+            self._owed.settle(chunk)
             self._settled.add(chunk)
             self._shorten(one.pieces[0].param)
         except BaseException as error:
@@ -304,7 +339,7 @@ class LateSteps:
             owed: see the property.
             log: see the property.
         """
-        self._step, self._owed = step, dict(owed)
+        self._step, self._owed = step, Owed(owed)
         self._log = {param: list(steps) for param, steps in log.items()}
         self._settled.clear()
 

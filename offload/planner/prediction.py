@@ -9,15 +9,21 @@ the times and classes that come with them are no tokens. With the tokens the ite
 asks for it, or after STEPS steps. Then a line says if it took far longer, or far less, than predicted, and what differs
 most. What is measured is a median, in which commits show only if they delay a good part of all iterations; what is
 predicted has them only then, too.
+
+A run knows for how long the kernels, each drive and each way of the link worked, and so does the simulation. One that
+worked longer need not matter: it may have worked beside something else. So the iteration is simulated again with the
+rate that each had, one at a time. What changes the prediction most towards what was measured is named. What all of them
+together do not explain is time in which the disk was waited for, or compute and the loop itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import nan
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -26,15 +32,17 @@ import torch
 from torch import Tensor
 
 from offload import torch_private
+from offload.devices.copies import DOWN, UP, Copier
 from offload.layout import Layout
 from offload.planner.fastest import uses
 from offload.planner.measured import Here
 from offload.planner.placement import Placement
 from offload.planner.simulate import COMMITTED_BY, Iteration, NotPredicted, seconds_of, simulate
-from offload.planner.simulate.lines import COMPUTE, DISK, KERNELS
-from offload.planner.simulate.speeds import Passes
+from offload.planner.simulate.lines import COMPUTE, DISK, KERNELS, LINK
+from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import passes_of
 from offload.planner.verdict import Work
+from offload.profiling import Timeline
 
 STEPS = 20
 """After so many steps both are compared."""
@@ -44,6 +52,10 @@ MOST_USES = 4000
 """Of chunks in an iteration: one or two seconds of a CPU."""
 FAR = 4 / 3
 """Times as long, or as short, that a line is written for."""
+NEAR = 0.1
+"""A resource that worked less than this share longer, or shorter, than predicted had the predicted rate."""
+_KERNELS, _DRIVES, _UP, _DOWN = "kernels", "drive", f"{LINK}: {UP}", f"{LINK}: {DOWN}"
+"""Resources, as a simulation calls them; all drives are one here: the one that works longest."""
 
 
 class Prediction:
@@ -54,13 +66,15 @@ class Prediction:
         placement: what is where.
         work: what a micro-batch of one token computes.
         here: how fast this machine is.
+        paths: the directories of the run, one for each drive.
 
     Attributes:
         least_s: the seconds of an iteration without compute; None: it is not predicted.
     """
 
-    def __init__(self, layout: Layout, placement: Placement, work: Work, here: Here) -> None:
+    def __init__(self, layout: Layout, placement: Placement, work: Work, here: Here, paths: Sequence[Path]) -> None:
         self._layout, self._placement, self._work, self._here = layout, placement, work, here
+        self._paths = paths
         self.least_s: float | None = None
         if not isinstance(here.speeds, NotPredicted) and uses(layout, placement.choice) <= MOST_USES:
             least = seconds_of(layout, placement, Passes(), here.speeds)
@@ -68,6 +82,7 @@ class Prediction:
         self._tokens = self._forwards = self._steps = 0
         self._ends: deque[float] = deque(maxlen=STEPS - FIRST + 1)
         self._before: Mapping[str, float] = {}
+        self._passes: Passes | None = None
         self._found: Iteration | None = None
 
     @property
@@ -117,15 +132,17 @@ class Prediction:
         flops, speeds = self._here.flops_per_s, self._here.speeds
         if self._found is None and flops and self._tokens and not isinstance(speeds, NotPredicted):
             work = replace(self._work, tokens=max(round(self._tokens / self._forwards), 1))
-            found = simulate(self._layout, self._placement, passes_of(self._layout, work, flops), speeds)
+            self._passes = passes_of(self._layout, work, flops)
+            found = simulate(self._layout, self._placement, self._passes, speeds)
             self._found = None if isinstance(found, NotPredicted) else found
         return self._found
 
-    def step_ends(self, seconds: Callable[[str], float]) -> str | None:
+    def step_ends(self, timeline: Timeline, copier: Copier) -> str | None:
         """Called after each step.
 
         Args:
-            seconds: returns the seconds counted so far under a name of `stats()`.
+            timeline: counts what the run does.
+            copier: copies over the link.
 
         Returns:
             After STEPS steps what is to be said, if the prediction is far off.
@@ -135,36 +152,96 @@ class Prediction:
             self._ends.append(perf_counter())
         if self.least_s is None or self._steps not in (FIRST, STEPS):
             return None
-        now = {name: seconds(name) for name in ("adam_s", "wait_nvme_s", "step_s", "apply_s", "gradient_s")}
+        now = {name: timeline.seconds(name) for name in ("adam_s", "wait_nvme_s")}
+        now |= timeline.busy_s | {f"{LINK}: {way}": seconds for way, seconds in copier.busy_s.items()}
         before, self._before = self._before, now
         measured, predicted, found = self.measured_s, self.predicted_s, self._predict()
         if not before or measured is None or predicted is None or found is None:
             return None
         if 1 / FAR <= measured / predicted <= FAR:
             return None
-        each = {name: (now[name] - before[name]) / (STEPS - FIRST) for name in now}
-        pairs = self._pairs(found, measured, each)
-        name = max(pairs, key=lambda one: abs(pairs[one][0] - pairs[one][1]))
-        took, planned = pairs[name]
+        each = {name: (now[name] - before.get(name, 0.0)) / (STEPS - FIRST) for name in now}
+        name, took, planned = self._differs_most(found, measured - (predicted - found.seconds), each)
         return (
             f"offload: an iteration takes {measured:.3g} s, and {predicted:.3g} s were predicted from what `offload "
             f"probe` measured. What differs most: {name}, {took:.3g} s and not {planned:.3g} s. `offload probe` "
             "measures again; optimizer.timeline(file) shows what runs when"
         )
 
-    def _pairs(self, found: Iteration, measured_s: float, each: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-        """By resource, the seconds of an iteration that were measured, and those that were predicted.
+    def _differs_most(self, found: Iteration, measured_s: float, each: Mapping[str, float]) -> tuple[str, float, float]:
+        """What explains best why an iteration takes longer than predicted, or less long; see the top of this file.
 
-        Where the model is on a device, nobody waits for what it computes: that is what is left.
+        Args:
+            found: the predicted iteration.
+            measured_s: what one takes, without a commit.
+            each: the seconds of an iteration by the names of `stats()`, and those in which each drive and each way of
+                the link worked, by the names of a simulation.
+
+        Returns:
+            A resource in words, its seconds of an iteration, and those that were predicted.
         """
-        kernels = (each["adam_s"], found.busy_s["kernels"])
-        disk = (each["wait_nvme_s"], found.parts.get(DISK, 0.0))
-        own = each["step_s"] + each["apply_s"] + each["gradient_s"]
-        planned = found.busy_s["compute"]
-        if not self._placement.is_direct:
-            own, planned = each["wait_nvme_s"], found.seconds - disk[1]
-        rest = (max(measured_s - own, 0.0), planned)
-        return {KERNELS: kernels, f"waits for the {DISK}": disk, f"{COMPUTE}, and the loop itself": rest}
+        pairs = self._worked(found, each)
+        factors = {name: planned / took for name, (took, planned) in pairs.items() if _is_off(took, planned)}
+        corrected = self._with_rates(factors) or found
+        explains: dict[str, float] = {}
+        told: dict[str, tuple[str, float, float]] = {}
+        for name, factor in factors.items():
+            one = corrected if len(factors) == 1 else self._with_rates({name: factor})
+            explains[name] = 0.0 if one is None else one.seconds - found.seconds
+            told[name] = self._words(name, each), *pairs[name]
+        waits = each["wait_nvme_s"] - corrected.parts.get(DISK, 0.0)
+        explains[DISK] = waits
+        told[DISK] = f"waits for the {DISK}", each["wait_nvme_s"], corrected.parts.get(DISK, 0.0)
+        left, computes = measured_s - corrected.seconds - waits, found.busy_s["compute"]
+        explains[COMPUTE] = left
+        told[COMPUTE] = f"{COMPUTE}, and the loop itself", max(computes + left, 0.0), computes
+        sign = 1 if measured_s > found.seconds else -1
+        return told[max(explains, key=lambda name: sign * explains[name])]
+
+    def _worked(self, found: Iteration, each: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+        """For how long each resource worked in an iteration, measured and predicted."""
+
+        def longest(seconds: Mapping[str, float]) -> float:
+            return max((one for name, one in seconds.items() if name.startswith(_DRIVES)), default=0.0)
+
+        ways = {way: (each.get(way, 0.0), found.busy_s.get(way, 0.0)) for way in (_UP, _DOWN)}
+        kernels = each["adam_s"], found.busy_s[_KERNELS]
+        return {_KERNELS: kernels, _DRIVES: (longest(each), longest(found.busy_s))} | ways
+
+    def _words(self, resource: str, each: Mapping[str, float]) -> str:
+        if resource == _DRIVES:
+            drives = [name for name in each if name.startswith(_DRIVES)]
+            number = int(max(drives, key=lambda name: each[name]).removeprefix(_DRIVES))
+            return f"the {DISK} of {self._paths[number]}"
+        return {_KERNELS: KERNELS, _UP: f"the {LINK} to the device", _DOWN: f"the {LINK} to RAM"}[resource]
+
+    def _with_rates(self, factors: Mapping[str, float]) -> Iteration | None:
+        """The iteration, simulated with other rates of some resources.
+
+        Args:
+            factors: how many times as fast each of them is.
+        """
+        speeds, passes = self._here.speeds, self._passes
+        if not factors or isinstance(speeds, NotPredicted) or passes is None:
+            return None
+        found = simulate(self._layout, self._placement, passes, _with_factors(speeds, factors))
+        return None if isinstance(found, NotPredicted) else found
+
+
+def _is_off(took: float, planned: float) -> bool:
+    """Whether a resource had another rate than was predicted. What did nothing, or was to do nothing, has none."""
+    return took > 0 and planned > 0 and abs(took / planned - 1) > NEAR
+
+
+def _with_factors(speeds: Speeds, factors: Mapping[str, float]) -> Speeds:
+    of_drive, up, down = (factors.get(name, 1.0) for name in (_DRIVES, _UP, _DOWN))
+    drives = [DriveSpeed(of_drive * one.read, of_drive * one.write, of_drive * one.both) for one in speeds.drives]
+    link = speeds.link
+    if link is not None:
+        ways = up * link.up, down * link.down
+        link = LinkSpeed(*ways, link.both * sum(ways) / (link.up + link.down))
+    kernels = factors.get(_KERNELS, 1.0) * speeds.elements_per_s
+    return replace(speeds, elements_per_s=kernels, drives=drives, link=link)
 
 
 def _tokens_in(given: Any) -> int:

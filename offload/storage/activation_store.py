@@ -35,7 +35,7 @@ from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActiv
 from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.io.files import Files
-from offload.profiling import Event, Timeline, drive_lanes
+from offload.profiling import Event, Timeline, drive_lanes, drive_name
 from offload.sizes import PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.directories import require_file_size
 from offload.storage.swap_file import memory_of
@@ -253,20 +253,30 @@ class NamelessFiles(SpillFiles):
     Args:
         disk: the file system.
         engine: reads and writes the files.
-        opened: the files, which belong to the engine.
+        opened: the files, which belong to the engine, one in each directory of the run.
+        timeline: of the run.
     """
 
-    def __init__(self, disk: Files, engine: IOEngine, opened: Sequence[IOFile]) -> None:
+    def __init__(self, disk: Files, engine: IOEngine, opened: Sequence[IOFile], timeline: Timeline) -> None:
         self.paths = [file.path for file in opened]
         self._disk = disk
         self._engine = engine
         self._opened = opened
+        self._busy = [timeline.busy(drive_name(number)) for number in range(len(opened))]
 
     def grow(self, number: int, size: int, nbytes: int) -> None:
         self._disk.allocate(self._opened[number], size, nbytes)
 
     def begin(self, operation: Literal["read", "write"], number: int, offset: int, memory: Tensor) -> IOFuture:
-        return self._engine.submit(Transfer(operation, self._opened[number], offset, memory_of(memory)))
+        busy = self._busy[number]
+
+        def ended(transfer: Transfer) -> None:
+            busy.ends()
+            transfer.resolve()
+
+        transfer = Transfer(operation, self._opened[number], offset, memory_of(memory), ended)
+        busy.begins()
+        return self._engine.submit(transfer)
 
 
 class ActivationStore:

@@ -26,7 +26,7 @@ from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
 from offload.io.files import BUSY, LOCAL, Files, unusable
 from offload.io.threads import Workers
-from offload.profiling import Timeline, drive_lanes
+from offload.profiling import Timeline, drive_lanes, drive_name
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.directories import check_directory, file_name, older_swap_name, require_file_size, swap_name
 from offload.storage.room import RECORD, SPARES, Room
@@ -254,6 +254,7 @@ class SlotFile:
         self._hasher = hasher
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._hashes = drive_lanes(stripe)
+        self._busy = self._timeline.busy(drive_name(stripe))
         self._checksums: dict[tuple[int, int], int] = {}  # by slot and place, of what was written here last
 
     @property
@@ -276,14 +277,16 @@ class SlotFile:
         moving = self._timeline.begin(self._reads, "read", chunk=chunk, size=len(data), tier="nvme")
 
         def arrived(transfer: Transfer) -> None:
+            self._busy.ends()
             Timeline.end(moving, failed=transfer.error is not None)
             if transfer.error is not None:
                 transfer.resolve()
             else:
                 self._hasher.put(None, _guarded, self._check, transfer, chunk, step, checksum)
 
-        offset = self._table.offset(chunk, place)
-        return self._engine.submit(Transfer("read", self._file, offset, data, arrived))
+        transfer = Transfer("read", self._file, self._table.offset(chunk, place), data, arrived)
+        self._busy.begins()
+        return self._engine.submit(transfer)
 
     def _check(self, transfer: Transfer, chunk: int, step: int, checksum: int | None) -> None:
         data, offset = transfer.view, transfer.offset
@@ -368,7 +371,7 @@ class WrittenSlots(SlotFile):
         Returns:
             A future. It raises the engine's errors.
         """
-        transfer = Transfer("write", self._file, self._table.offset(chunk, place), data)
+        transfer = Transfer("write", self._file, self._table.offset(chunk, place), data, self._written)
         self._hasher.put(None, _guarded, self._seal, transfer, chunk, step, place)
         return transfer
 
@@ -390,7 +393,12 @@ class WrittenSlots(SlotFile):
         moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
         if moving is not None:
             transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
+        self._busy.begins()
         self._engine.submit(transfer)
+
+    def _written(self, transfer: Transfer) -> None:
+        self._busy.ends()
+        transfer.resolve()
 
     def checksum(self, chunk: int, place: int = 0) -> int:
         """The XXH3-64 of the data that the last `write` to a place of a slot wrote. That write has to have ended."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +18,16 @@ from offload.devices.copies import accelerator, device_name
 from offload.io import select
 from offload.io.select import Settings
 from offload.planner import prediction, rates
+from offload.planner.explain import plan_of
+from offload.planner.measured import Here
+from offload.planner.prediction import Prediction
 from offload.planner.rates import Rate, Rates
+from offload.planner.simulate import Iteration, simulate
+from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
+from offload.planner.simulate.what_if import passes_of
+from offload.planner.verdict import Work
+from tests.support.disks import on_disk
+from tests.support.faulty_engine import FaultyEngine
 
 WIDTH, WORDS = 32, 50
 FLOPS, STEPPED, DISK = 2e9, 1e8, 1e9
@@ -147,3 +158,90 @@ def test_kernels_that_are_slower_than_measured_are_named(tmp_path: Path, capsys:
     rates.remember(Rates(device_name(accelerator()), 1, Rate.of([1e12]), {"bf16": Rate.of([1e12])}, one))
     run(tmp_path, prediction.STEPS)
     assert "What differs most: optimizer's kernels" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_slower_than_measured_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each transfer of its states takes 40 ms on average, and a GB a second was measured."""
+    measured(tmp_path, flops=1e12)
+    monkeypatch.setattr(prediction, "STEPS", 7)
+    began, engine = perf_counter(), FaultyEngine(delay_s=0.04)
+    options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "commit_every": 0}
+    tuning = Tuning(chunk="4KiB", threads=1)
+    least = plan_of(Words(), direct=True, tuning=tuning, **options).cpu_memory_for(0.0)
+    with on_disk(engine=engine):
+        found = run(tmp_path, prediction.STEPS, tuning=tuning, cpu_memory=least, **options)
+    assert f"What differs most: the disk of {tmp_path / 'run'}" in capsys.readouterr().err
+    assert 0.5 * found["wait_nvme_s"] <= found["nvme_busy_s"] <= perf_counter() - began
+
+
+FAST = Speeds(1e9, 1e12, [DriveSpeed(1e9, 1e9, 1e9)], LinkSpeed(1e9, 1e9, 1e9))
+"""The kernels of an iteration take 5 us, the disk about 170 us, the link about 40 us."""
+PLENTY = 1e15
+"""FLOP/s: compute takes nothing."""
+
+
+class Told(NamedTuple):
+    """What is slower than was measured, and what is said of it.
+
+    Attributes: speeds: of the machine; flops: that it computes a second; probed: that it was measured to compute."""
+
+    said: str
+    speeds: Speeds
+    flops: float = PLENTY
+    probed: float = PLENTY
+
+
+TOLD = {
+    "kernels": Told("optimizer's kernels", replace(FAST, elements_per_s=1e6)),
+    "a drive": Told("the disk of {path}", replace(FAST, drives=[DriveSpeed(1e8, 1e8, 1e8)])),
+    "the link up": Told("the link to the device", replace(FAST, link=LinkSpeed(1e6, 1e9, 1.001e9 / 2))),
+    "the link down": Told("the link to RAM", replace(FAST, link=LinkSpeed(1e9, 1e6, 1.001e9 / 2))),
+    "the device": Told("compute, and the loop itself", FAST, flops=1e8),
+    "the device, and beside it the link down": Told(  # which takes 8 ms where it was to take 10 us: most is hidden
+        "compute, and the loop itself", replace(FAST, link=LinkSpeed(1e9, 1.2e6, 5e8)), flops=2e7, probed=3e7
+    ),
+}
+
+
+class _Counted:
+    """Stands in for the timeline and the copier of a run of which each iteration is like a simulated one."""
+
+    def __init__(self, one: Iteration) -> None:
+        self.iterations = 0
+        self._one = one
+
+    def seconds(self, name: str) -> float:
+        each = {"adam_s": self._one.busy_s["kernels"], "wait_nvme_s": self._one.parts.get("disk", 0.0)}
+        return self.iterations * each[name]
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        found = {name: self.iterations * seconds for name, seconds in self._one.busy_s.items()}
+        return {name.removeprefix("link: "): seconds for name, seconds in found.items()}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_named_is_what_makes_an_iteration_longer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which something is slower than was measured is simulated in place of a run. What takes longer than
+    was predicted beside something that takes longer still is not named."""
+    told, path, tokens = TOLD[name], Path("/scratch/run"), torch.zeros(2, 5, dtype=torch.long)
+    options: dict[str, Any] = {"tier": "nvme", "param_tier": "cpu", "path": path, "commit_every": None}
+    planned = plan_of(Words(), direct=False, tuning=Tuning(chunk="4KiB"), **options)
+    planned = planned.with_memory(planned.cpu_memory_for(0.0))
+    layout, placement, work = planned.layout, planned.place(), Work(NUMEL, 0, 1, recomputes=False)
+    passes = passes_of(layout, replace(work, tokens=tokens.numel()), told.flops)
+    truth = simulate(layout, placement, passes, told.speeds)
+    assert isinstance(truth, Iteration)
+    now, counted, lines = [0.0], _Counted(truth), []
+    monkeypatch.setattr(prediction, "perf_counter", lambda: now[0])
+    one = Prediction(layout, placement, work, Here(FAST, told.probed), [path])
+    one.forward_begins(None, (tokens,), {})
+    for _ in range(prediction.STEPS):
+        now[0] += truth.seconds
+        counted.iterations += 1
+        lines.append(one.step_ends(counted, counted))  # type: ignore[arg-type]
+    assert not any(lines[:-1])
+    assert lines[-1] is not None
+    assert f"What differs most: {told.said.format(path=path)}, " in lines[-1]

@@ -35,8 +35,9 @@ from offload.planner.simulate.lines import COMPUTE, KERNELS, Worker
 from offload.planner.simulate.lines import DISK as DISK_WORKS
 from offload.planner.simulate.lines import LINK as LINK_WORKS
 from offload.planner.simulate.sensitivity import DRIVES, PRODUCTS, RAM, moved_by
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
+from offload.planner.simulate.speeds import DriveSpeed, HostCosts, LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import expected_tiles
+from offload.planner.tile_bytes import tiled_bytes
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
 from offload.storage.slot_map import ChunkKind
@@ -78,21 +79,21 @@ class Wide(nn.Module):
 
 
 class Experts(nn.Module):
-    """Four experts. The first half of the rows goes to the second one, the other half to the last one."""
+    """Four experts. Of the two that are used each gets half of the rows."""
+
+    used = (1, 3)
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(4, 16, 16) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        half, rows = len(x) // 2, len(x)
-        return x + F.grouped_mm(x, self.up, offs=torch.tensor([0, half, half, rows], dtype=torch.int32))
+        ends = [len(x) // 2 * sum(one <= expert for one in self.used) for expert in range(4)]
+        return x + F.grouped_mm(x, self.up, offs=torch.tensor(ends, dtype=torch.int32))
 
 
 class Routed(nn.Module):
-    """Blocks of experts, of which the numbers USED are used."""
-
-    USED = (1, 3)
+    """Blocks of experts, which use the same ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,15 +108,23 @@ class Routed(nn.Module):
             h = block(h)
         return self.head(h)
 
+    def use(self, experts: tuple[int, int]) -> None:
+        """These are used from now on."""
+        for block in self.blocks:
+            block.used = experts
+
 
 class Case(NamedTuple):
     """Attributes: share: of the states that RAM has room for; None: nothing is said; device: whether the model is on a
-    device with memory of its own; matrices: whether those of blocks have Muon."""
+    device with memory of its own; matrices: whether those of blocks have Muon; used: the experts that a micro-batch
+    uses, of one after the other, and then again; turn: the iterations that are counted."""
 
     options: dict[str, Any]
     share: float | None = None
     device: bool = False
     matrices: bool = False
+    used: Sequence[tuple[int, int]] = ((1, 3),)
+    turn: int = 1
 
 
 CASES = {
@@ -169,6 +178,16 @@ TILES = {
         {"tier": "nvme", "param_tier": "cpu", "tuning": replace(SMALL, tile=512, late=False), "accumulation": 3},
         0.3,
         device=True,
+    ),
+}
+A_TILE_EACH = {"tier": "nvme", "param_tier": "cpu", "tuning": replace(SMALL, tile=512)}
+LATE = {
+    "in turns": Case(A_TILE_EACH, 0.0, used=((0, 1), (1, 2), (0, 3)), turn=3),
+    "of a device, in two micro-batches": Case(
+        A_TILE_EACH | {"accumulation": 2}, 0.3, device=True, used=((0, 1), (1, 2), (2, 3), (2, 3)), turn=2
+    ),
+    "with split masters": Case(
+        A_TILE_EACH | {"tuning": replace(SMALL, tile=512, split_master=True)}, 0.0, used=((0, 1), (2, 3)), turn=2
     ),
 }
 TRIED = Tuning(chunk="4KiB", speculate=True)
@@ -226,6 +245,50 @@ def test_tiles_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) 
     found, counted, planned = _both(TILES[name], copied_by, tmp_path)
     assert found == counted
     assert any(spec.tile for spec in planned.layout.specs)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_experts_that_owe_steps_move_as_in_a_run(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
+    """The mean of the iterations that use all of them. Whether states whose steps were made before a forward are still
+    in RAM at the step depends on how fast the disk is: then they are neither written nor read in between."""
+    found, counted, planned = _both(LATE[name], copied_by, tmp_path)
+    buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
+    assert found[2:] == counted[2:]
+    assert abs(found.read_bytes - counted.read_bytes) <= buffers
+    assert abs(found.written_bytes - counted.written_bytes) <= buffers
+    assert planned.layout.trained.late_chunks
+    assert found.written_bytes < planned.place().written_bytes  # of all, which are not all stepped
+
+
+def test_steps_that_are_made_late_take_as_long() -> None:
+    """Two tiles of 256 elements, each a chunk, of which every other iteration uses the other one. It owes a step when
+    it is used: that takes 5 s before its forward, and the step after its backward 5 s. The other chunk is not moved."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 16, 16))
+
+    options: dict[str, Any] = {"tier": "nvme", "param_tier": "cpu", "path": ".", "commit_every": None}
+    planned = plan_of(Pair(), direct=True, tuning=replace(SMALL, tile=512), **options)
+    placement = planned.place()
+    slots = placement.states.sizes
+    one_buffer = {**placement.pools, ChunkKind.STATES: Pool(slots, frozenset(), 1)}
+    placement = replace(placement, pools=one_buffer, uses_disk=True)
+    speeds = Speeds(256 / 5, drives=[DriveSpeed(1e15, 1e15, 2e15)])
+
+    def of(*used: list[int]) -> Iteration:
+        found = simulate(planned.layout, placement, Passes(tiles={"up": used}), speeds)
+        assert isinstance(found, Iteration)
+        assert found.seconds == pytest.approx(5 + 5)
+        return found
+
+    found = of([0], [1])
+    assert found.written_bytes == found.read_bytes == slots[0]
+    assert any(span.what.startswith("late steps of chunk") for span in found.spans)
+    assert of([0, 1]).written_bytes == sum(slots)
+    # The second one, never used, owes 63 steps at most: they are made with the 64th.
+    assert of([0]).written_bytes == round(slots[0] + slots[1] / 64)
 
 
 @pytest.mark.parametrize("name", TRIALS)
@@ -310,13 +373,13 @@ def _both(case: Case, copied_by: CopiedBy, folder: Path, *, is_slow: bool = Fals
     model, given, planned = _planned(case, folder)
     backward_s = dict.fromkeys((spec.unit for spec in planned.layout.specs), 1.0) if is_slow else {}
     in_tiles = {spec.unit for spec in planned.layout.specs if spec.tile}
-    tiles = {unit: [Routed.USED] for unit in in_tiles} if isinstance(model, Routed) else {}
+    tiles = dict.fromkeys(in_tiles, case.used) if isinstance(model, Routed) else {}
     passes = Passes({}, backward_s, waiting_of(planned, model), tiles)
     found = iteration_of(planned, WITH_LINK if case.device else SPEEDS, passes)
     if case.device:
         copied_by(lambda: LateCopier(1))
     simulated = Moved(found.read_bytes, found.written_bytes, found.up_bytes, found.down_bytes, found.kept_bytes)
-    return simulated, Moved(*_counted(model, given, matrices=case.matrices)), planned
+    return simulated, Moved(*_counted(model, given, case)), planned
 
 
 def _computed(planned: Planned) -> Moved:
@@ -360,17 +423,20 @@ def _end_worker(optimizer: OffloadZero) -> None:
                 work.done.result()
 
 
-def _counted(model: nn.Module, options: dict[str, Any], *, matrices: bool) -> tuple[int, ...]:
-    """What the third iteration of a run moves."""
+def _counted(model: nn.Module, options: dict[str, Any], case: Case) -> list[int]:
+    """What an iteration of a run moves: the mean of `case.turn` iterations, after as many, or after three."""
     own = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
     others = [param for param in model.parameters() if all(param is not one for one in own)]
-    optimizers = [torch.optim.Muon(own), torch.optim.AdamW(others)] if matrices else None
+    optimizers = [torch.optim.Muon(own), torch.optim.AdamW(others)] if case.matrices else None
     nvme = ("nvme_read_bytes", "activation_read_bytes"), ("nvme_written_bytes", "activation_written_bytes")
     names = (*nvme, ("host_to_device_bytes",), ("device_to_host_bytes",), ("kept_bytes",))
     seen: list[list[int]] = []
     with OffloadZero(model, optimizers, **options) as optimizer:
-        for step in range(4):
-            for number in range(options.get("accumulation", 1)):
+        each = options.get("accumulation", 1)
+        for step in range(max(3, case.turn) + case.turn):
+            for number in range(each):
+                if isinstance(model, Routed):
+                    model.use(case.used[(each * step + number) % len(case.used)])
                 model(batch(7 * step + number)).float().square().mean().backward()
             take_step(optimizer)
             _end_worker(optimizer)
@@ -378,7 +444,8 @@ def _counted(model: nn.Module, options: dict[str, Any], *, matrices: bool) -> tu
                 store.drain()
             stats = optimizer.stats()
             seen.append([sum(stats[name] for name in some) for some in names])
-    return tuple(last - before for before, last in zip(seen[-2], seen[-1], strict=True))
+    before = seen[-1 - case.turn]
+    return [round((last - first) / case.turn) for first, last in zip(before, seen[-1], strict=True)]
 
 
 # Seconds, worked out by hand.
@@ -483,6 +550,27 @@ def test_tiles_come_beside_one_another() -> None:
     assert found.seconds == pytest.approx(6.5 + 6)
 
 
+def test_tiles_and_chunks_take_what_python_takes_and_what_is_copied_beside() -> None:
+    """Six tiles: 3 s forward, 6 s backward, 12 times a quarter of a second in Python. Of ten vectors of 16 elements in
+    bf16, 192 go out each: 7,680 bytes forward. Backward the first tile's gradient of them takes 6 bytes an element,
+    each other one 18, their sum 6: 160 x 102 bytes. At 1,000 bytes a second."""
+    model = nn.Linear(16, 192, bias=False)
+    planned = plan_of(model, direct=True, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=2 * 32 * 16))
+    on_meta, x = copy.deepcopy(model).to("meta"), torch.empty(2, 5, 16, device="meta")
+    beside = tiled_bytes(on_meta, planned.layout, torch.bfloat16, lambda module: module(x))
+    assert beside == {"weight": (7680, 160 * 102)}
+    assert not on_meta._forward_pre_hooks
+    passes = Passes({"weight": 3.0}, {"weight": 6.0}, tiled_bytes=beside)
+    host = HostCosts(tile_s=0.25)
+    assert iteration_of(planned, Speeds(math.inf, host=host), passes).seconds == pytest.approx(9 + 12 * 0.25)
+    # At that rate memory also takes what comes to the device, gradients, and so on: the difference counts.
+    slow, plain = Speeds(math.inf, 1e3), replace(passes, tiled_bytes={})
+    more = iteration_of(planned, slow, passes).seconds - iteration_of(planned, slow, plain).seconds
+    assert more == pytest.approx((7680 + 160 * 102) / 1e3)
+    chunks = replace(HAND, host=HostCosts(chunk_s=1.0))
+    assert seconds_of(1, chunks) == pytest.approx(seconds_of(1, HAND) + 2)
+
+
 def test_as_many_tiles_are_used_as_are_expected() -> None:
     planned = plan_of(
         Routed(), direct=True, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=512), accumulation=4
@@ -567,9 +655,9 @@ def test_a_step_takes_no_less_than_any_resource_and_no_more_than_all_of_them(
     drive = DriveSpeed(SLOT / read, SLOT / write, min(SLOT / both, SLOT / read + SLOT / write))
     speeds, passes = Speeds(12288 / kernels, drives=[drive]), Passes({"": compute / 3}, {"": 2 * compute / 3})
     found, least = bounded(speeds, passes, buffers)
-    alone = 2 * (SLOT / drive.read + SLOT / drive.write)
-    together = 4 * SLOT / drive.both
-    assert least * (1 - 1e-9) <= found <= (2 * kernels + compute + max(alone, together)) * (1 + 1e-9)
+    share = drive.both / (drive.read + drive.write)  # of its rate, that each way has beside the other one
+    disk = 2 * (SLOT / drive.read + SLOT / drive.write) / share
+    assert least * (1 - 1e-9) <= found <= (2 * kernels + compute + disk) * (1 + 1e-9)
 
 
 @given(

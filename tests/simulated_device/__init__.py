@@ -147,6 +147,7 @@ def _library() -> ctypes.CDLL:
     library.simulated_host_s.restype = ctypes.c_double
     library.simulated_host_until.argtypes = library.simulated_host_spends.argtypes = [ctypes.c_double]
     library.simulated_virtual_time.argtypes = [ctypes.c_double] * 6
+    library.simulated_slow_link.argtypes = [ctypes.c_double]
     return library
 
 
@@ -355,6 +356,16 @@ def spans() -> list[Span]:
 def set_delays(seed: int, longest_us: int = 20000) -> None:
     """Args: longest_us: how long a stream rests before a task that nobody waits for."""
     _library().simulated_delays(ctypes.c_uint64(seed), ctypes.c_uint64(longest_us))
+
+
+@contextmanager
+def slow_link(bytes_per_s: float) -> Iterator[None]:
+    """In the block copies take so long, each way, on the machine's clock. A stream sleeps meanwhile."""
+    _library().simulated_slow_link(bytes_per_s)
+    try:
+        yield
+    finally:
+        _library().simulated_slow_link(0)
 
 
 @contextmanager

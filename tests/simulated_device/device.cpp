@@ -32,6 +32,11 @@ namespace {
 std::atomic<bool> is_child{false};
 std::atomic<uint64_t> longest_delay_us{20000};
 std::atomic<uint64_t> seed{0};
+std::atomic<double> slow_bytes_per_s{0}; // of copies, on the machine's clock; 0: they take what they take
+
+double machine_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 // Streams.
 
@@ -57,6 +62,15 @@ class Queue {
   bool has_done(uint64_t task) {
     std::lock_guard<std::mutex> lock(mutex_);
     return done_ >= task;
+  }
+
+  /// Notes when the tasks up to this one are done.
+  void note(uint64_t task, std::shared_ptr<double> at) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (done_ >= task)
+      *at = machine_s();
+    else
+      noted_.emplace_back(task, std::move(at));
   }
 
   void finish(uint64_t task) {
@@ -86,6 +100,8 @@ class Queue {
       run = nullptr;
       lock.lock();
       ++done_;
+      for (; !noted_.empty() && noted_.front().first <= done_; noted_.pop_front())
+        *noted_.front().second = machine_s();
       changed_.notify_all();
     }
   }
@@ -93,6 +109,7 @@ class Queue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
+  std::deque<std::pair<uint64_t, std::shared_ptr<double>>> noted_;
   uint64_t queued_ = 0, done_ = 0, wanted_ = 0;
   bool started_ = false;
 };
@@ -738,13 +755,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag flag) const override {
     require_usable();
     use(stream.device_index());
     if (*event == nullptr)
       *event = new Event;
     calls_event();
-    simulated::record(*static_cast<Event*>(*event), stream_index(stream));
+    auto* one = static_cast<Event*>(*event);
+    simulated::record(*one, stream_index(stream));
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) { // it is to note the time
+      one->passed_s = std::make_shared<double>(0);
+      queues[one->stream].note(one->task, one->passed_s);
+    }
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    auto *begun = static_cast<Event*>(from), *ended = static_cast<Event*>(to);
+    return 1e3 * (bytes_per_s > 0 ? ended->virtual_s - begun->virtual_s : *ended->passed_s - *begun->passed_s);
   }
   void block(void* event, const c10::Stream& stream) const override {
     require_usable();
@@ -838,6 +864,12 @@ void launch(int stream, const char* name, const std::vector<Access>& accesses, s
   spend(stream, name, accesses);
   for (const Access& access : accesses)
     note(access, stream, name);
+  bool is_copy = std::strcmp(name, "copy to device") == 0 || std::strcmp(name, "copy to host") == 0;
+  if (double rate = slow_bytes_per_s; is_copy && rate > 0)
+    run = [lasts = std::chrono::duration<double>(accesses.back().bytes / rate), run = std::move(run)] {
+      std::this_thread::sleep_for(lasts);
+      run();
+    };
   queues[stream].push(std::move(run));
 }
 
@@ -993,6 +1025,9 @@ int simulated_unregister(void* address) {
   pinned.erase(found);
   return 0;
 }
+
+/// Copies take so long, on the machine's clock; 0: they take what they take.
+void simulated_slow_link(double rate) { slow_bytes_per_s = rate; }
 
 /// Virtual time begins anew. Args: rates of copies each way, and of those between devices; what a matrix product takes;
 /// what the host spends on an operation that it launches, on a call with an event, and on waking up. 0: there is none.

@@ -53,6 +53,7 @@ struct Event {
   uint64_t task = 0;
   Clock clock{};
   double virtual_s = 0;
+  std::shared_ptr<double> passed_s; // when the stream came to it, on the machine's clock; none: nobody asks
 };
 
 /// Raises in the child of a fork.

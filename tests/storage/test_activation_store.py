@@ -53,7 +53,9 @@ def store_with_files(
     """Args: count: of files."""
     files = files or Files()
     opened = [engine.adopt(files.create_nameless(tmp_path)) for _ in range(count)]
-    return ActivationStore(region(pages), HostCopier(), CPU, Timeline(), NamelessFiles(files, engine, opened))
+    timeline = Timeline()
+    spill = NamelessFiles(files, engine, opened, timeline)
+    return ActivationStore(region(pages), HostCopier(), CPU, timeline, spill)
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from offload.devices.copies import DOWN, UP
 from offload.errors import BudgetError
 from offload.layout import Layout
+from offload.optim.late import MOST_OWED
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Span
 from offload.planner.simulate.lines import NOTHING
-from offload.planner.simulate.rank import DOWN, UP, Rank
+from offload.planner.simulate.rank import Rank
 from offload.planner.simulate.several import OneOfSeveral
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.tiers import DEVICE
@@ -44,6 +46,8 @@ class NotPredicted:
 @dataclass(frozen=True)
 class Iteration:
     """An iteration, from the end of one step to the end of the next, when each is like the one before.
+
+    Where experts may owe steps, iterations differ: it is the mean of as many as use all of them.
 
     Attributes:
         seconds: that it takes.
@@ -101,63 +105,102 @@ def seconds_of(held: Layout, placement: Placement, passes: Passes, speeds: Speed
 
 
 def begin(held: Layout, placement: Placement, passes: Passes, speeds: Speeds) -> Begun | NotPredicted:
-    """Simulates until each iteration is like the one before; see `simulate`."""
+    """Simulates until iterations are like those before; see `simulate`."""
     if (reason := _not_simulated(held, placement, passes, speeds)) is not None:
         return NotPredicted(reason)
     try:
-        return Begun(placement, (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds))
+        rank = (Rank if held.ranks == 1 else OneOfSeveral)(held, placement, passes, speeds)
+        return Begun(held, placement, rank, _turn(held, placement, passes))
     except BudgetError as error:  # of activations, whose bytes the plan does not know
         return NotPredicted(str(error))
 
 
 class Begun:
-    """A simulation that has come to an iteration like the one before. What it moves, and a commit, are not known yet.
+    """A simulation that has come to iterations like those before. What they move, and a commit, are not known yet.
 
     Args:
+        held: the layout of all parameters that are trained or stream.
         placement: what is where.
         rank: is simulated.
+        turn: how many iterations are like those before them.
 
     Attributes:
-        seconds: of an iteration without a commit.
+        seconds: of an iteration without a commit, a mean of a turn.
     """
 
-    def __init__(self, placement: Placement, rank: Rank) -> None:
-        self._placement, self._rank = placement, rank
-        self._before, self._end = [_state_after(rank) for _ in range(STEADY_AFTER + 1)][-2:]
-        self.seconds = self._end.seconds - self._before.seconds
+    def __init__(self, held: Layout, placement: Placement, rank: Rank, turn: int) -> None:
+        self._held, self._placement, self._rank, self._turn = held, placement, rank, turn
+        states = [_state_after(rank) for _ in range(max(STEADY_AFTER, turn) + turn)]
+        self._before, *self._others, self._end = states[-turn - 1 :]
+        self.seconds = (self._end.seconds - self._before.seconds) / turn
 
     def predict(self) -> Iteration:
         """The whole prediction. It is called once."""
-        return _predict(self._placement, self._rank, self._before, self._end)
+        last = self._others[-1] if self._others else self._before
+        return _predict(self._held, self._placement, self._rank, self._turn, (self._before, last, self._end))
 
 
-def _predict(placement: Placement, rank: Rank, before: _State, end: _State) -> Iteration:
-    seconds, spans = end.seconds - before.seconds, rank.clock.spans[:]
+def _turn(held: Layout, placement: Placement, passes: Passes) -> int:
+    """After how many iterations all tiles that may owe steps were used, or have been stepped without that.
+
+    So many iterations are like those before them, and each one is not where it is more than one.
+    """
+    layout, each = held.trained, placement.choice.grads.micro_batches
+    found = 1
+    for param, spec in enumerate(layout.specs):
+        chosen = passes.tiles.get(spec.unit) if spec.is_late else None
+        left = set(range(len(layout.tiles_of(param)))) if chosen else set()
+        turn = 0
+        while chosen and left and turn < MOST_OWED:
+            left.difference_update(*(chosen[(turn * each + number) % len(chosen)] for number in range(each)))
+            turn += 1
+        found = max(found, turn)
+    return found
+
+
+def _predict(
+    held: Layout, placement: Placement, rank: Rank, turn: int, states: tuple[_State, _State, _State]
+) -> Iteration:
+    """What an iteration takes and moves.
+
+    Args:
+        held: the layout of all parameters that are trained or stream.
+        placement: what is where.
+        rank: was simulated to the end of a turn.
+        turn: how many iterations it has.
+        states: before that turn, before its last iteration, and after it.
+    """
+    before, last, end = states
+    seconds, spans = (end.seconds - before.seconds) / turn, rank.clock.spans[:]
     rank.clock.run_out()
     idle = _state_of(rank)
-    rested_s = _state_after(rank).seconds - idle.seconds
+    rested_s = [_state_after(rank) for _ in range(turn)][-1].seconds - idle.seconds
     rank.clock.run_out()
     moved = {name: nbytes - idle.moved[name] for name, nbytes in rank.moved.items()}
-    sent = {name: number - idle.sent[name] for name, number in rank.sent.items()}
+    sent = {name: (number - idle.sent[name]) // turn for name, number in rank.sent.items()}
     commit_s, commit_bytes = 0.0, 0
     if placement.choice.commits.every:
-        commit_s, commit_bytes = _commit_of(rank, rested_s + (COMMITTED_BY - 1) * seconds, moved["written"])
+        turns = -(-COMMITTED_BY // turn)
+        plain_s = rested_s + (turns - 1) * turn * seconds
+        commit_s, commit_bytes = _commit_of(rank, turns * turn, plain_s, turns * moved["written"])
+    read, written, up, down, kept = (round(moved[name] / turn) for name in ("read", "written", UP, DOWN, "kept"))
+    parts = rank.device.line.parts(before.seconds, end.seconds)
     return Iteration(
         seconds,
-        rank.device.line.parts(before.seconds, end.seconds),
-        {name: busy - before.busy_s[name] for name, busy in end.busy_s.items()},
-        moved["read"],
-        moved["written"],
-        moved[UP],
-        moved[DOWN],
-        moved["kept"],
+        {name: part / turn for name, part in parts.items()},
+        {name: (busy - before.busy_s[name]) / turn for name, busy in end.busy_s.items()},
+        read,
+        written,
+        up,
+        down,
+        kept,
         sent,
         commit_s,
         commit_bytes,
         [
-            span._replace(start_s=span.start_s - before.seconds, end_s=span.end_s - before.seconds)
+            span._replace(start_s=span.start_s - last.seconds, end_s=span.end_s - last.seconds)
             for span in spans
-            if before.seconds < span.end_s <= end.seconds
+            if last.seconds < span.end_s <= end.seconds
         ],
         tuple(_not_counted(held, placement)),
     )
@@ -200,20 +243,21 @@ def _state_after(rank: Rank, *, commits: bool = False) -> _State:
     return _state_of(rank)
 
 
-def _commit_of(rank: Rank, plain_s: float, written_bytes: int) -> tuple[float, int]:
+def _commit_of(rank: Rank, iterations: int, plain_s: float, written_bytes: int) -> tuple[float, int]:
     """The seconds and written bytes that a commit adds.
 
     Args:
         rank: simulates it; nothing is under way.
-        plain_s: seconds of COMMITTED_BY iterations without one, from such a time on.
-        written_bytes: what one of them writes.
+        iterations: that are simulated.
+        plain_s: seconds of so many without one, from such a time on.
+        written_bytes: what they write.
     """
     start = _state_of(rank)
     rank.expect_commit()
-    for number in range(COMMITTED_BY):
+    for number in range(iterations):
         end = _state_after(rank, commits=number == 1)
     rank.clock.run_out()
-    added = rank.moved["written"] - start.moved["written"] - COMMITTED_BY * written_bytes
+    added = rank.moved["written"] - start.moved["written"] - written_bytes
     return max(end.seconds - start.seconds - plain_s, 0.0), added
 
 
@@ -232,8 +276,8 @@ def _not_simulated(held: Layout, placement: Placement, passes: Passes, speeds: S
         return f"{micro_batches:,} micro-batches a step take minutes to simulate: give a smaller accumulation"
     if any(flat.is_whole for flat in held.trained.flats) and speeds.matrix_flops is None:
         return "how fast the optimizer steps matrices is not known"
-    if held.trained.late_chunks:
-        return "experts that may owe steps are not simulated yet"
+    if held.trained.late_chunks and held.ranks > 1:
+        return "experts that may owe steps over several ranks are not simulated yet"
     if placement.activation_bytes and not passes.waiting:
         return "what of a micro-batch waits in the activation tier is not known"
     return None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from offload.devices.copies import DOWN
 from offload.grads.reduce_scatter import UNITS_AHEAD, UNITS_WAITING
 from offload.grads.reduction_plan import ReductionPlan
 from offload.layout import ALIGN_NUMEL, Layout
@@ -22,7 +23,7 @@ from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Moment, Process
 from offload.planner.simulate.lines import LINK, MEMORY, NOTHING
 from offload.planner.simulate.network import AVERAGES, VALUES, After, Network
-from offload.planner.simulate.rank import DOWN, Rank
+from offload.planner.simulate.rank import Rank
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.ranks.buckets import Bucket, Buckets, Part, SubRange, most_numel
 from offload.sizes import round_up

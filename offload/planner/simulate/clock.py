@@ -195,6 +195,7 @@ class Channel:
         name: see above.
         moved: the bytes of each way.
         busy_s: for how many seconds anything was under way, up to the last change.
+        way_busy_s: likewise, of each way.
     """
 
     def __init__(self, clock: Clock, name: str, rates: dict[str, float], both: float, *, is_shared: bool) -> None:
@@ -208,6 +209,7 @@ class Channel:
         self._plan = 0
         self.moved = dict.fromkeys(rates, 0)
         self.busy_s = 0.0
+        self.way_busy_s = dict.fromkeys(rates, 0.0)
 
     def submit(self, way: str, nbytes: int, what: str) -> Moment:
         """Moves bytes.
@@ -243,6 +245,8 @@ class Channel:
         speeds = self._speeds()
         if speeds:
             self.busy_s += passed
+            for way in {one.way for one, _ in speeds}:
+                self.way_busy_s[way] += passed
         for one, speed in speeds:
             one.left = max(one.left - passed * speed, 0.0)  # rounded, it may be less than nothing
 

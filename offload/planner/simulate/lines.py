@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 
 from offload.planner.simulate.clock import Clock, Moment, Process
 
-COMPUTE, KERNELS, DISK, LINK, NETWORK, MEMORY, COMMIT, NOTHING = (
-    "compute", "optimizer's kernels", "disk", "link", "other ranks", "gradients in RAM", "commit", "nothing",
+COMPUTE, KERNELS, DISK, LINK, NETWORK, MEMORY, COMMIT, PYTHON, NOTHING = (
+    "compute", "optimizer's kernels", "disk", "link", "other ranks", "gradients in RAM", "commit", "Python", "nothing",
 )  # fmt: skip
 """What a process does, or waits for."""
 

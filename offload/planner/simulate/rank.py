@@ -14,20 +14,24 @@ Where activations wait, the store of them decides (storage/activation_store.py);
 once, and counts as that of the first one. Trials are all kept, and those that have not begun when their step does are
 dropped, as in a run; where the device is the CPU, they take its cores. A weight in tiles counts as used once a pass, by
 an operation that uses no other parameter of its block: a bias beside it brings a run's backward to the block once more.
+Where tiles of experts may owe steps, a chunk's gradient counts as zeros if its tile was used in no micro-batch.
 
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
-drives, the link, and that to other ranks ([Note: other ranks] in network.py). All else takes none: Python, checksums,
-commits' own files and syncs. Nothing that works beside something else makes that slower, but for transfers on one drive
-and one link.
+drives, the link, and that to other ranks ([Note: other ranks] in network.py). Of Python, what tiles and chunks that
+stream take, as many of them are small; on a CPU, also what tiles read and write in RAM beside (planner/tile_bytes.py).
+All else takes none: other Python, checksums, commits' own files and syncs. Nothing that works beside something else
+makes that slower, but for transfers on one drive and one link.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from offload.devices.copies import DOWN, UP
 from offload.grads.local import UNITS_LEAVING
 from offload.grads.micro_batches import MicroBatches
 from offload.grads.shards import dtypes_of, use_of
@@ -37,12 +41,13 @@ from offload.model.transfer import HOST_LEADS_UNITS
 from offload.model.unit import Presence, Unit
 from offload.model.units import ROOT, encloses
 from offload.optim.flops import matrix_work
+from offload.optim.late import Owed
 from offload.optim.trials import TriedChunks
 from offload.planner.link import chunk_bytes, new_bytes
 from offload.planner.placement import Placement, tiers_of
 from offload.planner.simulate.activations import TimedActivations, TimedCopier
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
-from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
+from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, PYTHON, Line, Worker
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.stores import TimedStores
 from offload.planner.simulate.units import TimedUnits, ToAwait, ToCopy, ToGather
@@ -50,7 +55,6 @@ from offload.storage.chunk_cache import Use
 from offload.storage.slot_map import ChunkKind
 from offload.tiers import DEVICE
 
-UP, DOWN = "up", "down"
 After = tuple[Moment, str | Line]
 """What is waited for, and what that is a wait for."""
 
@@ -176,7 +180,13 @@ class Rank:
         self._pending: dict[int, list[Moment]] = {}  # of each flat parameter, when its chunks are stepped
         self._leaving: list[Moment] = []  # by unit, the copy of its last gradient
         self._summed: Moment | None = None  # the last gradient that was submitted
-        self._scheduler = TimedUnits(held, placement, self._has_update)
+        self._owed = Owed()
+        self._due: Mapping[int, int] = {}  # steps that chunks owed, which are made with the step under way
+        self._works: dict[int, list[Chunk]] = {}  # the chunks that it steps, by flat parameter
+        self._tiles_since: set[tuple[str, int]] = (
+            set()
+        )  # units of weights and numbers of tiles, used since the last step
+        self._scheduler = TimedUnits(held, placement, self._has_update, self._owed.counts)
         self._units = self._scheduler.units
         firsts = {ChunkKind.PARAMS: 0, ChunkKind.FROZEN: len(layout.param_chunks)}
         streamed = {kind: first for kind, first in firsts.items() if tiers_of(self._choice)[kind] > DEVICE}
@@ -218,7 +228,9 @@ class Rank:
         """For how many seconds each resource has worked."""
         channels = [*self.stores.drives, *(() if self.link is None else (self.link,))]
         found = {"compute": self.compute.busy_s, "kernels": self.kernels.busy_s, "RAM": self.memory.busy_s}
-        return found | {channel.name: channel.busy_s for channel in channels}
+        ways = {} if self.link is None else self.link.way_busy_s
+        of_ways = {f"{LINK}: {way}": seconds for way, seconds in ways.items()}
+        return found | {channel.name: channel.busy_s for channel in channels} | of_ways
 
     @property
     def moved(self) -> dict[str, int]:
@@ -315,8 +327,10 @@ class Rank:
         for unit in units:
             self._scheduler.forward_begins(unit)
             yield from self._do_what_is_to_do()
+            yield from self._call(self._speeds.host.tile_s, self.host)
             seconds = self._passes.forward_s.get(weight.unit, 0.0) / len(units)
             yield from self._launch(seconds, f"forward {unit.name}", arrived + self._arrived.get(unit, []))
+            yield from self._copy_for_tiles(weight.unit, 0, len(units))
             self._scheduler.forward_ends(unit)
 
     def _backward_tiles(self, weight: TiledParam) -> Process:
@@ -327,11 +341,14 @@ class Rank:
             yield from self._backward_reaches(unit)
             self._scheduler.backward_begins(unit)
             yield from self._do_what_is_to_do()
+            yield from self._call(self._speeds.host.tile_s, self.host)
             seconds = self._passes.backward_s.get(weight.unit, 0.0) / len(numbers)
             if self._recomputes and not unit.is_root:
                 seconds += self._passes.forward_s.get(weight.unit, 0.0) / len(numbers)
             made = yield from self._launch(seconds, f"backward {unit.name}", self._arrived.get(unit, []))
+            yield from self._copy_for_tiles(weight.unit, 1, len(numbers))
             if weight.param is not None:
+                self._tiles_since.add((weight.unit, number))
                 copies += yield from self._gradient_comes(weight.param, made, number)
         if copies:
             self._leaving.append(copies[-1])
@@ -359,10 +376,14 @@ class Rank:
         self._step += 1
         self._order = order_of_updates(self._layout, self._order, self._applied)
         self._applied = []
-        works = [chunk for flat in self._order for chunk in self._chunks_of[flat]]
+        waiting = yield from self._begin_late()
+        self._works = {
+            flat: [chunk for chunk in self._chunks_of[flat] if chunk.index not in waiting] for flat in self._order
+        }
+        works = [chunk for of_flat in self._works.values() for chunk in of_flat]
         yield from self._keep_trials()
         coming = [chunk.index for chunk in works if chunk.index not in self._kept]
-        self._states.store.expect(coming, repeats=self._tried is None)
+        self._states.store.expect(coming, repeats=self._tried is None, once=self._layout.late_chunks)
         if self._stored_gradients is not None:
             if self._tried is None:
                 self._stored_gradients.store.repeat(coming)
@@ -527,7 +548,7 @@ class Rank:
             When they have come to the device, if they go there.
         """
         done, uploads = self._pending[flat], []
-        for number, chunk in enumerate(self._chunks_of[flat]):
+        for number, chunk in enumerate(self._works[flat]):
             if self._direct:
                 yield from self._step_chunk(chunk, self.host)
             elif flat in self._there:
@@ -573,8 +594,11 @@ class Rank:
         if is_split and self._params is None and not self._direct:
             size = chunk_bytes(self._layout, chunk)
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
+        if not self._states.store.is_resident(chunk.index):
+            yield from self._call(self._speeds.host.chunk_s, line)
         line.begins(KERNELS)
-        yield self.kernels.submit(self._step_s(chunk), f"chunk {chunk.index}")
+        steps = 1 + self._due.get(chunk.index, 0)
+        yield self.kernels.submit(steps * self._step_s(chunk), f"chunk {chunk.index}")
         line.begins(NOTHING)
         for store, lease in ((self._stored_gradients, gradient), (self._states, states)):
             if store is not None and lease is not None:
@@ -583,6 +607,45 @@ class Rank:
             yield from self._chunk_updated(chunk, line)
             yield from self._chunk_made(chunk, line)
             self._params.release(target)
+
+    # Late steps: as optim/late.py makes them.
+
+    def _begin_late(self) -> Generator[Moment, None, set[int]]:
+        """A process of the host: notes a step that begins, and returns the chunks that owe it."""
+        waiting: set[int] = set()
+        due: dict[int, int] = {}
+        for param, spec in enumerate(self._layout.specs):
+            if not spec.is_late:
+                continue
+            tiles = self._layout.tiles_of(param)
+            starts = [start for start, _ in tiles]
+            pieces = [piece for _, piece in self._layout.pieces_of(param)]
+            zeros = [(spec.unit, bisect_right(starts, one.param_offset) - 1) not in self._tiles_since for one in pieces]
+            wait, made = self._owed.begin(self._layout.chunks_of[param], zeros)
+            waiting.update(wait)
+            due |= made
+        self._tiles_since.clear()
+        self._due = due
+        if self._stored_gradients is not None:
+            for chunk in sorted(waiting):
+                yield from self._stored_gradients.discard(chunk, self.host)
+        return waiting
+
+    def _settle(self, number: int) -> Process:
+        """A process of the host, before a chunk of parameters is leased: makes the steps that it owes."""
+        count = self._owed.counts.get(number, 0)
+        if not count:
+            return
+        assert self._params is not None
+        states = yield from self._states.lease(number, Use.FILL, self._step, self.host)
+        use = Use.FILL if self._choice.states.split_master else Use.REFILL
+        values = yield from self._params.lease(number, use, self._step, self.host)
+        self.host.begins(KERNELS)
+        yield self.kernels.submit(count * self._step_s(self._layout.chunks[number]), f"late steps of chunk {number}")
+        self.host.begins(NOTHING)
+        self._params.release(values)
+        self._states.release(states)
+        self._owed.settle(number)
 
     # Trials: as optim/trials.py makes them, where all are kept.
 
@@ -692,6 +755,7 @@ class Rank:
             while len(self._uploads) >= self._leases:
                 yield from self.host.wait(self._uploads[0], LINK)
                 self._uploads.popleft()
+            yield from self._settle(chunk.index)
             store, first = next((store, first) for store, first in reversed(self._fetched) if chunk.index >= first)
             lease = yield from store.lease(chunk.index - first, Use.READ, 0, self.host)
             nbytes = chunk_bytes(self._held, chunk)
@@ -715,6 +779,27 @@ class Rank:
         line.begins(MEMORY)
         yield self.memory.submit(2 * nbytes / self._speeds.memory, "parameters")
         line.begins(NOTHING)
+
+    def _copy_for_tiles(self, weight: str, way: int, tiles: int) -> Process:
+        """A process of the host: what one of the tiles of a weight that are used reads and writes in RAM beside.
+
+        Args:
+            weight: the unit of the weight.
+            way: 0: forward, 1: backward.
+            tiles: how many are used.
+        """
+        nbytes = self._passes.tiled_bytes.get(weight, (0.0, 0.0))[way] / tiles
+        if self._direct and nbytes:
+            self.host.begins(MEMORY)
+            yield self.memory.submit(nbytes / self._speeds.memory, f"tile of {weight}")
+            self.host.begins(NOTHING)
+
+    def _call(self, seconds: float, line: Line) -> Process:
+        """A process in which Python works for so long."""
+        if seconds:
+            done = Moment()
+            self.clock.at(self.clock.now + seconds, done.happen)
+            yield from line.wait(done, PYTHON)
 
     # What the device does.
 

@@ -50,6 +50,20 @@ class NetworkSpeed:
 
 
 @dataclass(frozen=True)
+class HostCosts:
+    """Of what the host does in Python beside all else, in seconds.
+
+    Attributes:
+        tile_s: for a tile that runs forward or backward: its part of the call, its hooks, what brings it and lets it
+            go.
+        chunk_s: for a chunk of states that is read, stepped and written.
+    """
+
+    tile_s: float = 0.0
+    chunk_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Speeds:
     """Of a rank's machine.
 
@@ -61,6 +75,7 @@ class Speeds:
         network: None: there is one rank, or it is not known.
         matrix_flops: FLOP/s of the steps of optimizers that multiply matrices, where these are stepped; None: that is
             not known, or there are none.
+        host: what Python takes.
     """
 
     elements_per_s: float
@@ -69,6 +84,7 @@ class Speeds:
     link: LinkSpeed | None = None
     network: NetworkSpeed | None = None
     matrix_flops: float | None = None
+    host: HostCosts = HostCosts()
 
     def shared_by(self, ranks: int) -> Speeds:
         """What each of several ranks has of a machine, which all do the same on it at the same time."""
@@ -81,6 +97,7 @@ class Speeds:
             None if link is None else LinkSpeed(link.up / ranks, link.down / ranks, link.both / ranks),
             None if network is None else replace(network, bytes_per_s=network.bytes_per_s / ranks),
             None if self.matrix_flops is None else self.matrix_flops / ranks,
+            self.host,
         )
 
 
@@ -94,12 +111,15 @@ class Passes:
         waiting: the bytes of each tensor that a unit puts into the activation tier.
         tiles: the numbers of the tiles that a micro-batch uses of a weight, by the weight's unit: of one micro-batch
             after the other, and then again. Of other weights all are used.
+        tiled_bytes: what the tiles of a weight, all of them together, read and write in RAM beside what the weight as a
+            whole would, by the weight's unit: in its forward, and in its backward. Where the device is the CPU.
     """
 
     forward_s: Mapping[str, float] = field(default_factory=dict)
     backward_s: Mapping[str, float] = field(default_factory=dict)
     waiting: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tiles: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    tiled_bytes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def times(self, factor: float) -> Passes:
         """The same of so many times as many tokens."""
@@ -107,4 +127,5 @@ class Passes:
             {unit: factor * seconds for unit, seconds in one.items()} for one in (self.forward_s, self.backward_s)
         )
         waiting = {unit: [round(factor * nbytes) for nbytes in sizes] for unit, sizes in self.waiting.items()}
-        return Passes(forward_s, backward_s, waiting, self.tiles)
+        tiled = {unit: (factor * one, factor * other) for unit, (one, other) in self.tiled_bytes.items()}
+        return Passes(forward_s, backward_s, waiting, self.tiles, tiled)

@@ -12,7 +12,7 @@ from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Changes, Channel, Clock, Moment
 from offload.planner.simulate.lines import DISK, Line
 from offload.planner.simulate.speeds import DriveSpeed
-from offload.profiling import Timeline
+from offload.profiling import Timeline, drive_name
 from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Lease, Store, Use
 from offload.storage.pool import Pool
@@ -157,7 +157,7 @@ class TimedStores:
     ) -> None:
         self.timeline = Timeline()
         self.drives = [
-            Channel(clock, f"drive {number}", {READ: one.read, WRITE: one.write}, one.both, is_shared=True)
+            Channel(clock, drive_name(number), {READ: one.read, WRITE: one.write}, one.both, is_shared=True)
             for number, one in enumerate(drives)
         ]
         changes, health, slots = Changes(), Health(), placement.slots

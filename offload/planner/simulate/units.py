@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.layout import Chunk, Layout
@@ -57,15 +57,16 @@ class TimedMoves:
     Args:
         layout: of all parameters that are trained or stream.
         limit: how many bytes units may take on the device; None: any number.
+        owed: how many steps each chunk owes that owes some.
         direct: whether the device is the CPU.
 
     Attributes:
         todo: what the host has to do before it goes on: copies, what other ranks have, and units that have left.
     """
 
-    def __init__(self, layout: Layout, limit: int | None, *, direct: bool) -> None:
+    def __init__(self, layout: Layout, limit: int | None, owed: Mapping[int, int], *, direct: bool) -> None:
         self.todo: deque[ToCopy | ToGather | ToAwait | Unit] = deque()
-        self._layout, self._limit, self._direct = layout, limit, direct
+        self._layout, self._limit, self._owed, self._direct = layout, limit, owed, direct
         self._with_memory: dict[Unit, None] = {}
 
     @property
@@ -77,7 +78,7 @@ class TimedMoves:
         return 0 if self._limit is None else sum(unit.nbytes for unit in together) - self._limit
 
     def owes(self, unit: Unit) -> bool:
-        return False
+        return not self._owed.keys().isdisjoint(unit.chunk_numbers)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -138,6 +139,7 @@ class TimedUnits(UnitScheduler):
         held: the layout of all parameters that are trained or stream.
         placement: what is where.
         is_pending: whether an update of a unit is to be applied.
+        owed: how many steps each chunk owes that owes some.
 
     Attributes:
         transfers: what has to be done for that.
@@ -146,13 +148,15 @@ class TimedUnits(UnitScheduler):
 
     transfers: TimedMoves
 
-    def __init__(self, held: Layout, placement: Placement, is_pending: Callable[[Unit], bool]) -> None:
+    def __init__(
+        self, held: Layout, placement: Placement, is_pending: Callable[[Unit], bool], owed: Mapping[int, int]
+    ) -> None:
         params, limit = placement.choice.params, placement.device_budget_bytes
         if limit is not None:
             limit += placement.streamed_bytes - placement.device_bytes
         streamed = {flat.index for flat in held.flats if params.tier_of(is_frozen=flat.is_frozen) > DEVICE}
         self.units = Units(held, streamed, placement.staying, placement.tiled_in_ram)
-        self.transfers = TimedMoves(held, limit, direct=placement.is_direct)
+        self.transfers = TimedMoves(held, limit, owed, direct=placement.is_direct)
         self._root = self.units[ROOT]
         self._backward_order = BackwardOrder.over(held.trained, self.units.values()) if params.streams else None
         self._ends: dict[Unit, list[int]] = {}  # by unit, the positions at the ends of its forwards
