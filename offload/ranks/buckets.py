@@ -241,7 +241,11 @@ class Buckets:
             self._missing[bucket.index] -= 1
 
     def leave(self, units: Iterable[str]) -> None:
-        """Tells that backward has left units: all gradients of theirs that come in this round are there."""
+        """Tells that backward has left units, so that all their gradients of this round are there.
+
+        Args:
+            units: their names.
+        """
         self._left.update(units)
 
     def has_left(self, unit: str) -> bool:

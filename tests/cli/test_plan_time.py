@@ -67,7 +67,6 @@ def test_states_in_ram_are_written_for_commits_alone(machine: str) -> None:
     ("options", "reason"),
     [
         (["--ranks", "2"], "how fast the link between ranks is, is not known: --network 25GB/s gives it"),
-        (["--ranks", "2", "--network", "25GB/s", "--activation-tier", "cpu"], "over several ranks an activation tier"),
         (["--optimizer", "adagrad"], "the optimizer steps is not known"),
         (["--dtype", "bf16"], "how fast this device computes is not known"),
         (["--accumulation", "1000"], "1,000 micro-batches a step take minutes to simulate"),
