@@ -213,8 +213,8 @@ TIMED = {
 
 
 def require_same(found: Moved, counted: Moved, planned: Planned) -> None:
-    """What moves over the link is equal. Chunks that a run still has in RAM, because the disk or the device was slow, are
-    neither written nor read: as many as its buffers hold."""
+    """What moves over the link is equal. Chunks that a run still has in RAM, as the disk or the device was slow, are
+    neither written nor read: at most as many as its buffers hold."""
     buffers = sum(pool.buffer_bytes for pool in planned.place().pools.values())
     assert found[2:] == counted[2:]
     assert abs(found.read_bytes - counted.read_bytes) <= buffers
