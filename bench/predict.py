@@ -3,8 +3,7 @@
 For each configuration the machine's rates are measured right before and right after it: the drive's reads, writes and
 both at once, through the library's own engine; the optimizer's kernels; a copy in RAM; plain torch's forward and
 backward of the same model and batch; and what Python takes for a chunk and for a tile of next to no elements.
-planner/simulate predicts the iteration from their means. Bytes are predicted
-without any rate.
+planner/simulate predicts the iteration from their means. Bytes are predicted without any rate.
 
 Runs of two ranks are in predict_ranks.py.
 

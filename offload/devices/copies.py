@@ -377,7 +377,6 @@ class _CopyTimes:
 
     Args:
         event: records an event on the stream of the copies, which notes the time.
-
     """
 
     def __init__(self, event: Callable[[], _StreamEvent]) -> None:
