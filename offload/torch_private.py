@@ -79,6 +79,8 @@ torch_function_modes: Any = _find("torch._C", "_len_torch_function_stack")
 """Number of active `TorchFunctionMode`s."""
 dispatch_modes: Any = _find("torch._C", "_len_torch_dispatch_stack")
 """Number of active `TorchDispatchMode`s."""
+DispatchMode: Any = _find("torch.utils._python_dispatch", "TorchDispatchMode")
+"""Base class of contexts that see each operation of torch. Torch documents it under that name."""
 without_dispatch_modes: Any = _find("torch.utils._python_dispatch", "_disable_current_modes")
 """Context manager: no `TorchDispatchMode` is active inside."""
 functorch_level: Any = _find("torch._C._functorch", "peek_interpreter_stack")

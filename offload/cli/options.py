@@ -195,6 +195,7 @@ class PlanOptions(RunOptions):
     flops: float | None
     disk_gb_per_s: float | None
     network: str | None = None
+    model: str | None = None
     machine: Machine | None = None
     paths: tuple[Path, ...] = ()
     sweep: str | None = None
@@ -244,6 +245,12 @@ class PlanOptions(RunOptions):
         has_layers = self.layers is not None and self.goal != LARGEST
         if self.config is not None and (has_layers or self.width is not None):
             raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
+        if self.model is not None and self.config is not None:
+            raise ConfigError(f"--model {self.model} and --config {self.config}: give one of the two")
+        if self.model is not None and (self.layers is not None or self.width is not None):
+            raise ConfigError("--model says how many layers and how wide: leave --layers and --width out")
+        if self.model is not None and self.goal == LARGEST:
+            raise ConfigError("--goal largest has to say how many blocks the model has, and --model makes one as it is")
 
     @property
     def network_speed(self) -> tuple[float, float] | None:

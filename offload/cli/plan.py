@@ -48,6 +48,14 @@ def plan(
         Path | None,
         typer.Option(help="A transformers model instead of a preset: its config.json, or the directory of it."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model instead of a preset: module:function, which is called on the meta device, with this directory "
+            "as one to import from. It returns a module that is given tokens (batch, seq), or a tuple of a module and "
+            "what it is given.",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
     accumulation: Annotated[str, typer.Option(help='Micro-batches a step, or "auto", counted as 2.')] = "1",
@@ -218,7 +226,7 @@ def plan(
         partition_activations=partition_activations, gpu_memory=gpu_memory, ram=ram, flops=flops,
         gpu=gpu or gpu_memory is not None or (there is not None and there.device is not None),
         disk_gb_per_s=disk_gb_per_s, network=network, machine=there, paths=tuple(path or ()), sweep=sweep,
-        search=search, goal=goal,
+        search=search, goal=goal, model=model,
     )  # fmt: skip
     if options.search:
         from offload.cli.plan_search import show_search
@@ -227,32 +235,34 @@ def plan(
         return
     from offload.cli.plan_models import sized
 
-    model = sized(options)
-    waiting = waiting_of(options, model)
+    sizes = sized(options)
+    waiting = waiting_of(options, sizes)
     if options.sweep is not None:
         from offload.cli.plan_sweep import show_sweep
 
-        show_sweep(options, model, waiting, picture, json=json)
+        show_sweep(options, sizes, waiting, picture, json=json)
         return
-    planned = planned_of(options, model, waiting)
+    planned = planned_of(options, sizes, waiting)
     try:
-        figures = _figures(planned, options, model, waiting)
+        figures = _figures(planned, options, sizes, waiting)
     except BudgetError as error:
         if error.option == "cpu_memory" and not json:
-            _say_what_would(error, _what_fits(planned, options, model) | {"endurance_bytes": endurance_of(options)})
+            _say_what_would(error, _what_fits(planned, options, sizes) | {"endurance_bytes": endurance_of(options)})
         raise
-    figures |= _what_fits(planned, options, model) | _left_out(options, model)
+    figures |= _what_fits(planned, options, sizes) | _left_out(options, sizes)
     if picture is not None:
-        _draw(picture, planned, options, model, figures, waiting)
+        _draw(picture, planned, options, sizes, figures, waiting)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen, "lora_rank": lora_rank}
-        print_json((given if config is None else {"config": str(config), "lora_rank": lora_rank}) | figures)
+        named = {"config": None if config is None else str(config), "model": model}
+        given = next(({name: one, "lora_rank": lora_rank} for name, one in named.items() if one is not None), given)
+        print_json(given | figures)
         return
     from rich.console import Console
 
     from offload.cli.plan_tables import show
 
-    show(Console(), figures, options, model)
+    show(Console(), figures, options, sizes)
 
 
 def default_options(**given: Any) -> PlanOptions:
@@ -360,10 +370,19 @@ def _measured(measure: Callable[..., T | None], options: PlanOptions, model: Siz
     import torch
 
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
+    given = (tokens,) if model.inputs is None else tuple(_computed_with(one, options) for one in model.inputs)
     try:
-        return measure(model.module, options.compute_dtype, lambda module: module(tokens), fused=options.gpu)
+        return measure(model.module, options.compute_dtype, lambda module: module(*given), gpu=options.gpu)
     except Exception:  # whatever a model does not like: the formula is left
         return None
+
+
+def _computed_with(given: Any, options: PlanOptions) -> Any:
+    """An argument of a forward, as the compute dtype has it."""
+    import torch
+
+    is_floating = isinstance(given, torch.Tensor) and given.is_floating_point()
+    return given.to(options.compute_dtype) if is_floating else given
 
 
 def arguments_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
@@ -457,12 +476,21 @@ def threads_of(machine: Machine | None) -> int | None:
     return None if machine is None or machine.threads is None else machine.threads.number
 
 
-def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Computing | None:
-    """What a micro-batch takes on the device beside the plan; None: that is unknown."""
+def computing_of(
+    options: PlanOptions, model: Sized, waiting: Waiting | None, outputs: int | None = None
+) -> Computing | None:
+    """What a micro-batch takes on the device beside the plan; None: that is unknown.
+
+    Args:
+        options: the options of the command.
+        model: what they are about.
+        waiting: what waits for the backward.
+        outputs: bytes that stand in place of the logits.
+    """
     from offload.planner.verdict import Computing
 
     has_tier = options.activation_tier is not None
-    return None if waiting is None else Computing.of(waiting, model.blocks, has_tier=has_tier)
+    return None if waiting is None else Computing.of(waiting, model.blocks, has_tier=has_tier, outputs=outputs)
 
 
 def resources_beside(options: PlanOptions, model: Sized) -> dict[str, int]:
@@ -527,34 +555,37 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
         measures=options.machine is None,
     )  # fmt: skip
     found |= predicted_of(planned, options, model, found["flops"], waiting, found.get("update_flops_per_s"))
-    found |= _in_chunks(options, model, waiting) | _in_tiles(options, model, waiting)
-    found |= _routed(planned, options, model)
+    found |= _computed(options, model, waiting) | _routed(planned, options, model)
     return found | verdict_of(found, options, computing_of(options, model, waiting), resources_beside(options, model))
 
 
-def _in_chunks(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
-    """What `linear_cross_entropy` would take in place of the logits; None: the model's outputs are unknown."""
+def _computed(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, int | None]:
+    """What a micro-batch takes on the device: as it is, and in ways that spare some of it.
+
+    These are `linear_cross_entropy` in place of the logits, and the MLPs of blocks in tiles of tokens.
+
+    Returns:
+        None for what is unknown, or cannot be done.
+    """
     from offload.model.loss import bytes_in_chunks
-
-    tokens = options.batch * options.seq
-    if waiting is None or waiting.output_numel < tokens:
-        return {"output_bytes_in_chunks": None}
-    words, trains = waiting.output_numel // tokens, options.lora_rank is None
-    nbytes = bytes_in_chunks(tokens, words, model.width, options.compute_dtype, trains_head=trains)
-    return {"output_bytes_in_chunks": nbytes}
-
-
-def _in_tiles(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
-    """What activations would take with the MLPs of blocks in tiles of tokens; None: that is unknown, or no less."""
     from offload.planner.activations import TILE, measure_in_tiles
-    from offload.planner.verdict import activation_bytes_in_tiles
 
-    tokens, name = options.batch * options.seq, "activation_bytes_in_tiles"
-    tiled = None if waiting is None or tokens <= TILE else _measured(measure_in_tiles, options, model)
-    if waiting is None or tiled is None:
-        return {name: None}
-    has_tier = options.activation_tier is not None
-    return {name: activation_bytes_in_tiles(waiting, tiled, model.blocks, tokens, has_tier=has_tier)}
+    tokens, chunks, tiled = options.batch * options.seq, None, None
+    if waiting is not None and waiting.output_numel >= tokens:
+        words, trains = waiting.output_numel // tokens, options.lora_rank is None
+        chunks = bytes_in_chunks(tokens, words, model.width, options.compute_dtype, trains_head=trains)
+    if waiting is not None and tokens > TILE:
+        tiled = _measured(measure_in_tiles, options, model)
+    of_tiles, sums = (None, 0) if tiled is None else (tiled.waiting, tiled.sum_bytes)
+    ways = {
+        "computed_bytes": computing_of(options, model, waiting),
+        "computed_bytes_in_tiles": computing_of(options, model, of_tiles),
+        "computed_bytes_in_chunks": None if chunks is None else computing_of(options, model, waiting, chunks),
+        "computed_bytes_in_both": None if chunks is None else computing_of(options, model, of_tiles, chunks),
+    }
+    of_sums = dict.fromkeys(("computed_bytes_in_tiles", "computed_bytes_in_both"), sums)
+    found = {name: None if one is None else one.nbytes + of_sums.get(name, 0) for name, one in ways.items()}
+    return {"output_bytes_in_chunks": chunks, **found}
 
 
 def _routed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
@@ -885,8 +916,8 @@ def verdict_of(
     """
     from offload.planner.machine import free_memory
 
-    activations, outputs = (0, 0) if computing is None else (computing.activation_bytes, computing.output_bytes)
-    on_device = found["device_bytes"] + activations + outputs + sum(beside.values())
+    computed = 0 if computing is None else computing.nbytes
+    on_device = found["device_bytes"] + computed + sum(beside.values())
     free = free_memory() if options.free_cpu_bytes is None else options.free_cpu_bytes
     in_ram = found["peak_cpu_bytes"] + (on_device if found["device"] == "cpu" else 0)
     fits_device = options.gpu_bytes is None or on_device <= options.gpu_bytes
@@ -897,8 +928,9 @@ def verdict_of(
         "fits_device": fits_device,
         "fits_disk": fits_disk,
         "disk_capacity_bytes": capacity,
-        "activation_bytes": None if computing is None else activations,
-        "output_bytes": None if computing is None else outputs,
+        "activation_bytes": None if computing is None else computing.activation_bytes,
+        "output_bytes": None if computing is None else computing.output_bytes,
+        "backward_bytes": None if computing is None else computing.backward_bytes,
         **beside,
         "device_total_bytes": on_device,
         "gpu_bytes": options.gpu_bytes,

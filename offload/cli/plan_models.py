@@ -1,12 +1,17 @@
-"""The models that `offload plan` plans for, on the meta device: a preset, or a transformers configuration."""
+"""The models that `offload plan` plans for, on the meta device.
+
+That is a preset, a transformers configuration, or what a function of the user's returns.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,7 @@ class Sized:
         width: how many elements a token has between blocks.
         embeddings: the modules before the blocks.
         routing: of a mixture of experts; None: it is none.
+        inputs: what its forward is given; None: tokens.
         experts: the names of parameters that have all experts of a layer.
         numel: the number of elements of all parameters.
     """
@@ -55,6 +61,7 @@ class Sized:
     width: int
     embeddings: Sequence[nn.Module]
     routing: Routing | None = None
+    inputs: tuple[Any, ...] | None = None
 
     @cached_property
     def plans(self) -> Plans:
@@ -89,10 +96,13 @@ def sized(options: PlanOptions) -> Sized:
     """The model that these options name.
 
     Raises:
-        ConfigError: there is no such preset or configuration, transformers is not installed, or more blocks are to be
-            frozen than there are.
+        ConfigError: there is no such preset, configuration or function, transformers is not installed, or more blocks
+            are to be frozen than there are.
     """
-    model = _preset(options) if options.config is None else _configured(options.config, options.layers)
+    if options.model is not None:
+        model = _made(options.model)
+    else:
+        model = _preset(options) if options.config is None else _configured(options.config, options.layers)
     _freeze(model, options.frozen)
     if options.lora_rank is not None:
         model.module.requires_grad_(False)
@@ -173,6 +183,48 @@ def _configured(config: Path, layers: int | None = None) -> Sized:
     except Exception as error:
         raise _refused(f"transformers makes no language model of {config}", error) from error
     return Sized(model, len(blocks_of(model)), width, embeddings, _routing_of(text))
+
+
+def _made(name: str) -> Sized:
+    """The model that a function returns.
+
+    Args:
+        name: of the function, as module:function.
+
+    Raises:
+        ConfigError: there is no such function, it fails, or returns something else.
+    """
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise ConfigError(f"--model {name}: give module:function, such as train:build for build() in train.py")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        make = getattr(import_module(module), function)
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"--model {name} does not make a model on the meta device ({said:.300}): give a function without arguments "
+            "that can be imported from here, and does not load values"
+        ) from error
+    found, inputs = (made[0], tuple(made[1:])) if isinstance(made, tuple) and made else (made, None)
+    if not isinstance(found, nn.Module):
+        raise ConfigError(
+            f"--model {name} made a {type(made).__name__}: it has to return a module, or a tuple with one"
+        )
+    embeddings = [one for one in found.modules() if isinstance(one, nn.Embedding)]
+    layers = [one for one in found.modules() if isinstance(one, nn.Linear)]
+    width = embeddings[0].embedding_dim if embeddings else layers[-1].in_features if layers else 1
+    return Sized(found.to("meta"), len(blocks_of(found)), width, embeddings, inputs=_on_meta(inputs))
+
+
+def _on_meta(inputs: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    if inputs is None:
+        return None
+    return tuple(one.to("meta") if isinstance(one, Tensor) else one for one in inputs)
 
 
 def _refused(what: str, error: Exception) -> ConfigError:

@@ -106,6 +106,7 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
     yield f"Fits: {verdict}. It takes {card}{ram}{disk}."
     if not summary["fits"]:
         yield _way_out(summary, options)
+    yield from _spared_lines(summary)
     if "step_seconds" in summary:
         yield _step_line(summary)
         if summary["speculate_gain"] is not None:
@@ -218,20 +219,18 @@ def _rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _in_chunks(summary: dict[str, Any]) -> str:
-    """What the logits would take in chunks, where that is less."""
-    nbytes = summary["output_bytes_in_chunks"]
-    if nbytes is None or nbytes >= summary["output_bytes"]:
-        return ""
-    return f"; {format_bytes(nbytes)} by linear_cross_entropy"
-
-
-def _in_tiles(summary: dict[str, Any]) -> str:
-    """What activations would take with MLPs in tiles of tokens, where that is less."""
-    nbytes = summary["activation_bytes_in_tiles"]
-    if nbytes is None or nbytes >= summary["activation_bytes"]:
-        return ""
-    return f"; {format_bytes(nbytes)} with tile_tokens(block.mlp, {TILE})"
+def _spared_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """What a micro-batch would take on the device in ways that spare some of it."""
+    ways = {
+        "computed_bytes_in_chunks": "with offload.linear_cross_entropy in place of logits",
+        "computed_bytes_in_tiles": f"with offload.tile_tokens(block.mlp, {TILE})",
+        "computed_bytes_in_both": "with both",
+    }
+    whole = summary["computed_bytes"]
+    spared = {name: summary[name] for name in ways if summary[name] is not None and summary[name] < whole}
+    if spared:
+        words = ", ".join(f"{format_bytes(nbytes)} {ways[name]}" for name, nbytes in spared.items())
+        yield f"A micro-batch takes {format_bytes(whole)} of the device: {words}."
 
 
 def _placement_table(summary: dict[str, Any]) -> Table:
@@ -244,8 +243,9 @@ def _placement_table(summary: dict[str, Any]) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("what")
     beside = (
-        ("activation_bytes", f"activations: of a micro-batch, computed{_in_tiles(summary)}"),
-        ("output_bytes", f"logits: with their loss and gradients, computed{_in_chunks(summary)}"),
+        ("activation_bytes", "activations: of a micro-batch, computed"),
+        ("output_bytes", "logits: with their loss and gradients, computed"),
+        ("backward_bytes", "gradients of activations, beyond the room of logits"),
         ("leaving_bytes", "grad: on the way to RAM, of a unit and of those before it"),
         ("context_bytes", "CUDA and its libraries, assumed"),
         ("communication_bytes", "NCCL, assumed"),

@@ -9,7 +9,7 @@ from math import ceil
 
 from offload.grads.local import UNITS_LEAVING
 from offload.layout import Layout
-from offload.planner.activations import TILE, InTiles, Waiting
+from offload.planner.activations import Waiting
 from offload.planner.explain import Planned
 from offload.planner.placement import Placement
 from offload.sizes import MIB
@@ -46,43 +46,33 @@ class Computing:
     Attributes:
         activation_bytes: activations that wait on the device; with an activation tier, what the recomputed unit saves.
         output_bytes: the logits, their loss and their gradients.
+        backward_bytes: what the peak of activations and their gradients, in the backward of units, takes beyond both:
+            the logits are gone by then. 0 where that is unknown.
     """
 
     activation_bytes: int
     output_bytes: int
+    backward_bytes: int
 
     @classmethod
-    def of(cls, waiting: Waiting, units: int, *, has_tier: bool) -> Computing:
+    def of(cls, waiting: Waiting, units: int, *, has_tier: bool, outputs: int | None = None) -> Computing:
         """Computes it from what was measured.
 
         Args:
             waiting: what waits for the backward.
             units: how many units the model has.
             has_tier: whether there is an activation tier.
+            outputs: bytes that stand in place of the logits, their loss and their gradients.
         """
-        kept = waiting.saved_bytes if not has_tier else ceil(waiting.saved_bytes / max(units, 1))
-        return cls(kept, LOGIT_BYTES * waiting.output_numel)
+        kept, peak = waiting.saved_bytes, waiting.peak_bytes
+        if has_tier:
+            kept, peak = ceil(kept / max(units, 1)), waiting.peak_bytes_with_tier
+        outputs = LOGIT_BYTES * waiting.output_numel if outputs is None else outputs
+        return cls(kept, outputs, 0 if peak is None else max(peak - kept - outputs, 0))
 
     @property
     def nbytes(self) -> int:
-        return self.activation_bytes + self.output_bytes
-
-
-def activation_bytes_in_tiles(waiting: Waiting, tiled: InTiles, units: int, tokens: int, *, has_tier: bool) -> int:
-    """What activations take on the device where MLPs see `TILE` tokens at a time.
-
-    That is what all else keeps, what one MLP keeps of one tile, and the fp32 gradients that are added up.
-
-    Args:
-        waiting: what waits for the backward without tiles.
-        tiled: what waits with them.
-        units: how many units the model has.
-        tokens: of a micro-batch.
-        has_tier: whether there is an activation tier.
-    """
-    kept = Computing.of(tiled.waiting, units, has_tier=has_tier).activation_bytes
-    of_an_mlp = (waiting.saved_bytes - tiled.waiting.saved_bytes) / max(units, 1)
-    return kept + ceil(of_an_mlp * min(TILE / tokens, 1)) + tiled.sum_bytes
+        return self.activation_bytes + self.output_bytes + self.backward_bytes
 
 
 @dataclass(frozen=True)
