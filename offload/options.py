@@ -42,7 +42,7 @@ class Tuning:
         prefetch_chunks: how many chunks are read from NVMe ahead of the one in use; None: two, or one where only that
             fits the budget.
         prefetch_units: how many units of streamed parameters are fetched ahead of the one in use; None: one, or none
-            where only that fits the budgets.
+            where only that fits the budgets, or one rank computes on the CPU, where nothing copies beside the compute.
         threads: how many threads the CPU kernels have; None: one for each CPU that this process may use. Where the
             model is on a device, two CPUs are left for the threads that launch its kernels.
         io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by `offload bench

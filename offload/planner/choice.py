@@ -282,7 +282,7 @@ def search(
         """The fastest one first, as far as the bytes say it."""
         is_first = True
         for tiers in _tiers(options, situation, direct=direct):
-            for wish in _shapes(tiers, options, situation, layout_of):
+            for wish in _shapes(tiers, options, situation, layout_of, direct=direct):
                 if not is_first and wish.tile_bytes not in (0, tiers.tile_bytes):
                     break  # tiles are for what does not fit without them
                 choice = decide(options, situation, wish)
@@ -360,7 +360,7 @@ def _tiers(options: Options, situation: Situation, *, direct: bool) -> Iterator[
 
 
 def _shapes(
-    wish: Wish, options: Options, situation: Situation, layout_of: Callable[[Choice], Layout]
+    wish: Wish, options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool
 ) -> Iterator[Wish]:
     """The same wish with other numbers of prefetched units, and with other tiles.
 
@@ -370,7 +370,10 @@ def _shapes(
     if not first.params.streams:
         yield wish._replace(tile_bytes=0)
         return
-    depths = (wish.prefetch_units, 0) if options.tuned.prefetch_units is None else (wish.prefetch_units,)
+    depths: Sequence[int] = (wish.prefetch_units,)
+    if options.tuned.prefetch_units is None:
+        # Nothing copies beside a CPU that computes: what is fetched ahead would be waited for at once.
+        depths = (0,) if direct and situation.is_alone else (wish.prefetch_units, 0)
     yield from (wish._replace(prefetch_units=depth) for depth in depths)
     if options.tile_bytes is None and situation.is_alone:
         specs = layout_of(first).specs

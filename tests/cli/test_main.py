@@ -28,7 +28,7 @@ OPTIONS = {
         "--speculate",
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
         "--tensor-parallel", "--partition-activations",
-        "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s", "--frozen", "--batch", "--seq", "--activation-tier",
+        "--config", "--model", "--gpu", "--ram", "--flops", "--disk-gb-per-s", "--frozen", "--batch", "--seq", "--activation-tier",
         "--dtype", "--gpu-memory", "--lora-rank", "--no-commits", "--optimizer", "--quantise", "--states", "--sweep",
         "--picture", "--machine", "--path", "--network", "--search", "--goal",
     },

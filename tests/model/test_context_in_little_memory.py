@@ -26,7 +26,7 @@ TILE = 2048
 LARGE, SMALL = (65_536, 151_936), (2_048, 4_001)
 """Tokens, and words of the vocabulary."""
 LIMIT = 2 * GIB
-CPU_BYTES = 64 * MIB
+CPU_BYTES, CHUNK = 64 * MIB, "1MiB"
 TIERS = {"param_tier": "nvme", "grad_tier": "nvme", "activation_tier": "nvme"}
 
 
@@ -122,7 +122,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 from tests.model import test_context_in_little_memory as made
-from offload import OffloadZero
+from offload import OffloadZero, Tuning
 
 def status(field):
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
@@ -138,7 +138,9 @@ given = made.tokens_of(tokens, words)
 model = getattr(made, which)(words)
 made.fill(model)
 losses = []
-with OffloadZero(model, compute_dtype=torch.float32, commit_every=None, **options) as optimizer:
+with OffloadZero(
+    model, compute_dtype=torch.float32, commit_every=None, tuning=Tuning(chunk=made.CHUNK), **options
+) as optimizer:
     for _ in range(steps):
         loss = model(given)
         if which == "Model":
@@ -207,7 +209,7 @@ def test_a_step_of_64k_tokens_by_150k_words_takes_what_the_plan_says(tmp_path: P
     """Its logits are 37 GiB. The loss is that of plain torch; without the chunks the step ends for lack of memory."""
     found = planned(
         "--seq", str(LARGE[0]), "--cpu-memory", str(CPU_BYTES), "--no-commits", "--param-tier", "nvme",
-        "--grad-tier", "nvme", "--activation-tier", "nvme",
+        "--grad-tier", "nvme", "--activation-tier", "nvme", "--chunk", CHUNK,
     )  # fmt: skip
     room = found["device_bytes"] + found["peak_cpu_bytes"] + found["computed_bytes_in_both"]
     assert room < LIMIT < found["output_bytes"]

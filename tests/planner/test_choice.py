@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -178,6 +179,23 @@ def test_more_than_the_machine_has_is_no_advice(monkeypatch: pytest.MonkeyPatch)
         assert "give cpu_memory" not in str(caught.value)
 
 
+def test_a_unit_is_fetched_ahead_where_copies_run_beside_the_compute() -> None:
+    """On a device, if there is room for it; a CPU would wait for it at once."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+    tuning, unit = Tuning(chunk="256KiB", threads=1, tile=0), 2 * 256 * 256
+
+    def ahead(*, direct: bool, given: Tuning = tuning, **options: Any) -> int:
+        found = plan_of(model, direct=direct, path=".", param_tier="cpu", tuning=given, **options)
+        return found.choice.params.prefetch_units
+
+    enough = plan_of(model, direct=False, path=".", param_tier="cpu", tuning=tuning).place().device_bytes
+    assert ahead(direct=False, device_memory=enough) == 1
+    assert ahead(direct=False, device_memory=enough - unit) == 0
+    assert ahead(direct=True) == 0
+    assert ahead(direct=True, given=replace(tuning, prefetch_units=1)) == 1
+    assert ahead(direct=True, stage=3, ranks=2) == 1  # what other ranks have comes beside it
+
+
 def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
     numbers = iter(range(100))
 
@@ -192,10 +210,9 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
 
     unit = 2 * 256 * 256
     assert chosen() == chosen(device_memory=16 * unit) == ("device", "cpu", 1)
-    assert chosen(device_memory=16 * unit - 1) == ("cpu", "cpu", 1)
-    assert chosen(device_memory=3 * unit) == ("cpu", "cpu", 1)
-    assert chosen(device_memory=3 * unit - 1) == ("cpu", "cpu", 0)
-    assert chosen(device_memory=3 * unit - 1, param_tier="nvme") == ("nvme", "cpu", 0)
+    assert chosen(device_memory=16 * unit - 1) == ("cpu", "cpu", 0)
+    assert chosen(device_memory=2 * unit) == ("cpu", "cpu", 0)
+    assert chosen(device_memory=2 * unit, param_tier="nvme") == ("nvme", "cpu", 0)
     small: dict[str, Any] = {"cpu_memory": (16 + 3 * 6 + 6) * unit}
     assert chosen(**small) == ("device", "cpu", 1)  # gradients and buffers, and no room for parameters
     assert chosen(**small, device_memory=3 * unit)[:2] == ("cpu", "nvme")
