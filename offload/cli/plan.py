@@ -51,9 +51,9 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model instead of a preset: module:function, which is called on the meta device, with this directory "
-            "as one to import from. It returns a module that is given tokens (batch, seq), or a tuple of a module and "
-            "what it is given.",
+            help="A model instead of a preset: module:function, imported from here or where Python finds it, and called "
+            "on the meta device. It returns a module that is given tokens (batch, seq), or a tuple of a module and what "
+            "it is given.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 4,

@@ -32,7 +32,8 @@ MEMORY, STEPPED, READ, WRITE, BOTH = 2e10, 1e9, 3e9, 2e9, 4e9
 SPEEDS = Speeds(STEPPED, MEMORY, [DriveSpeed(READ, WRITE, BOTH)])
 FAST_DISK = Speeds(STEPPED, MEMORY, [DriveSpeed(1e15, 1e15, 1e15)])
 WORK = Work(LAYERS * WIDTH * (WIDTH + 1), 0, 1, recomputes=False)
-OPEN: dict[str, Any] = {"tier": "nvme", "param_tier": "nvme", "tuning": Tuning(chunk="256KiB", threads=1, prefetch_units=1)}
+TUNING = Tuning(chunk="256KiB", threads=1, prefetch_units=1)
+OPEN: dict[str, Any] = {"tier": "nvme", "param_tier": "nvme", "tuning": TUNING}
 """Where gradients wait is left open."""
 
 
