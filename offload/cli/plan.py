@@ -51,9 +51,9 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model instead of a preset: module:function, imported from here or where Python finds it, and called "
-            "on the meta device. It returns a module that is given tokens (batch, seq), or a tuple of a module and what "
-            "it is given.",
+            help="A model instead of a preset: module:function, imported from here or where Python finds it, and "
+            "called on the meta device. It returns a module that takes tokens (batch, seq), or a tuple of one and what "
+            "it takes.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 4,
