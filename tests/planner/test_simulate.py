@@ -224,7 +224,11 @@ def require_same(found: Moved, counted: Moved, planned: Planned) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_simulation_moves_what_a_run_counts(name: str, copied_by: CopiedBy, tmp_path: Path) -> None:
     found, counted, planned = _both(CASES[name], copied_by, tmp_path)
-    assert found == counted == _computed(planned)
+    assert found == _computed(planned)
+    if CASES[name].device:
+        require_same(found, counted, planned)
+    else:
+        assert found == counted
     assert (found.read_bytes > 0) == (CASES[name].share is not None)
 
 
