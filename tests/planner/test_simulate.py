@@ -37,7 +37,7 @@ from offload.planner.simulate.lines import LINK as LINK_WORKS
 from offload.planner.simulate.sensitivity import DRIVES, PRODUCTS, RAM, moved_by
 from offload.planner.simulate.speeds import DriveSpeed, HostCosts, LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import expected_tiles
-from offload.planner.tile_bytes import tiled_bytes
+from offload.planner.tile_bytes import noting, tiled_bytes
 from offload.sizes import PAGE_BYTES
 from offload.storage.pool import Pool
 from offload.storage.slot_map import ChunkKind
@@ -564,7 +564,9 @@ def test_tiles_and_chunks_take_what_python_takes_and_what_is_copied_beside() -> 
     model = nn.Linear(16, 192, bias=False)
     planned = plan_of(model, direct=True, tier="cpu", param_tier="cpu", tuning=replace(SMALL, tile=2 * 32 * 16))
     on_meta, x = copy.deepcopy(model).to("meta"), torch.empty(2, 5, 16, device="meta")
-    beside = tiled_bytes(on_meta, planned.layout, torch.bfloat16, lambda module: module(x))
+    with noting(on_meta) as linears:
+        on_meta(x)
+    beside = tiled_bytes(planned.layout, linears, torch.bfloat16)
     assert beside == {"weight": (7680, 160 * 102)}
     assert not on_meta._forward_pre_hooks
     passes = Passes({"weight": 3.0}, {"weight": 6.0}, tiled_bytes=beside)
