@@ -63,7 +63,8 @@ def tiled_bytes(held: Layout, given: Mapping[str, Given], dtype: torch.dtype) ->
 
     - forward: the results of tiles are put together, which reads and writes T N elements: 2 b T N bytes.
     - backward: each tile's gradient of what came in is added in fp32. That of the first tile that comes is converted,
-      b + 4 bytes an element. Each other one is converted too, and added: b + 4 + 12. The sum is rounded: 4 + b.
+      b + 4 bytes an element. Each other one is added to it in place: b + 8. The sum is rounded: 4 + b; in fp32 it is
+      what it is.
 
     Args:
         held: the layout of all parameters that are trained or stream.
@@ -80,7 +81,8 @@ def tiled_bytes(held: Layout, given: Mapping[str, Given], dtype: torch.dtype) ->
             continue
         one, tiles = given[spec.name], -(-spec.numel // spec.tile)
         forward = 2.0 * b * one.vectors * one.width_out
-        backward = one.vectors * one.width * ((b + 4.0) + (tiles - 1) * (b + 16.0) + (4.0 + b))
+        rounded = 0.0 if dtype == torch.float32 else 4.0 + b
+        backward = one.vectors * one.width * ((b + 4.0) + (tiles - 1) * (b + 8.0) + rounded)
         before = found.get(spec.unit, (0.0, 0.0))
         found[spec.unit] = before[0] + forward, before[1] + backward
     return found

@@ -94,8 +94,8 @@ def test_chunks_and_tiles_take_what_python_takes(machine: str) -> None:
 
 
 def test_tiles_on_a_cpu_take_what_they_read_and_write_beside(machine: str) -> None:
-    """2 T N b bytes forward and T K (2 (b + 4) + (n - 1) (b + 16)) backward, of T vectors of K elements, of which N
-    elements are made, in n tiles, b bytes an element; on a device nothing."""
+    """2 T N b bytes forward and T K (b + 4 + (n - 1) (b + 8)) backward, of T vectors of K elements, of which N elements
+    are made, in n tiles, 4 bytes an element; on a device nothing."""
     options = default_options(
         preset="1m", dtype="fp32", chunk="512KiB", tier="cpu", param_tier="cpu", device_memory="700KiB", batch=3,
         seq=16, machine=find(machine),
@@ -109,7 +109,7 @@ def test_tiles_on_a_cpu_take_what_they_read_and_write_beside(machine: str) -> No
     for unit, spec in in_tiles.items():
         out, width = linears[spec.name[:-7]].weight.shape
         count = -(-spec.numel // spec.tile)
-        assert found[unit] == (2 * 48 * out * 4, 48 * width * (2 * (4 + 4) + (count - 1) * (4 + 16)))
+        assert found[unit] == (2 * 48 * out * 4, 48 * width * (8 + (count - 1) * 12))
     there = replace(planned, direct=False)
     assert beside_of(there, options, model, waiting_of(options, model)).tiled_bytes == {}
 
