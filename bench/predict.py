@@ -55,7 +55,8 @@ from offload.sizes import MIB
 WIDTH, ROUTING = 512, Routing(16, 1)
 """Of the mixture of experts."""
 SIZES = PRESETS | {"46m": GPTConfig(layers=14, width=512, heads=8)}
-WARM_UP = 2
+WARM_UP, WARM_UP_LATE = 2, 12
+"""Iterations before those that are timed; where experts may owe steps, as many as until most of them do."""
 LEAST_STEPS = 3
 """Iterations that are timed at least, however long one takes."""
 HOST_ROUNDS = 5
@@ -385,7 +386,9 @@ def beside_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Passe
     )
 
 
-def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: float) -> tuple[list[float], float]:
+def measured(
+    one: Configuration, given: Mapping[str, Any], steps: int, most_s: float, warm_up: int = WARM_UP
+) -> tuple[list[float], float]:
     """Seconds of each iteration, and the bytes that drives moved in one.
 
     Args:
@@ -393,13 +396,14 @@ def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: f
         given: the options of OffloadZero.
         steps: iterations that are timed at most.
         most_s: seconds after which no other begins, but for LEAST_STEPS and for the steps up to a commit.
+        warm_up: iterations before these.
     """
     model = one.model("cpu")
     seconds, moved = [], []
     every = given.get("commit_every") or 1
     begin = end = time.perf_counter()
     with OffloadZero(model, one.optimizers(model), **given) as optimizer:
-        for step in range(WARM_UP + steps):
+        for step in range(warm_up + steps):
             for number in range(one.accumulation):
                 one.loss(model, step * one.accumulation + number).backward()
             optimizer.step()
@@ -408,10 +412,10 @@ def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: f
             seconds.append(end - start)
             stats = optimizer.stats()
             moved.append(sum(stats[f"{whose}_{way}_bytes"] for whose in WHOSE for way in ("read", "written")))
-            timed = len(seconds) - WARM_UP
+            timed = len(seconds) - warm_up
             if timed >= LEAST_STEPS and timed % every == 0 and end - begin > most_s:
                 break
-    return seconds[WARM_UP:], (moved[-1] - moved[WARM_UP - 1]) / (len(moved) - WARM_UP)
+    return seconds[warm_up:], (moved[-1] - moved[warm_up - 1]) / (len(moved) - warm_up)
 
 
 def result_of(
@@ -429,7 +433,8 @@ def result_of(
     with closing(Rates(one, disk, dtype, matrices=work if work.flops else None, folder=on_drive)) as rates:
         before = rates.measure()
         gc.collect()
-        seconds, counted = measured(one, given, steps, most_s)
+        is_late = bool(layout.trained.late_chunks)
+        seconds, counted = measured(one, given, steps, most_s, WARM_UP_LATE if is_late else WARM_UP)
         gc.collect()
         after = rates.measure()
     mean = before.mean_with(after)
@@ -437,7 +442,7 @@ def result_of(
     assert isinstance(found, Iteration)
     every = planned.choice.commits.every or 0
     commit_s, commit_bytes = (found.commit_s / every, found.commit_bytes / every) if every else (0.0, 0.0)
-    if every:  # a step with a commit is longer than the others: their mean counts
+    if every or is_late:  # some steps are longer than others: their mean counts
         seconds = [statistics.mean(seconds)]
     return Result(
         name,
