@@ -293,6 +293,8 @@ def main(
     name, title, about = "peers", "Beside peers", ABOUT
     if params == "nvme":
         name, title, about = "peers-params", "Beside peers, with parameters on NVMe", ABOUT + NVME_ABOUT
+    if models in JOBS:  # one alone has a page of its own
+        name, title = f"{name}-{models}", f"{title}: {JOBS[models].name}"
     Report(
         name=name,
         title=title,

@@ -2,7 +2,7 @@
 
 For each configuration the machine's rates are measured right before and right after it: the drive's reads, writes and
 both at once, through the library's own engine; the optimizer's kernels; a copy in RAM; plain torch's forward and
-backward of the same model and batch; and what Python takes for a chunk and for a tile of next to no elements.
+backward of the same model and batch; and what Python takes for a chunk and for a tile (offload/cli/host_costs.py).
 planner/simulate predicts the iteration from their means. Bytes are predicted without any rate.
 
 Runs of two ranks are in predict_ranks.py.
@@ -13,15 +13,12 @@ machine says how good the predictions are.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
-import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,46 +31,43 @@ from torch import Tensor, nn
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from bench import chunks
 from bench.experts import LAYERS, Experts
 from bench.limits import Disk
 from bench.report import Folder, Json, Out, Report, Save, Table, judged, note, run, scratch
 from offload import OffloadZero, Tuning, native
+from offload.cli import host_costs
 from offload.cli.machine import fast_dtype
 from offload.cli.plan_models import optimizers, rules_named
 from offload.cli.plan_updates import measured_seconds
 from offload.cli.plots import new_figure
 from offload.cli.probing import copies, steps_of
 from offload.demo.gpt import GPT, PRESETS, GPTConfig
-from offload.optim.chunk_work import StepKey
 from offload.optim.flops import MatrixWork, matrix_work
-from offload.optim.rule import Progress
 from offload.planner.activations import measure
 from offload.planner.explain import Planned, plan_of
 from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, NotPredicted, simulate
 from offload.planner.simulate.speeds import DriveSpeed, HostCosts, Passes, Speeds
 from offload.planner.simulate.what_if import expected_tiles, shared_out
-from offload.planner.tile_bytes import tiled_bytes
+from offload.planner.tile_bytes import noting, tiled_bytes
 from offload.sizes import MIB
 
 WIDTH, ROUTING = 512, Routing(16, 1)
 """Of the mixture of experts."""
 SIZES = PRESETS | {"46m": GPTConfig(layers=14, width=512, heads=8)}
-WARM_UP = 2
+WARM_UP, WARM_UP_LATE = 2, 12
+"""Iterations before those that are timed; where experts may owe steps, as many as until most of them do."""
 LEAST_STEPS = 3
+"""Iterations that are timed at least, however long one takes."""
+HOST_ROUNDS = 5
+"""How often it is measured what Python takes; the median counts."""
 RUNNING = 0.6
 """Of the time of a configuration; in the rest rates are measured."""
-"""Iterations that are timed at least, however long one takes."""
 MEDIAN_TARGET, WORST_TARGET = 0.08, 0.20
 """Of the errors of seconds."""
 DISK_TRANSFERS, DISK_BYTES = 16, 24 * MIB
 ANY_SPEEDS = Speeds(1e9, drives=[DriveSpeed(1e9, 1e9, 1e9)], matrix_flops=1e9)
 """With which a configuration is simulated to learn whether it can be."""
-CHUNKS, CHUNK_STEPS = 200, 10
-"""Chunks that are read, stepped and written to measure what Python takes for one, and how often."""
-TILES, TILE_WIDTH, TILE_ROWS, TILE_PASSES = 64, 64, 8, 9
-"""The tiles of a weight that show what Python takes for one, and how often they are used; the median counts."""
 WHOSE = "nvme", "activation"
 """In `stats()`, what drives move."""
 COMPUTED = 3
@@ -108,12 +102,17 @@ class Configuration:
     def is_of_experts(self) -> bool:
         return self.size == "experts"
 
-    def model(self, device: str) -> nn.Module:
+    @property
+    def used_experts(self) -> int:
+        """Of each layer, those that a micro-batch is expected to have tokens for."""
+        return max(round(ROUTING.experts * ROUTING.likelihood(self.tokens[0] * self.tokens[1], 1)), 1)
+
+    def model(self, device: str, experts: int = ROUTING.experts) -> nn.Module:
         if not self.is_of_experts:
             return GPT(SIZES[self.size], 0, device)
         torch.manual_seed(0)
         with torch.device(device):
-            return nn.Sequential(*[Experts(WIDTH, ROUTING.experts, grouped=True) for _ in range(LAYERS)])
+            return nn.Sequential(*[Experts(WIDTH, experts, grouped=True) for _ in range(LAYERS)])
 
     def loss(self, model: nn.Module, number: int) -> Tensor:
         """Runs a forward on the batch of this number."""
@@ -279,7 +278,7 @@ class Rates:
     """Measures the rates that a configuration needs.
 
     Args: dtype: of compute; kernels: None: on all CPUs; matrices: see `Speeds.matrix_flops`; None: there are none;
-    folder: on the drive, if states stream from there.
+    folder: on the drive, if states stream from there; alone: a process group of this rank, if there are several.
     """
 
     def __init__(
@@ -290,9 +289,11 @@ class Rates:
         kernels: native.Kernels | None = None,
         matrices: MatrixWork | None = None,
         folder: Path | None = None,
+        alone: object | None = None,
     ) -> None:
         self._one, self._disk, self._dtype, self._matrices = one, disk, dtype, matrices
         self._folder, self._has_tiles = folder, one.options.get("tuning", Tuning()).tile is not None
+        self._alone = alone
         states, tuning = one.options.get("states", "fp32"), one.options.get("tuning", Tuning())
         self._kernels = kernels or native.load()
         stepped = one.optimizer if matrices is None else "adamw"  # beside matrices
@@ -305,13 +306,18 @@ class Rates:
         both = 2 * nbytes / self._disk.run()
         drive, work = DriveSpeed(alone["read"], alone["write"], both), self._matrices
         flops = 1.0 if work is None else work.flops / measured_seconds(self._one.optimizer, work.shapes)
-        chunk_s = 0.0 if self._folder is None else chunk_seconds(self._folder)
-        tile_s = tile_seconds(self._dtype) if self._has_tiles else 0.0
+        chunk_s = 0.0 if self._folder is None else host_seconds(host_costs.chunks(self._folder, group=self._alone))
+        tile_s = host_seconds(host_costs.tiles(self._alone)) if self._has_tiles else 0.0
         return Measured(drive, self._steps(), self._copies(), *self._passes(), flops, tile_s, chunk_s)
 
     def _passes(self) -> tuple[float, float]:
-        """Seconds of plain torch's forward and backward."""
-        model = self._one.model("cpu").to(self._dtype)
+        """Seconds of plain torch's forward and backward.
+
+        Of experts in tiles those that have tokens, alone: torch makes gradients of zeros for all others, tiles do not.
+        """
+        one = self._one
+        model = one.model("cpu", one.used_experts) if self._has_tiles and one.is_of_experts else one.model("cpu")
+        model = model.to(self._dtype)
         times = []
         for _ in range(1 + COMPUTED):
             start = time.perf_counter()
@@ -327,39 +333,10 @@ class Rates:
         self._kernels.close()
 
 
-def chunk_seconds(folder: Path) -> float:
-    """What Python takes for a chunk of 64 elements that is read, stepped and written; see bench/chunks.py."""
-    place = folder / f"chunks-{time.perf_counter_ns()}"
-    place.mkdir()
-    with chunks.step_over(CHUNKS, place) as step:
-        times = []
-        for number in range(1, 1 + CHUNK_STEPS):
-            start = time.perf_counter()
-            step.begin(number, {0: StepKey(0, Progress(number - 1))}, [chunks.GROUP], 1.0, [0])
-            step.apply(0)
-            times.append((time.perf_counter() - start) / CHUNKS)
-    shutil.rmtree(place)
-    return statistics.median(times)
-
-
-def tile_seconds(dtype: torch.dtype) -> float:
-    """What Python takes for a tile of next to no elements, forward or backward, beyond a weight that is no tiles."""
-    found = []
-    for tile in (TILE_ROWS * TILE_WIDTH * dtype.itemsize, None):
-        model = nn.ModuleList([nn.Linear(TILE_WIDTH, TILES * TILE_ROWS, bias=False)])
-        options: dict[str, Any] = {"tier": "cpu", "param_tier": "cpu", "compute_dtype": dtype}
-        options["tuning"] = Tuning(tile=tile)
-        times = []
-        with contextlib.redirect_stderr(io.StringIO()), OffloadZero(model, **options) as optimizer:
-            for _ in range(TILE_PASSES):
-                x = torch.ones(1, TILE_WIDTH, dtype=dtype, requires_grad=True)
-                start = time.perf_counter()
-                model[0](x).sum().backward()
-                times.append(time.perf_counter() - start)
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(statistics.median(times))
-    return max(found[0] - found[1], 0.0) / (2 * TILES)
+def host_seconds(measured: AbstractContextManager[Callable[[], float]]) -> float:
+    """What Python takes, the median of HOST_ROUNDS after one that warms up."""
+    with measured as measure:
+        return statistics.median([measure() for _ in range(1 + HOST_ROUNDS)][1:])
 
 
 def options_of(one: Configuration, folder: Path, dtype: torch.dtype, ranks: int = 1) -> tuple[dict[str, Any], Planned]:
@@ -388,8 +365,10 @@ def tiled_bytes_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> 
     """What tiles of dense weights read and write beside, in a micro-batch."""
     if one.is_of_experts or not any(spec.tile for spec in planned.layout.specs):
         return {}
-    words = torch.zeros(one.tokens, dtype=torch.long, device="meta")
-    return tiled_bytes(one.model("meta"), planned.layout, dtype, lambda model: model(words))
+    model, words = one.model("meta"), torch.zeros(one.tokens, dtype=torch.long, device="meta")
+    with noting(model) as given, torch.no_grad():
+        model(words)
+    return tiled_bytes(planned.layout, given, dtype)
 
 
 def tiles_of(one: Configuration, planned: Planned) -> Mapping[str, Sequence[Sequence[int]]]:
@@ -407,7 +386,9 @@ def beside_of(one: Configuration, planned: Planned, dtype: torch.dtype) -> Passe
     )
 
 
-def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: float) -> tuple[list[float], float]:
+def measured(
+    one: Configuration, given: Mapping[str, Any], steps: int, most_s: float, warm_up: int = WARM_UP
+) -> tuple[list[float], float]:
     """Seconds of each iteration, and the bytes that drives moved in one.
 
     Args:
@@ -415,13 +396,14 @@ def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: f
         given: the options of OffloadZero.
         steps: iterations that are timed at most.
         most_s: seconds after which no other begins, but for LEAST_STEPS and for the steps up to a commit.
+        warm_up: iterations before these.
     """
     model = one.model("cpu")
     seconds, moved = [], []
     every = given.get("commit_every") or 1
     begin = end = time.perf_counter()
     with OffloadZero(model, one.optimizers(model), **given) as optimizer:
-        for step in range(WARM_UP + steps):
+        for step in range(warm_up + steps):
             for number in range(one.accumulation):
                 one.loss(model, step * one.accumulation + number).backward()
             optimizer.step()
@@ -430,10 +412,10 @@ def measured(one: Configuration, given: Mapping[str, Any], steps: int, most_s: f
             seconds.append(end - start)
             stats = optimizer.stats()
             moved.append(sum(stats[f"{whose}_{way}_bytes"] for whose in WHOSE for way in ("read", "written")))
-            timed = len(seconds) - WARM_UP
+            timed = len(seconds) - warm_up
             if timed >= LEAST_STEPS and timed % every == 0 and end - begin > most_s:
                 break
-    return seconds[WARM_UP:], (moved[-1] - moved[WARM_UP - 1]) / (len(moved) - WARM_UP)
+    return seconds[warm_up:], (moved[-1] - moved[warm_up - 1]) / (len(moved) - warm_up)
 
 
 def result_of(
@@ -451,7 +433,8 @@ def result_of(
     with closing(Rates(one, disk, dtype, matrices=work if work.flops else None, folder=on_drive)) as rates:
         before = rates.measure()
         gc.collect()
-        seconds, counted = measured(one, given, steps, most_s)
+        is_late = bool(layout.trained.late_chunks)
+        seconds, counted = measured(one, given, steps, most_s, WARM_UP_LATE if is_late else WARM_UP)
         gc.collect()
         after = rates.measure()
     mean = before.mean_with(after)
@@ -459,7 +442,7 @@ def result_of(
     assert isinstance(found, Iteration)
     every = planned.choice.commits.every or 0
     commit_s, commit_bytes = (found.commit_s / every, found.commit_bytes / every) if every else (0.0, 0.0)
-    if every:  # a step with a commit is longer than the others: their mean counts
+    if every or is_late:  # some steps are longer than others: their mean counts
         seconds = [statistics.mean(seconds)]
     return Result(
         name,

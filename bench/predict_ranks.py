@@ -105,9 +105,11 @@ def of_rank(name: str, one: Configuration, folder: Path, dtype: torch.dtype, ste
     if isinstance(unknown, NotPredicted):
         return Result(name, count, unknown.reason)
     work = matrix_work(layout.trained, layout.trained.chunks)
+    on_drive = own if placement.states.streamed else None
+    alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
     with (
         closing(Disk(own, predict.DISK_TRANSFERS, predict.DISK_BYTES)) as disk,
-        closing(Rates(one, disk, dtype, native.load(threads), work if work.flops else None)) as rates,
+        closing(Rates(one, disk, dtype, native.load(threads), work if work.flops else None, on_drive, alone)) as rates,
     ):
         dist.barrier()
         before, network = rates.measure(), measured_network()

@@ -809,12 +809,14 @@ def beside_of(planned: Planned, options: PlanOptions, model: Sized, waiting: Wai
     """
     from offload.planner.simulate.speeds import Passes
     from offload.planner.simulate.what_if import expected_tiles
+    from offload.planner.tile_bytes import tiled_bytes
 
     sizes = {} if waiting is None else waiting.of(planned.choice.activations)
     tiles = {}
     if model.routing is not None:
         tiles = expected_tiles(planned.layout, model.experts, model.routing, options.batch * options.seq)
-    return Passes(waiting=sizes, tiles=tiles)
+    linears = {} if waiting is None or not planned.direct else waiting.linears
+    return Passes(waiting=sizes, tiles=tiles, tiled_bytes=tiled_bytes(planned.layout, linears, options.compute_dtype))
 
 
 def speeds_for(options: PlanOptions, matrix_flops: float | None = None) -> Speeds | NotPredicted:

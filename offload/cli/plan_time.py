@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.plots import new_figure, write
 from offload.planner.measured import PROBE
 from offload.planner.simulate import NotPredicted, begin
-from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING
+from offload.planner.simulate.lines import COMMIT, COMPUTE, DISK, KERNELS, LINK, MEMORY, NETWORK, NOTHING, PYTHON
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.what_if import hiding_tokens, passes_of
 
@@ -24,6 +24,7 @@ COLOURS = {
     LINK: "#8f6bb3",
     NETWORK: "#e377c2",
     MEMORY: "#72b7b2",
+    PYTHON: "#eeca3b",
     COMMIT: "#b8423f",
     NOTHING: "#bab0ac",
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from offload.cli.console import print_json, say, show_table
 from offload.cli.options import Json
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from offload.cli.probing import Drive
     from offload.planner.rates import Rate, Rates
 
-PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
 """Of units, largest first."""
 
 
@@ -34,7 +35,7 @@ def probe(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine, in about half a minute: drives, RAM, matrix products, optimizers' steps, the device's link.
+    """Measure this machine, in about half a minute: drives, RAM, matrix products, steps, Python, the device's link.
 
     `offload plan` and io_engine="auto" use what was measured, for 90 days.
     """
@@ -51,6 +52,7 @@ def probe(
     with progress(stderr, "this machine:", probing.count_of_measurements()) as tell:
         found = probing.measure_rates(tell)
     drives, together = probing.measure_drives(directories, sizes, stderr)
+    found = replace(found, host=probing.measure_host(drives[0]))
     try:
         file = probing.remember_all(found, drives, together)
         say(stderr, f'offload plan and io_engine="auto" use this for 90 days ({file})', markup=False)
@@ -81,7 +83,7 @@ def _require_new(file: Path) -> None:
 
 
 def _as_json(found: Rates, drives: Sequence[Drive], together: Rate | None) -> dict[str, Any]:
-    """All rates, in bytes, operations and elements a second."""
+    """All rates, in bytes, operations and elements a second, and what Python takes, in seconds."""
     import msgspec
 
     rates: dict[str, Any] = msgspec.to_builtins(found)
@@ -113,6 +115,9 @@ def _rows(found: Rates, drives: Sequence[Drive], together: Rate | None) -> Itera
     if found.link is not None:
         for way, rate in (("to the device", found.link.up), ("to RAM", found.link.down), ("both", found.link.both)):
             yield f"link: {way}", rate, "B/s"
+    if found.host is not None:
+        yield "Python: a tile, forward or backward", found.host.tile, "s"
+        yield "Python: a chunk of states, read, stepped and written", found.host.chunk, "s"
 
 
 def _show(console: Console, found: Rates, drives: Sequence[Drive], together: Rate | None) -> None:

@@ -1,4 +1,4 @@
-"""Measures a machine: its memory, its products of matrices, the steps of optimizers, and the link to its device.
+"""Measures a machine: memory, products of matrices, steps of optimizers, the link to its device, drives, and Python.
 
 All measurements take turns, in several rounds. So a machine that drifts drifts for all, and what else runs there for a
 moment is in one round.
@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from offload import native
-from offload.cli import io_speed
+from offload.cli import host_costs, io_speed
 from offload.cli.io_speed import OPERATIONS, QUICK_BYTES, Ours, checked_size, file_in, lay_out
 from offload.cli.plan_models import optimizers, rules_named
 from offload.cli.progress import Tell
@@ -32,7 +32,7 @@ from offload.io.select import AUTO, Settings, Together, file_system_of, recall, 
 from offload.optim.rule import SegmentMemory, Span
 from offload.planner import machine_file
 from offload.planner.machine import free_memory, kernel_threads
-from offload.planner.rates import LinkRates, Rate, Rates, step_name
+from offload.planner.rates import HostRates, LinkRates, Rate, Rates, step_name
 from offload.planner.rates import remember as remember_rates
 from offload.sizes import GIB, MIB, format_bytes
 from offload.storage.arena import Arena
@@ -61,7 +61,7 @@ Measured = Callable[[], float]
 
 
 def measure_rates(tell: Tell) -> Rates:
-    """Measures everything but the disks.
+    """Measures everything but the disks and what Python takes.
 
     Args:
         tell: called before each measurement.
@@ -219,6 +219,17 @@ def _link(device: torch.device, stack: contextlib.ExitStack) -> dict[str, Measur
         "down": lambda: _per_second(lambda: move(down=True), COPIED_BYTES),
         "both": lambda: _per_second(lambda: move(up=True, down=True), 2 * COPIED_BYTES),
     }
+
+
+def measure_host(drive: Drive) -> HostRates:
+    """Measures what Python takes for a tile, and for a chunk on a drive; see `host_costs`.
+
+    Raises:
+        OffloadError: what a run on that drive raises.
+    """
+    with host_costs.tiles() as tile, host_costs.chunks(drive.path, drive.settings.engine) as chunk:
+        found = in_turns({"tile": tile, "chunk": chunk}, lambda done, name: None)
+    return HostRates(*(Rate.of(found[name]) for name in ("tile", "chunk")))
 
 
 # The disks.

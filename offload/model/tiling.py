@@ -213,6 +213,10 @@ class TiledWeight:
         ]
 
 
+_ADDED_NUMEL = 1 << 18
+"""Elements of a gradient that a CPU adds at once."""
+
+
 class Tiling:
     """Answers calls with tiled weights; see the top of this file."""
 
@@ -959,6 +963,27 @@ class _Widen(torch.autograd.Function):
         return None if of_x is None else of_x.float()
 
 
+def _added(total: Tensor, part: Tensor) -> Tensor:
+    """A sum in fp32 with another part.
+
+    It is made in place unless there is a graph of this backward, or a derivative of it. Memory that is new each time
+    comes from the system, which clears it first: on a CPU that took longer than all else here. There it is added in
+    pieces whose fp32 copies stay in the cache.
+
+    Args:
+        total: the sum of the parts before, which nobody else has.
+        part: of the same shape.
+    """
+    in_place = not torch.is_grad_enabled() and not _may_have_tangents(part)
+    if not (in_place and total.is_contiguous() and part.is_contiguous()):
+        return total + part
+    if not total.is_cpu:
+        return total.add_(part)
+    for own, other in zip(total.view(-1).split(_ADDED_NUMEL), part.view(-1).split(_ADDED_NUMEL), strict=True):
+        own.add_(other)
+    return total
+
+
 class _Carry(torch.autograd.Function):
     """`x` for one tile, and the carry for the next one.
 
@@ -978,9 +1003,11 @@ class _Carry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_x: Tensor | None, of_carry: Tensor | None) -> tuple[None, Tensor | None]:
-        if of_x is None or of_carry is None:
-            return None, of_carry if of_x is None else of_x.float()
-        return None, of_carry + of_x
+        if of_x is None:
+            return None, of_carry
+        if of_carry is None:  # the sum of those that come, so nobody else may have it
+            return None, of_x.to(torch.float32, copy=not torch.is_grad_enabled())
+        return None, _added(of_carry, of_x)
 
     @staticmethod
     def jvp(ctx: Any, of_x: Tensor | None, of_carry: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -22,6 +22,7 @@ from offload.model.token_tiles import tile_tokens, token_sum_bytes
 from offload.model.torch_helpers import tensors_in
 from offload.model.units import blocks_of
 from offload.planner.live_bytes import peak_of
+from offload.planner.tile_bytes import Given, noting
 from offload.profiling import Timeline
 from offload.storage.activation_store import ActivationStore, Stored
 from offload.tiers import CPU
@@ -51,6 +52,7 @@ class Waiting:
         peak_bytes_with_tier: likewise where what enters units waits in an activation tier.
         entering: the bytes of each tensor that enters a unit, by the unit's name, in their order.
         saved: likewise of each tensor that a unit saves with Tuning(recompute=False), but for the unit that runs last.
+        linears: what each nn.Linear is given, by the name of its weight.
     """
 
     entering_bytes: int
@@ -61,6 +63,7 @@ class Waiting:
     peak_bytes_with_tier: int | None
     entering: Mapping[str, Sequence[int]] = field(default_factory=dict)
     saved: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    linears: Mapping[str, Given] = field(default_factory=dict)
 
     def of(self, choice: ActivationChoice) -> Mapping[str, Sequence[int]]:
         """The bytes of each tensor that a unit puts into an activation tier, by its name; of no tier, nothing."""
@@ -141,10 +144,11 @@ def measure(
     model = copy.deepcopy(model).to(dtype)
     recomputing = ActivationChoice(CPU, units=units, recompute=True)
     with _FusedAttention(gpu=gpu):
-        first, _, entering = _run(model, recomputing, run)
+        with noting(model) as linears:
+            first, _, entering = _run(model, recomputing, run)
         other, output, saved = _run(model, ActivationChoice(CPU, units=units, recompute=False), run)
         peaks = _peaks(model, recomputing, run, gpu=gpu)
-    return Waiting(first.peak_bytes, other.peak_bytes, first.largest_bytes, output, *peaks, entering, saved)
+    return Waiting(first.peak_bytes, other.peak_bytes, first.largest_bytes, output, *peaks, entering, saved, linears)
 
 
 @dataclass(frozen=True)

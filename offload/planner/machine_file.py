@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A rate: bytes, operations or elements a second. That of a delay is its seconds.
+    """A rate: bytes, operations or elements a second. That of a delay, or of a cost, is its seconds.
 
     Attributes:
         value: the rate; of several measurements the median.
@@ -106,6 +106,18 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     both: Figure
 
 
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the host takes in Python, in seconds; None: nothing.
+
+    Attributes:
+        tile: for a tile of a weight that runs forward or backward.
+        chunk: for a chunk of states that is read, stepped and written.
+    """
+
+    tile: Figure | None = None
+    chunk: Figure | None = None
+
+
 class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Drives of one kind, in bytes a second of one of them.
 
@@ -153,6 +165,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         together: what all drives do at once, reading and writing, added; None: what each does alone, added.
         network: bytes a second that a rank sends to another machine.
         network_delay: seconds that a collective of two machines takes that carries next to nothing; None: none.
+        host: what its CPU takes in Python for tiles and chunks; None: nothing.
     """
 
     name: Text
@@ -170,6 +183,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     together: Figure | None = None
     network: Figure | None = None
     network_delay: Figure | None = None
+    host: Host | None = None
 
     @property
     def is_here(self) -> bool:
@@ -390,12 +404,13 @@ def of_rate(rate: Rate) -> Figure:
 
 def _of_rates(found: rates.Rates) -> dict[str, Any]:
     """The fields of a machine that were measured beside its drives."""
-    link = found.link
+    link, host = found.link, found.host
     return {
         "memory": of_rate(found.memory),
         "products": {dtype: of_rate(rate) for dtype, rate in found.products.items()},
         "steps": {name: of_rate(rate) for name, rate in found.steps.items()},
         "link": None if link is None else Link(of_rate(link.up), of_rate(link.down), of_rate(link.both)),
+        "host": None if host is None else Host(of_rate(host.tile), of_rate(host.chunk)),
     }
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from offload.io import select
-from offload.planner.machine_file import Machine, here
+from offload.planner.machine_file import Host, Machine, here
 from offload.planner.simulate import NotPredicted
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, NetworkSpeed, Speeds
+from offload.planner.simulate.speeds import DriveSpeed, HostCosts, LinkSpeed, NetworkSpeed, Speeds
 from offload.planner.trying import DTYPES
 
 PROBE = "`offload probe` measures this machine, in half a minute"
@@ -57,7 +57,9 @@ def speeds_of(
     if network is None and machine.network is not None:
         network = machine.network.value, 0.0 if machine.network_delay is None else machine.network_delay.value
     ranks = None if network is None else NetworkSpeed(*network)
-    return Speeds(elements_per_s, machine.memory.value, drives, between, ranks, matrix_flops)
+    host = machine.host or Host()
+    costs = HostCosts(*(0.0 if one is None else one.value for one in (host.tile, host.chunk)))
+    return Speeds(elements_per_s, machine.memory.value, drives, between, ranks, matrix_flops, costs)
 
 
 class Here(NamedTuple):

@@ -23,7 +23,7 @@ Figure = Annotated[float, Meta(gt=0, lt=1e18)]
 
 
 class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that was measured several times, in units a second.
+    """Something that was measured several times, in units a second. Of a cost, in seconds.
 
     Attributes:
         median: of all.
@@ -55,6 +55,18 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     both: Rate
 
 
+class HostRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the host takes in Python, in seconds; see `HostCosts` in simulate/speeds.py.
+
+    Attributes:
+        tile: for a tile that runs forward or backward.
+        chunk: for a chunk of states that is read, stepped and written.
+    """
+
+    tile: Rate
+    chunk: Rate
+
+
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was measured of a machine beside its file systems.
 
@@ -66,6 +78,7 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps: elements that an optimizer steps in RAM, by its name and how it keeps states.
         link: None: the device has no memory of its own.
         measured_at: when, in seconds since 1970.
+        host: None: it was measured before these costs were.
     """
 
     device: str
@@ -75,6 +88,7 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: dict[str, Rate]
     link: LinkRates | None = None
     measured_at: float = 0.0
+    host: HostRates | None = None
 
 
 def recall(device: str) -> Rates | None:

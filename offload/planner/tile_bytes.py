@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,46 +13,76 @@ from torch import Tensor, nn
 from offload.layout import Layout
 
 
-def tiled_bytes(
-    model: nn.Module, held: Layout, dtype: torch.dtype, run: Callable[[nn.Module], object]
-) -> dict[str, tuple[float, float]]:
+class Given(NamedTuple):
+    """What a forward gives to an nn.Linear.
+
+    Attributes:
+        vectors: how many, of all of its calls.
+        width: the elements of each.
+        width_out: the elements of what is made of it.
+    """
+
+    vectors: int
+    width: int
+    width_out: int
+
+
+@contextmanager
+def noting(model: nn.Module) -> Iterator[Mapping[str, Given]]:
+    """A context that notes what forwards in it give to each nn.Linear.
+
+    Args:
+        model: the model.
+
+    Yields:
+        By the name of its weight, which is the first one if several modules share it.
+    """
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    found: dict[str, Given] = {}
+
+    def note(name: str, module: nn.Linear, given: tuple[Tensor, ...]) -> None:
+        before = found[name].vectors if name in found else 0
+        found[name] = Given(before + given[0].numel() // module.in_features, module.in_features, module.out_features)
+
+    handles = [
+        module.register_forward_pre_hook(partial(note, names[module.weight]))
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.weight in names
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tiled_bytes(held: Layout, given: Mapping[str, Given], dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """What it is for a micro-batch.
 
     With T vectors of K elements that come in, N that go out, n tiles and b bytes an element:
 
     - forward: the results of tiles are put together, which reads and writes T N elements: 2 b T N bytes.
     - backward: each tile's gradient of what came in is added in fp32. That of the first tile that comes is converted,
-      b + 4 bytes an element. Each other one is converted too, and added: b + 4 + 12. The sum is rounded: 4 + b.
+      b + 4 bytes an element. Each other one is added to it in place: b + 8. The sum is rounded: 4 + b; in fp32 it is
+      what it is.
 
     Args:
-        model: on the meta device; it is not changed.
         held: the layout of all parameters that are trained or stream.
+        given: what a forward gives to each nn.Linear, as `noting` has it.
         dtype: the compute dtype.
-        run: runs one forward of the model, with inputs on the meta device.
 
     Returns:
         By the unit of each weight, bytes in its forward and in its backward; see `Passes.tiled_bytes`.
     """
-    tiled = {spec.name: spec for spec in held.specs if spec.tile}
+    b = dtype.itemsize
     found: dict[str, tuple[float, float]] = {}
-    handles = []
-
-    def note(name: str, module: nn.Linear, given: tuple[Tensor, ...]) -> None:
-        spec, b = tiled[name], dtype.itemsize
-        vectors, tiles = given[0].numel() // module.in_features, -(-spec.numel // spec.tile)
-        forward = 2.0 * b * vectors * module.out_features
-        backward = vectors * module.in_features * ((b + 4.0) + (tiles - 1) * (b + 16.0) + (4.0 + b))
+    for spec in held.specs:
+        if not spec.tile or spec.name not in given:
+            continue
+        one, tiles = given[spec.name], -(-spec.numel // spec.tile)
+        forward = 2.0 * b * one.vectors * one.width_out
+        rounded = 0.0 if dtype == torch.float32 else 4.0 + b
+        backward = one.vectors * one.width * ((b + 4.0) + (tiles - 1) * (b + 8.0) + rounded)
         before = found.get(spec.unit, (0.0, 0.0))
         found[spec.unit] = before[0] + forward, before[1] + backward
-
-    for prefix, module in model.named_modules():
-        name = f"{prefix}.weight" if prefix else "weight"
-        if isinstance(module, nn.Linear) and name in tiled:
-            handles.append(module.register_forward_pre_hook(partial(note, name)))
-    try:
-        with torch.no_grad():
-            run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found

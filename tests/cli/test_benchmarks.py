@@ -37,6 +37,7 @@ from bench import (
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload import Tuning
+from offload.cli import host_costs
 from offload.demo.gpt import GPT, GPTConfig
 from offload.optim import reference
 from offload.sizes import GIB, KIB
@@ -492,6 +493,7 @@ def test_predict_compares_a_simulation_with_a_run(
 ) -> None:
     monkeypatch.setattr(predict, "SIZES", {"tiny": TINY})
     monkeypatch.setattr(predict, "DISK_BYTES", 256 * KIB)
+    monkeypatch.setattr(host_costs, "CHUNKS", 32)
     options = {"tier": "nvme", "commit_every": None, "tuning": Tuning(chunk="64KiB")}
     tiny = predict.Configuration("tiny", (2, 16), 0.0, options=options)
     slow = replace(tiny, options=options | {"accumulation": 10_000})
@@ -506,6 +508,17 @@ def test_predict_compares_a_simulation_with_a_run(
     assert float(cells[-1].split()[0]) == pytest.approx(float(cells[-2].split()[0]), rel=0.5)
     assert "slow: not predicted: 10,000 micro-batches a step take minutes to simulate" in page
     assert is_picture(results / "predict.png")
+
+
+def test_predict_computes_with_the_experts_that_have_tokens() -> None:
+    """4 tokens need 16 (1 - (15/16)^4) = 3.6 of 16 experts, 1,024 tokens all. The gradients of plain torch are of all
+    that a layer has."""
+    few = predict.CONFIGURATIONS["experts in tiles, idle ones stepped later"]
+    assert (few.tokens, few.used_experts) == ((1, 4), 4)
+    assert predict.CONFIGURATIONS["experts in tiles"].used_experts == 16
+    model = few.model("cpu", few.used_experts)
+    few.loss(model, 0).backward()
+    assert {len(param.grad) for param in model.parameters() if param.grad is not None} == {4}
 
 
 def test_predict_compares_a_simulated_rank_with_two(tmp_path: Path, worlds: Worlds) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from typer.testing import CliRunner, Result
 
 from offload.cli.main import app
 from offload.cli.options import network_of
-from offload.cli.plan import default_options, work_of
-from offload.cli.plan_models import Sized
+from offload.cli.plan import beside_of, default_options, planned_of, waiting_of, work_of
+from offload.cli.plan_models import Sized, sized
 from offload.cli.plan_time import bar
 from offload.errors import ConfigError
 from offload.planner.explain import plan_of
+from offload.planner.machine_file import find
 from offload.planner.placement import TYPICAL_TBW
 from offload.planner.routing import Routing
 from tests.support.command import printed
@@ -61,6 +63,55 @@ def test_states_in_ram_are_written_for_commits_alone(machine: str) -> None:
     assert found["read_bytes"] == 0
     assert found["written_bytes"] == found["commit_bytes"] / 10 > 0
     assert found["commit_s"] > 0
+
+
+HOST = """
+[host]
+tile = { value = 3.0, source = "made up" }
+chunk = { value = 5.0, source = "made up" }
+"""
+
+
+def test_chunks_and_tiles_take_what_python_takes(machine: str) -> None:
+    """A chunk that streams 5 s, a tile 3 s forward and 3 s backward, beside which all else is next to nothing."""
+    streamed = ("--cpu-memory", "least", "--no-commits", "--batch", "1", "--seq", "16")
+    in_tiles = ("--tier", "cpu", "--param-tier", "cpu", "--device-memory", "700KiB", "--batch", "1", "--seq", "16")
+    before = [figures(machine, *options) for options in (streamed, in_tiles)]
+    assert not any("Python" in found["predicted"]["parts_s"] for found in before)
+    Path(machine).write_text(MACHINE + HOST)
+    chunks, tiles = (figures(machine, *options) for options in (streamed, in_tiles))
+    assert chunks["predicted"]["seconds"] == pytest.approx(5.0 * chunks["chunks"], rel=0.01)
+    assert chunks["predicted"]["parts_s"]["Python"] == pytest.approx(5.0 * chunks["chunks"])
+    options = default_options(
+        preset="1m", dtype="fp32", chunk="512KiB", tier="cpu", param_tier="cpu", device_memory="700KiB", batch=1,
+        seq=16, machine=find(machine),
+    )  # fmt: skip
+    layout = planned_of(options, sized(options), None).layout
+    count = sum(one.is_tile for one in layout.slices)
+    assert count > 2
+    more = tiles["predicted"]["seconds"] - before[1]["predicted"]["seconds"]
+    assert more == pytest.approx(2 * 3.0 * count, rel=1e-6)
+
+
+def test_tiles_on_a_cpu_take_what_they_read_and_write_beside(machine: str) -> None:
+    """2 T N b bytes forward and T K (b + 4 + (n - 1) (b + 8)) backward, of T vectors of K elements, of which N elements
+    are made, in n tiles, 4 bytes an element; on a device nothing."""
+    options = default_options(
+        preset="1m", dtype="fp32", chunk="512KiB", tier="cpu", param_tier="cpu", device_memory="700KiB", batch=3,
+        seq=16, machine=find(machine),
+    )  # fmt: skip
+    model = sized(options)
+    planned = planned_of(options, model, None)
+    found = beside_of(planned, options, model, waiting_of(options, model)).tiled_bytes
+    linears = {name: one for name, one in model.module.named_modules() if isinstance(one, nn.Linear)}
+    in_tiles = {spec.unit: spec for spec in planned.layout.specs if spec.tile and spec.name[:-7] in linears}
+    assert set(found) == set(in_tiles)
+    for unit, spec in in_tiles.items():
+        out, width = linears[spec.name[:-7]].weight.shape
+        count = -(-spec.numel // spec.tile)
+        assert found[unit] == (2 * 48 * out * 4, 48 * width * (8 + (count - 1) * 12))
+    there = replace(planned, direct=False)
+    assert beside_of(there, options, model, waiting_of(options, model)).tiled_bytes == {}
 
 
 @pytest.mark.parametrize(

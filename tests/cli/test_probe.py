@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import io_speed, probing
+from offload.cli import host_costs, io_speed, probing
 from offload.cli.main import app
 from offload.io import remembered, select
 from offload.planner import machine_file, rates
@@ -31,6 +32,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "QUICK_BYTES": 16 * MIB,
     }.items():
         monkeypatch.setattr(probing, name, value)
+    monkeypatch.setattr(host_costs, "TILES", 8)
+    monkeypatch.setattr(host_costs, "CHUNKS", 32)
     monkeypatch.setattr(io_speed, "SWEEP_ROUNDS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -74,10 +77,13 @@ def test_all_is_measured_and_remembered_and_nothing_is_left(drive: Path) -> None
     assert (of_drive["path"], of_drive["engine"], found["together"]) == (str(drive), "threads", None)
     ranges = [found["memory"], *found["products"].values(), *found["steps"].values()]
     ranges += [of_drive[operation] for operation in io_speed.OPERATIONS]
+    assert set(found["host"]) == {"tile", "chunk"}
+    ranges += found["host"].values()
     assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in ranges)
     known, settings = rates.recall("cpu"), select.recall(drive)
     assert known is not None
     assert msgspec.to_builtins(known.steps) == found["steps"]
+    assert msgspec.to_builtins(known.host) == found["host"]
     assert settings is not None
     assert (settings.engine, settings.request_bytes, settings.depth) == ("threads", MIB, 3)
     speeds = (settings.read_bytes_per_s, settings.write_bytes_per_s, settings.mixed_bytes_per_s)
@@ -89,6 +95,8 @@ def test_people_get_a_table(drive: Path) -> None:
     shown = probe(drive)
     assert "products of matrices, bf16" in shown.stdout
     assert "adamw, 8bit, split" in shown.stdout
+    assert re.search(r"Python: a tile, forward or backward .* [um]?s ", shown.stdout)
+    assert re.search(r"Python: a chunk of states, read, stepped and written .* [um]?s ", shown.stdout)
     assert "offload plan" in shown.stderr
 
 
@@ -210,10 +218,15 @@ def test_what_one_machine_measured_is_planned_on_another(
     done = probe(drive, "--save", file, "--json")
     assert done.exit_code == 0, done.stderr
     assert f"offload plan --machine {file}" in done.stderr
-    of_drive = json.loads(done.stdout)["drives"][0]
+    of_drive, host = (json.loads(done.stdout)[name] for name in ("drives", "host"))
+    (of_drive,) = of_drive
     saved = machine_file.load(str(file))
     assert saved.is_here
     assert saved.drives[0].capacity is not None
+    assert saved.host is not None
+    assert [one and one.value for one in (saved.host.tile, saved.host.chunk)] == [
+        host[what]["median"] for what in ("tile", "chunk")
+    ]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     monkeypatch.setattr(remembered, "_machine", lambda: "another")
     given = ("--split-master", "--machine", str(file))
@@ -225,6 +238,16 @@ def test_what_one_machine_measured_is_planned_on_another(
     assert {found[f"{what}_from"] for what in ("flops", "disk", "kernels")} == {"elsewhere"}
     shown = CliRunner().invoke(app, ["plan", "--cpu-memory", "least", *given]).stdout
     assert "It is another machine than this one, measured less than a day ago." in shown.splitlines()[0]
+
+
+def test_what_was_measured_before_python_was_is_still_used() -> None:
+    rates.remember(some())
+    found = json.loads(remembered.cache_file().read_text())
+    del found["sections"]["rates"]["cpu"]["host"]
+    remembered.cache_file().write_text(json.dumps(found))
+    assert rates.recall("cpu") == msgspec.structs.replace(
+        some(), measured_at=found["sections"]["rates"]["cpu"]["measured_at"]
+    )
 
 
 @pytest.mark.parametrize("name", ["there.toml", "missing/x.toml"])

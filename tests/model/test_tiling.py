@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
+from offload.model import tiling as tiled
 from offload.planner import least_cpu_memory
 from offload.planner.explain import plan_of
 from tests.support.late_copier import CopiedBy, LateCopier
@@ -560,3 +561,42 @@ def test_transforms_of_streamed_models_are_those_of_plain_ones(
         found, expected = run(one, x), run(other, x)
         # Gradients that enter a layer are sums over its tiles.
         assert torch.allclose(found, expected, atol=1e-5) if tile else torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_an_input_that_tiles_share_are_added_in_place(dtype: torch.dtype) -> None:
+    """The bits are those of a sum that is new each time, and what others have is not written to."""
+    kept = [torch.randn(3, tiled._ADDED_NUMEL // 2, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    kept = [one.to(dtype) for one in kept]
+
+    class Other(torch.autograd.Function):
+        """Its gradient is a tensor that it keeps."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+            ctx.number = number
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return kept[ctx.number], None
+
+    x = torch.zeros(kept[0].shape, dtype=dtype, requires_grad=True)
+    before, result = [one.clone() for one in kept], torch.zeros(())
+    carry = tiled._Widen.apply(x, False)
+    for number in range(3):
+        own, carry = tiled._Carry.apply(x.detach(), carry)
+        result = result + Other.apply(own, number).float()
+    result.backward()
+    assert all(map(torch.equal, kept, before))
+    wanted = (before[2].float() + before[1].float()) + before[0].float()  # the last one comes first
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted.to(dtype))
+    with torch.no_grad():
+        total = before[2].float()
+        assert tiled._added(total, before[1]) is total
+        strided = before[1].t()
+        assert torch.equal(tiled._added(total.t(), strided), total.t() + strided)
+    total = before[2].float()
+    assert tiled._added(total, before[1]) is not total  # there may be a graph of it
+    assert torch.equal(total, before[2].float())

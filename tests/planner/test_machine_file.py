@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError
 from offload.planner import machine_file
-from offload.planner.machine_file import Device, Drive, Figure, Link, Machine, Size
+from offload.planner.machine_file import Device, Drive, Figure, Host, Link, Machine, Size
 from offload.sizes import GIB
 
 PCIE_4 = 16 * 16e9 * 128 / 130 / 8
@@ -40,6 +40,7 @@ def some(**others: Any) -> Machine:
             Drive("other", Figure(1e9, "x"), Figure(1e9, "x"), Figure(2e9, "x"), Size("2TB", "x"), Size("100TB", "x")),
         ),
         "network": rate,
+        "host": Host(Figure(250e-6, "measured", True, 200e-6, 300e-6), Figure(90e-6, "a guess")),
     }
     return Machine("some", Size("64GiB", "it is installed"), **fields | others)
 
@@ -112,6 +113,7 @@ WRONG = [
     ('threads = { value = "24gib", source = "x" }', "did you mean '24GiB'"),
     ('threads = { value = 0, source = "x" }', "give a number above 0"),
     ("measured_at = 2026-01-02T03:04:05", "measured_at: Expected `datetime` with a timezone component"),
+    ("[host]\ntiles = 1", "host: Object contains unknown field `tiles`. It has nothing else, and may have tile, chunk"),
     ("[[drives]]\nname = 'x'\ncount = 0", "drives[0].count: Expected `int` >= 1"),
     ("name = ", "is no TOML"),
     ("name = 'x'\nname = 'y'", "is no TOML"),

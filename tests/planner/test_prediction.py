@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from torch import nn
 
 from offload import OffloadZero, Tuning
@@ -21,7 +22,7 @@ from offload.planner import prediction, rates
 from offload.planner.explain import plan_of
 from offload.planner.measured import Here
 from offload.planner.prediction import Prediction
-from offload.planner.rates import Rate, Rates
+from offload.planner.rates import HostRates, Rate, Rates
 from offload.planner.simulate import Iteration, simulate
 from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
 from offload.planner.simulate.what_if import passes_of
@@ -87,6 +88,21 @@ def test_an_iteration_is_predicted_by_the_tokens_that_the_model_is_given(
     assert float(said[1]) == pytest.approx(moving, rel=0.02)
     assert int(said[2]) == round(moving * FLOPS / (accumulation * 6 * NUMEL))
     assert line.count("\n") == 1
+
+
+def test_chunks_that_stream_take_what_python_takes(tmp_path: Path) -> None:
+    """A second for each, beside which all else is next to nothing."""
+    measured(tmp_path)
+    known = rates.recall(device_name(accelerator()))
+    assert known is not None
+    rates.remember(replace_struct(known, host=HostRates(Rate.of([7.0]), Rate.of([1.0]))))
+    options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "commit_every": None}
+    planned = plan_of(Words(), direct=accelerator() is None, tuning=Tuning(chunk="4KiB", threads=1), **options)
+    least = planned.cpu_memory_for(0.0)
+    chunks = len(planned.with_memory(least).place().states.streamed)
+    assert chunks > 2
+    found = run(tmp_path, 2, cpu_memory=least, **options)
+    assert found["predicted_iteration_s"] == pytest.approx(chunks, rel=0.02)
 
 
 class Patches(nn.Module):

@@ -9,7 +9,7 @@ from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.routing import Routing
 from offload.planner.simulate import Iteration, simulate
-from offload.planner.simulate.lines import COMPUTE, KERNELS, MEMORY
+from offload.planner.simulate.lines import COMPUTE, KERNELS, MEMORY, PYTHON
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.verdict import Work
 
@@ -104,7 +104,7 @@ def hiding_tokens(held: Layout, placement: Placement, passes: Passes, speeds: Sp
         found = simulate(held, placement, passes.times(times), speeds)
         if not isinstance(found, Iteration):
             return False
-        own = (COMPUTE, KERNELS, MEMORY) if placement.is_direct else (COMPUTE,)
+        own = (COMPUTE, KERNELS, MEMORY, PYTHON) if placement.is_direct else (COMPUTE,)
         return sum(found.parts.get(name, 0.0) for name in own) >= (1 - HIDDEN) * found.seconds
 
     low, high = 0.0, 1.0

@@ -1,0 +1,134 @@
+"""Measures what the host takes in Python for a tile and a chunk, as `HostCosts` (planner/simulate/speeds.py) has it.
+
+Both are differences: a run of many tiles, or chunks, of next to no elements, beside one that has the same elements in
+one piece. What a forward, a backward or a step takes beside is in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import OffloadZero, Tuning
+from offload.devices.copies import accelerator
+from offload.io.select import AUTO
+from offload.planner.explain import plan_of
+from offload.sizes import MASTER_ITEM_BYTES, PAGE_BYTES
+
+TILES, TILE_ROWS, WIDTH = 64, 8, 64
+"""Of the weight that is cut into tiles: how many these are, and the rows of one; the columns of all weights here."""
+CHUNKS, BUFFERS = 128, 16
+"""Of the states that are cut into chunks of a page of masters, all of them on the drive; how many may be in RAM."""
+LEAST_S = 1e-9
+"""A difference that is no cost, since something else ran beside it, counts as this much."""
+
+Seconds = Callable[[], float]
+"""Measures once."""
+
+
+@contextlib.contextmanager
+def tiles(group: object | None = None) -> Iterator[Seconds]:
+    """A context that gives what measures the seconds of a tile, forward or backward.
+
+    Args:
+        group: a process group that has this rank alone; None: there is one rank.
+    """
+    nbytes = TILE_ROWS * WIDTH * torch.float32.itemsize
+    with contextlib.ExitStack() as stack:
+        cut, whole = (
+            stack.enter_context(
+                _held(
+                    TILES * TILE_ROWS,
+                    tier="cpu",
+                    param_tier="cpu",
+                    process_group=group,
+                    tuning=Tuning(tile=tile),
+                )
+            )
+            for tile in (nbytes, 0)
+        )
+        yield lambda: max(cut.passes_s() - whole.passes_s(), LEAST_S * 2 * TILES) / (2 * TILES)
+
+
+@contextlib.contextmanager
+def chunks(path: Path, engine: str = AUTO, group: object | None = None) -> Iterator[Seconds]:
+    """A context that gives what measures the seconds of a chunk that is read, stepped and written.
+
+    Args:
+        path: a directory on the drive. A folder in it is there as long as the context is.
+        engine: that moves the bytes.
+        group: as for `tiles`.
+    """
+    rows = CHUNKS * PAGE_BYTES // (MASTER_ITEM_BYTES * WIDTH)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".offload-probe-", dir=path)))
+        cut, whole = (
+            stack.enter_context(
+                _held(
+                    rows,
+                    tier="nvme",
+                    path=folder / f"{nbytes}",
+                    param_tier="device",
+                    grad_tier="cpu",
+                    commit_every=None,
+                    process_group=group,
+                    tuning=Tuning(chunk=nbytes, prefetch_chunks=BUFFERS, io_engine=engine),
+                )
+            )
+            for nbytes in (PAGE_BYTES, CHUNKS * PAGE_BYTES)
+        )
+        yield lambda: max(cut.step_s() - whole.step_s(), LEAST_S * CHUNKS) / (CHUNKS - 1)
+
+
+class _Held:
+    """A layer that is held.
+
+    Args:
+        model: has the layer.
+        optimizer: holds the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OffloadZero) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._device = accelerator() or torch.device("cpu")
+
+    def passes_s(self) -> float:
+        """Seconds of a forward and a backward."""
+        return self._iteration()[0]
+
+    def step_s(self) -> float:
+        """Seconds of a step, until its results are in the model."""
+        return self._iteration()[1]
+
+    def _iteration(self) -> tuple[float, float]:
+        x = torch.ones(1, WIDTH, device=self._device, requires_grad=True)
+        start = time.perf_counter()
+        self._model(x).sum().backward()
+        middle = time.perf_counter()
+        self._optimizer.step()
+        self._optimizer.synchronize()
+        end = time.perf_counter()
+        self._optimizer.zero_grad()
+        return middle - start, end - middle
+
+
+@contextlib.contextmanager
+def _held(rows: int, **options: Any) -> Iterator[_Held]:
+    """A layer of so many rows that is held with these options. Nothing is said of it."""
+    options["compute_dtype"], device = torch.float32, accelerator()
+    model = nn.Sequential(nn.Linear(WIDTH, rows, bias=False, device=device))
+    if options["tier"] == "nvme":
+        planned = plan_of(model, direct=device is None, **options)
+        options["cpu_memory"] = planned.cpu_memory_for(0.0)
+    with contextlib.redirect_stderr(io.StringIO()):
+        optimizer = OffloadZero(model, **options)
+    with optimizer:
+        yield _Held(model, optimizer)

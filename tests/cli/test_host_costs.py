@@ -1,0 +1,54 @@
+"""What Python takes for a tile and for a chunk: what is put into the way of each of them is in what is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.cli import host_costs
+from offload.model.fetch import StreamedUnits
+from offload.optim.step import Step
+from tests.support.processes import open_files, own_threads
+
+DELAY_S = 1e-2
+
+
+def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(DELAY_S)
+        return call(*args, **kwargs)
+
+    return late
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_costs, "TILES", 16)
+    monkeypatch.setattr(host_costs, "CHUNKS", 32)
+
+
+def test_what_a_tile_takes_is_that_of_a_forward_or_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward of a tile waits, no backward does: half of the wait counts."""
+    monkeypatch.setattr(StreamedUnits, "forward_begins", delayed(StreamedUnits.forward_begins))
+    with host_costs.tiles() as measure:
+        measure()
+        assert 0.45 * DELAY_S < measure() < 0.95 * DELAY_S
+
+
+def test_what_a_chunk_takes_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files(), own_threads()
+    monkeypatch.setattr(Step, "_run", delayed(Step._run))
+    with host_costs.chunks(tmp_path) as measure:
+        measure()
+        assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+    assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
+
+
+def test_a_difference_that_is_none_is_a_cost_that_can_be_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_costs._Held, "passes_s", lambda self: 1.0)
+    with host_costs.tiles() as measure:
+        assert measure() == pytest.approx(host_costs.LEAST_S)
