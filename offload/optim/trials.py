@@ -11,7 +11,7 @@ as long as it shows in an input:
 | input               | by what it is compared                                         | noted                   |
 |---------------------|----------------------------------------------------------------|-------------------------|
 | old states          | the store: whoever else writes to the chunk ends its trial     | by the lease            |
-| halves of masters   | likewise: whoever writes to parameters that are writes there   | copied before the lease |
+| halves of masters   | numbers of the writes to the chunk's states and parameters     | before they are copied  |
 | gradients           | a number for each parameter that changes with its gradient     | before the kernel reads |
 | scalars             | the runs of elements, and the bytes that the kernel gets       | at the first gradient   |
 
@@ -19,8 +19,9 @@ A gradient is read only while its sums of squares are current: whoever changes i
 again when it is whole. So the parameters of a chunk that is tried have been applied: a gradient that was made from an
 older value raises. Where masters are split, these are their upper halves: they are copied to where the new ones go.
 Gradients in slots are read while they are still in RAM, if there is room; the slot has them for a step that is made
-anew. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale, and that nothing
-is clipped.
+anew. Upper halves are copied before the states are leased, and others write to both, one after the other: so the
+numbers of these writes are compared, too. What is expected are the hyper-parameters at the first gradient of a step,
+the last loss scale, and that nothing is clipped.
 
 | between backward and step()                     | seen by                            | then                          |
 |-------------------------------------------------|------------------------------------|-------------------------------|
@@ -71,6 +72,7 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import Task
 from offload.optim.chunk_work import ChunkWork, StepKey
+from offload.optim.new_params import NewParameters
 from offload.optim.rule import Rule
 from offload.profiling import ADAM
 from offload.regions import Region
@@ -112,7 +114,8 @@ def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Regio
 
 
 Generations = tuple[int, ...]
-"""Numbers of the gradients of a chunk's parameters, each of which changes with its gradient."""
+"""Numbers of the gradients of a chunk's parameters, each of which changes with its gradient. Of a trial that has read
+upper halves of masters, also how often its states and its parameters have been written to."""
 
 
 class TriedChunks:
@@ -187,7 +190,7 @@ class _Trial(NamedTuple):
     """A trial that has been made.
 
     Attributes:
-        generations: of its gradients.
+        generations: of its gradients and halves.
         runs: the elements that were stepped, and the scalars of each run as the kernel got them.
     """
 
@@ -230,8 +233,7 @@ class Trials:
         rules: that of each param group.
         store: the store of the states.
         gradients: the gradient buffer.
-        halves: copies a chunk's parameters, which are the upper halves of split masters, to memory of shape
-            (chunk.numel,); None: masters are whole.
+        halves: has the parameters, which are the upper halves of split masters; None: masters are whole.
         tasks: what steps a chunk, given what to do, its states, its gradients, where its new parameters go, and, with a
             split master, the present ones.
         worker: makes the trials. Whoever has made it ends it.
@@ -250,7 +252,7 @@ class Trials:
         rules: Sequence[Rule],
         store: Store,
         gradients: GradientBuffer,
-        halves: Callable[[Chunk, Tensor], None] | None,
+        halves: NewParameters | None,
         tasks: Callable[[ChunkWork, Lease, Tensor, Tensor, Tensor | None], Sequence[Task]],
         worker: Workers,
     ) -> None:
@@ -308,13 +310,20 @@ class Trials:
             else:
                 self._store.unexpect(chunk)
 
-    def _generations(self, chunk: int) -> Generations | None:
-        return self._chunks.generations(chunk, self._gradients.generation)
+    def _generations(self, chunk: Chunk) -> Generations | None:
+        generations = self._chunks.generations(chunk.index, self._gradients.generation)
+        if generations is None or (halves := self._halves_of(chunk)) is None:
+            return generations
+        return *generations, self._store.writes(chunk.index), halves.writes(chunk)
+
+    def _halves_of(self, chunk: Chunk) -> NewParameters | None:
+        """What has the upper halves of a chunk's masters; None: these are whole."""
+        return self._halves if has_halves(self._layout.flats[chunk.flat]) else None
 
     def _try(self, chunk: Chunk, round_: _Round) -> None:
         """Makes the trial of a chunk, in the worker."""
         index, step = chunk.index, round_.expected.step
-        generations = self._generations(index)  # before anything is read
+        generations = self._generations(chunk)  # before anything is read
         if generations is None or not round_.may_be_made or not self._store.can_try(index):
             return
         keys = {param: round_.expected.key_of(param) for param in self._chunks.params_of(index)}
@@ -323,8 +332,8 @@ class Trials:
         work = ChunkWork(step, chunk, True, runs, scalars)
         self._made.pop(index, None)  # its new parameters are about to be overwritten
         new, present = self._new[index], None
-        if self._halves is not None and has_halves(self._layout.flats[chunk.flat]):
-            self._halves(chunk, new)
+        if (halves := self._halves_of(chunk)) is not None:
+            halves.copy_current(chunk, new)
             present = new
         with (
             self._store.lease(index, Use.TRY, step=step) as lease,
@@ -392,7 +401,7 @@ class Trials:
         trial = self._made.get(work.chunk.index)
         return (
             trial is not None
-            and trial.generations == self._generations(work.chunk.index)
+            and trial.generations == self._generations(work.chunk)
             and trial.runs == self._as_bytes(work)
         )
 

@@ -273,6 +273,10 @@ class Store:
         one = self._chunks[chunk]
         return not one.is_resident and one.stored is not None
 
+    def writes(self, chunk: int) -> int:
+        """A number that changes with each use of the chunk that writes to it, but for those that try a step."""
+        return self._chunks[chunk].writes
+
     @uninterrupted
     def keep(self, chunks: Collection[int], step: int) -> set[int]:
         """Makes what was tried of chunks their last version, where it was tried from the present one.
@@ -588,7 +592,8 @@ class Store:
             elif use is Use.TRY:
                 self._release_tried(chunk, step, is_cut_off=is_cut_off)
                 return
-            elif use is not Use.READ:
+            if use is not Use.READ:
+                chunk.writes += 1
                 chunk.tried = None
             if use is Use.CONSUME or (lease.is_blank and is_cut_off):
                 chunk.change(Residency.EMPTY if chunk.stored is None else Residency.STORED)

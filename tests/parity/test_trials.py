@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
+from offload.layout import Chunk
+from offload.model.transfer import UnitTransfers
 from offload.native import Task
 from offload.optim.chunk_work import ChunkWork
 from offload.optim.rule import Progress
@@ -486,6 +488,97 @@ def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_w
             assert not is_time
             if step == AT and loop is loops[1]:
                 changes(loop)
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+    assert 0 < loops[0].kept[AT] < loops[0].kept[AT - 1]
+
+
+def loaded_and_looked_at(loop: Loop, meanwhile: Callable[[], None]) -> None:
+    """Masters follow at once, while the upper halves that a trial has copied are those before."""
+    weights_loaded(loop)
+    looked_at(loop)
+    meanwhile()
+
+
+def written_in_gathered(loop: Loop, meanwhile: Callable[[], None]) -> None:
+    """Masters follow at the end of the block, and then the store of the parameters, which still has the values before
+    while the trial is made."""
+    stores = UnitTransfers.store_flat
+
+    def follows(self: UnitTransfers, flat: int) -> None:
+        meanwhile()
+        stores(self, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitTransfers, "store_flat", follows)
+        with torch.no_grad(), loop.optimizer.gathered(loop.first):
+            loop.first.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("param_tier", "writes", "held_up"),
+    [
+        ("device", loaded_and_looked_at, "copy_current"),
+        ("nvme", written_in_gathered, "copy_current"),
+        ("nvme", written_in_gathered, "generations"),
+    ],
+)
+def test_a_parameter_that_is_written_while_its_chunk_is_tried_is_not_the_half_that_was_tried(
+    param_tier: str,
+    writes: Callable[[Loop, Callable[[], None]], None],
+    held_up: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trial begins before the write, or between the one to the masters and that to the parameters."""
+    monkeypatch.undo()  # trials wait
+    options: dict[str, Any] = {"commit_every": 0, "split": True, "param_tier": param_tier}
+    loops = [Loop(where, tmp_path / where, **options) for where in ("nvme", "cpu")]
+    trials = loops[0].optimizer._parts.step.trials
+    assert trials is not None
+    assert trials._halves is not None
+    trials._chunks.most_waiting = 100  # however slow the disk is
+    names = [spec.name for spec in loops[0].optimizer._layout.specs]
+    chunks = loops[0].optimizer._layout.chunks_of[names.index("2.weight")]
+    is_time, is_held, may_go, under_way = False, threading.Event(), threading.Event(), threading.local()
+    tries, copy, generations = trials._try, trials._halves.copy_current, trials._chunks.generations
+
+    def attempts(*about: Any) -> None:
+        under_way.is_trial = True
+        tries(*about)
+        under_way.is_trial = False
+
+    def waits(index: int) -> None:
+        if is_time and index in chunks and getattr(under_way, "is_trial", False):
+            is_held.set()
+            assert may_go.wait(60)
+
+    def copies(chunk: Chunk, into: Tensor) -> None:
+        copy(chunk, into)
+        waits(chunk.index)
+
+    def numbers(chunk: int, of: Callable[[int], int | None]) -> tuple[int, ...] | None:
+        waits(chunk)
+        return generations(chunk, of)
+
+    def meanwhile() -> None:
+        may_go.set()
+        wait_for_all(tuple(trials._queue))
+
+    monkeypatch.setattr(trials, "_try", attempts)
+    if held_up == "copy_current":
+        monkeypatch.setattr(trials._halves, "copy_current", copies)
+    else:
+        monkeypatch.setattr(trials._chunks, "generations", numbers)
+    for loop in loops:
+        for step in range(STEPS):
+            is_time = loop._is_late = step == AT and loop is loops[0]
+            loop.backward()
+            assert not is_time or is_held.wait(60)
+            if step == AT:
+                writes(loop, meanwhile if is_time else lambda: None)
+                wait_for_all(tuple(trials._queue))
             loop.step()
         loop.end()
     require_same(loops[0].seen, loops[1].seen)
