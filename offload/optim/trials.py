@@ -306,7 +306,10 @@ class Trials:
             while self._queue and self._queue[0].done():
                 self._queue.popleft()
             if len(self._queue) < self._chunks.most_waiting:
-                self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
+                # In the queue first: an interrupt may come as soon as the worker has it, and `end` waits for it then.
+                future: Future[None] = Future()
+                self._queue.append(future)
+                self._worker.put(future, self._try, self._layout.chunks[chunk], self._round)
             else:
                 self._store.unexpect(chunk)
 
@@ -362,8 +365,8 @@ class Trials:
     def paused(self) -> Iterator[None]:
         """A context in which no trial is made. Those that have been made stay, and later gradients lead to others."""
         was_open = self._is_open
-        self.end()
         try:
+            self.end()
             yield
         finally:
             self._is_open = was_open  # not inside a step, which has ended them, too

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
+from offload.io.threads import Workers
 from offload.layout import Chunk
 from offload.model.transfer import UnitTransfers
 from offload.native import Task
@@ -625,6 +626,66 @@ def test_what_no_trial_may_run_beside_waits_for_the_one_that_has_begun_and_drops
     assert tried == parts.stores[ChunkKind.STATES].nbytes(chunks[0])
     assert len(chunks) == 1
     loop.optimizer.close()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there hooks of gradients run in threads that no signal interrupts")
+def test_a_trial_that_an_interrupt_meets_on_its_way_to_the_worker_is_waited_for_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes between two lines of a gradient's hook, on the CPU, when the worker has the trial already."""
+    monkeypatch.undo()  # trials wait
+    loop = Loop("nvme", tmp_path, commit_every=0)
+    loop.backward()
+    loop.optimizer.commit()
+    loop.step()
+    trials, put = loop.optimizer._parts.step.trials, Workers.put
+    assert trials is not None
+    tasks, has_begun, may_end = trials._tasks, threading.Event(), threading.Event()
+
+    def interrupted(self: Workers, *call: Any, **options: Any) -> None:
+        put(self, *call, **options)
+        if self is trials._worker:
+            raise KeyboardInterrupt
+
+    def waits(*about: Any) -> Sequence[Task]:
+        has_begun.set()
+        assert may_end.wait(60)
+        return tasks(*about)
+
+    monkeypatch.setattr(trials, "_tasks", waits)
+    loss = loop.model(loop.batch()).float().pow(2).mean()
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert has_begun.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    loop.optimizer.rollback()
+    assert may_end.is_set()
+    loop.optimizer.close()
+
+
+def test_a_commit_that_is_interrupted_keeps_nothing_from_being_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes while the commit waits for the trials that it pauses."""
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    loops = [Loop(where, tmp_path / where, commit_every=0) for where in ("nvme", "cpu")]
+    for loop in loops:
+        for step in range(STEPS):
+            if step == AT and loop is loops[0]:
+                with monkeypatch.context() as patch:
+                    patch.setattr("offload.optim.trials.wait_for_all", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        loop.optimizer.commit()
+            loop.backward()
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+    assert loops[0].kept[AT] == loops[0].kept[AT - 1] > 0
 
 
 OTHERS: dict[str, Callable[[_Trial], _Trial]] = {
