@@ -208,14 +208,25 @@ class _Round:
 
     def __init__(self, expected: Expected, rules: Sequence[Rule]) -> None:
         self.expected = expected
-        self.squares = 0.0
+        self._squares = 0.0
+        self._squares_of: dict[int, float] = {}
         self._rules = rules
         self._scalars: dict[StepKey, Any] = {}
 
     @property
     def may_be_made(self) -> bool:
         """Whether the gradients that have come leave it open that the step is made as it is expected."""
-        return self.squares <= self.expected.most_squares and math.isfinite(self.squares)
+        return self._squares <= self.expected.most_squares and math.isfinite(self._squares)
+
+    def add(self, param: int, squares: float) -> None:
+        """Counts the squares of a gradient, of which a tile has come, or all of it once more.
+
+        Args:
+            param: the parameter's number.
+            squares: the sum of those that are there now.
+        """
+        self._squares += squares - self._squares_of.get(param, 0.0)
+        self._squares_of[param] = squares
 
     def scalars(self, key: StepKey) -> Any:
         """What the rule takes, for parameters with this key."""
@@ -297,7 +308,7 @@ class Trials:
         """Submits trials of the chunks of a parameter whose gradients are all there."""
         if self._round is None:
             self._round = _Round(self.owner.expected(), self._rules)
-        self._round.squares += self._gradients.squares(param)
+        self._round.add(param, self._gradients.squares(param))
         if not self.is_on or not self._round.may_be_made:
             return
         if self.pending and self._reserves_once:

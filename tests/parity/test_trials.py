@@ -64,7 +64,7 @@ class Loop:
 
     Args: where: "nvme", with trials, "nvme without", or "cpu"; rule: an optimizer, from its groups; None: AdamW;
     is_late: whether what comes after a backward may come before its last gradients and trials do; split: whether
-    masters are split on NVMe; chunk, width: of a chunk in bytes, and of each layer.
+    masters are split on NVMe; chunk, width, tile: of a chunk in bytes, of each layer, and of a layer's tiles in bytes.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Loop:
         split: bool = False,
         chunk: str = "4KiB",
         width: int = WIDTH,
+        tile: int | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -88,7 +89,7 @@ class Loop:
         plain = torch.optim.AdamW(groups, lr=1e-2) if rule is None else rule(groups)
         where, _, without = where.partition(" ")
         tries, splits = where == "nvme" and not without, split and where == "nvme"
-        tuning = Tuning(chunk=chunk, speculate=tries, split_master=splits)
+        tuning = Tuning(chunk=chunk, speculate=tries, split_master=splits, tile=tile)
         if where == "nvme":
             options.setdefault("cpu_memory", least_cpu_memory(self.model, plain, tuning=tuning, **_planned(options)))
         else:
@@ -944,6 +945,26 @@ def test_nothing_more_is_tried_once_gradients_exceed_what_they_were_clipped_to(t
     loop.end()
     assert tried[2] > 0
     assert tried[2] == tried[3] == tried[4]  # the first gradient of a step exceeds it
+
+
+def test_the_squares_of_a_gradient_that_comes_in_tiles_count_once(tmp_path: Path) -> None:
+    """Where all are clipped to little more than their norm, they are tried to the last one. It stays what it is."""
+    kept = []
+    for name, by in (("little", 0.0), ("much", 1e4)):
+        loop = Loop("nvme", tmp_path / name, commit_every=None, param_tier="cpu", tile=2048)
+        assert max(map(len, loop.optimizer._parts.gradients._tiles)) == 4  # type: ignore[attr-defined]
+        for group in loop.optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(STEPS):
+            loop._batch = 0
+            loop.backward()
+            by = by or 1.01 * float(loop.optimizer.clip_grad_norm_(1e4))
+            assert float(loop.optimizer.clip_grad_norm_(by)) < by
+            loop.step()
+        kept.append(loop.kept)
+        loop.optimizer.close()
+    assert kept[0] == kept[1]
+    assert kept[0][-1] > 0
 
 
 def test_probes_without_a_step_switch_trials_off(tmp_path: Path) -> None:
