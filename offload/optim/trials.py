@@ -34,12 +34,12 @@ the last loss scale, and that nothing is clipped.
 | zero_grad(), another backward                   | `begin_anew`, number               | dropped                       |
 | lr, betas, weight decay changed                 | scalars                            | those of the group, later     |
 | p read, forward in eval mode                    | - (p has its old value)            | kept                          |
-| p written                                       | the store                          | its chunks are stepped later  |
+| p written; `apply()`                            | the store                          | its chunks are stepped later  |
 | state_of, export, commit, snapshot              | -                                  | they see the last step; kept  |
 | rollback, load_state_dict, close                | `abandon`                          | dropped                       |
 
 One worker makes trials, beside backward: that of the steps, where there is one. It takes no lock of the run, and has
-ended before anything that a trial may not run beside: a step, a commit, a rollback, closing.
+ended before anything that a trial may not run beside: a step, `apply()`, a commit, a rollback, closing.
 
 Trials that are not kept cost bytes of the disk. So every LEFT_OUT-th chunk is not tried, which leaves the disk
 something to do in forward; nothing is tried while the squares of the gradients so far exceed the last `max_norm`, as a

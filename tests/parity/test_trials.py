@@ -32,6 +32,7 @@ from offload.optim.trials import _Trial
 from offload.planner import least_cpu_memory
 from offload.profiling import Timeline
 from offload.storage.slot_map import ChunkKind
+from tests.optim.test_methods import Averaged
 from tests.support import tried
 from tests.support.cases import often, products
 from tests.support.device import DEVICE
@@ -589,6 +590,7 @@ def test_a_parameter_that_is_written_while_its_chunk_is_tried_is_not_the_half_th
 
 ENDS: dict[str, Callable[[Loop], object]] = {
     "step": lambda loop: loop.step(),
+    "apply": lambda loop: loop.optimizer.apply("damp"),
     "commit": lambda loop: loop.optimizer.commit(),
     "rollback": lambda loop: loop.optimizer.rollback(),
     "close": lambda loop: loop.optimizer.close(),
@@ -600,7 +602,7 @@ def test_what_no_trial_may_run_beside_waits_for_the_one_that_has_begun_and_drops
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # trials wait
-    loop = Loop("nvme", tmp_path, commit_every=0)
+    loop = Loop("nvme", tmp_path, commit_every=0, rule=Averaged if ends == "apply" else None)
     loop.backward()
     loop.optimizer.commit()
     loop.step()
