@@ -338,7 +338,7 @@ class Trials:
         """Makes the trial of a chunk, in the worker."""
         index, step = chunk.index, round_.expected.step
         generations = self._generations(chunk)  # before anything is read
-        if generations is None or not round_.may_be_made or not self._store.can_try(index):
+        if generations is None or not round_.may_be_made:
             return
         keys = {param: round_.expected.key_of(param) for param in self._chunks.params_of(index)}
         runs = segments(chunk, keys.get)

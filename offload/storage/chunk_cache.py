@@ -268,11 +268,6 @@ class Store:
         """The bytes of the chunk's slot."""
         return self._chunks[chunk].slot_arrays.nbytes
 
-    def can_try(self, chunk: int) -> bool:
-        """Whether a step of the chunk can be tried: it streams, and its last version is in a slot, or on its way."""
-        one = self._chunks[chunk]
-        return not one.is_resident and one.stored is not None
-
     def writes(self, chunk: int) -> int:
         """A number that changes with each use of the chunk that writes to it, but for those that try a step."""
         return self._chunks[chunk].writes
@@ -558,6 +553,7 @@ class Store:
         """Whether the chunk has a buffer in RAM with its data. If not, does what can be done now to bring it there."""
         self.check()
         state = chunk.state
+        assert not tries or (not chunk.is_resident and chunk.stored is not None)
         if tries and state is Residency.DIRTY:
             self._write(chunk, Residency.CLEAN)  # what is tried overwrites the buffer
             return False
