@@ -28,15 +28,18 @@ from offload.native import Task
 from offload.optim.chunk_work import ChunkWork
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
-from offload.optim.trials import _Trial
+from offload.optim.trials import _Trial, tried_chunks
 from offload.planner import least_cpu_memory
 from offload.profiling import Timeline
+from offload.storage.cached_chunk import CachedChunk
+from offload.storage.chunk_cache import Store
 from offload.storage.slot_map import ChunkKind
 from tests.optim.test_methods import Averaged
 from tests.support import tried
 from tests.support.cases import often, products
 from tests.support.device import DEVICE
 from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
+from tests.support.runs import layout_of
 from tests.support.training import LossScale, train
 
 STEPS = 4
@@ -432,6 +435,29 @@ def test_a_gradient_in_a_slot_is_stepped_from_ram_and_read_again_only_for_a_miss
     assert moved["nvme without"] - moved["nvme"] == saved > 0
 
 
+def test_gradients_in_slots_leave_their_buffers_where_nothing_is_tried_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retained, retain = 0, Store.retain
+
+    def counts(self: Store, chunk: int) -> None:
+        nonlocal retained
+        retained += 1
+        retain(self, chunk)
+
+    monkeypatch.setattr(Store, "retain", counts)
+    loop = Loop("nvme", tmp_path, **PLACES["grads on nvme"], commit_every=None)
+    trials = loop.optimizer._parts.step.trials
+    assert trials is not None
+    for step in range(16):
+        before, are_tried = retained, trials.is_on
+        loop.backward()
+        assert (retained > before) is are_tried is (0 < step < 13)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e4 if step < 3 else 1e-4)
+        loop.step()
+    loop.optimizer.close()
+
+
 def test_a_gradient_that_comes_beside_a_commit_is_not_tried(
     tmp_path: Path, copied_by: CopiedBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -691,6 +717,74 @@ def test_a_commit_that_is_interrupted_keeps_nothing_from_being_tried(
     assert loops[0].kept[AT] == loops[0].kept[AT - 1] > 0
 
 
+def test_every_fourth_chunk_that_streams_is_left_to_the_forward_of_whatever_unit() -> None:
+    """Seven chunks of each of three units, of which the first ones of two stay in RAM."""
+    layout = layout_of((7 * 64,) * 3, chunk_numel=64, units=("0", "1", "2"))
+    streamed = [index for index in range(21) if index not in (0, 7)]
+    tried = tried_chunks(layout, streamed)
+    assert [*sorted({*streamed} - {*tried})] == [4, 9, 13, 17]
+    assert tried == sorted(tried)
+
+
+def test_no_more_trials_wait_than_a_unit_has_and_nothing_is_read_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # trials wait
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+    trials, store = loop.optimizer._parts.step.trials, loop.optimizer._parts.stores.states
+    assert trials is not None
+    is_free, read, reads = threading.Event(), [], store._read
+    busy = trials._worker.submit(is_free.wait, 60)
+    loss = loop.model(loop.batch()).float().pow(2).mean()
+
+    def notes(chunk: CachedChunk) -> None:
+        read.append(chunk.index)
+        reads(chunk)
+
+    monkeypatch.setattr(store, "_read", notes)
+    loss.backward()
+    loop.optimizer._parts.gradients.drain()
+    first = trials._chunks.order[: trials._chunks.most_waiting]
+    assert len(trials._queue) == trials._chunks.most_waiting == 4  # of five chunks, but for every fourth
+    is_free.set()
+    wait_for_all([busy, *trials._queue])
+    store.drain()
+    assert sorted(trials._made) == sorted(first)
+    assert {*read} <= {*first}
+    loop.step()
+    assert loop.kept[-1] == sum(map(store.nbytes, first))
+    loop.optimizer.close()
+
+
+@pytest.mark.parametrize("rule", ["radam", "adamw"])
+def test_what_takes_memory_beside_its_arrays_is_not_tried_beside_a_step_that_is_still_to_be_made(
+    rule: str, tmp_path: Path
+) -> None:
+    """That of the last layer, which the third forward leaves out. The memory is there once."""
+    options = {"commit_every": 0, "rule": RULES.get(rule)}
+    loops = [Loop(where, tmp_path / where, **options) for where in ("nvme", "cpu")]
+    for loop in loops:
+        for step in range(STEPS):
+            before = loop.optimizer.stats()["tried_bytes"]
+            if step == AT:
+                x = loop.batch()
+                for layer in loop.model[:-1]:
+                    x = layer(x)
+                x.float().pow(2).mean().backward()
+                loop.optimizer._parts.gradients.drain()
+            else:
+                loop.backward()
+            if loop is loops[0]:
+                tries = loop.optimizer.stats()["tried_bytes"] > before
+                assert tries is (step > 0 and (step != AT or rule == "adamw"))
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+
+
 OTHERS: dict[str, Callable[[_Trial], _Trial]] = {
     "gradients": lambda one: one._replace(generations=tuple(number - 1 for number in one.generations)),
     "elements": lambda one: one._replace(runs=[replace(run, stop=run.stop - 1) for run in one.runs]),
@@ -947,6 +1041,20 @@ def test_nothing_more_is_tried_once_gradients_exceed_what_they_were_clipped_to(t
     loop.end()
     assert tried[2] > 0
     assert tried[2] == tried[3] == tried[4]  # the first gradient of a step exceeds it
+
+
+def test_nothing_more_is_tried_once_a_gradient_is_infinite(tmp_path: Path) -> None:
+    """Nothing is clipped, so the squares may be as large as they like."""
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+    tried = loop.optimizer.stats()["tried_bytes"]
+    for param in loop.model[-1].parameters():
+        param.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    loop.backward()
+    assert loop.optimizer.stats()["tried_bytes"] == tried > 0
+    loop.optimizer.close()
 
 
 def test_the_squares_of_a_gradient_that_comes_in_tiles_count_once(tmp_path: Path) -> None:

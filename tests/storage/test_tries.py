@@ -162,6 +162,18 @@ def test_an_order_that_does_not_repeat_is_read_once(engine: FaultyEngine, tmp_pa
         assert engine.reads - before == 2
 
 
+def test_what_is_taken_back_is_not_read(engine: FaultyEngine, tmp_path: Path) -> None:
+    with store_on(engine, tmp_path / "run", buffers=1) as store:
+        store.drain()
+        before = engine.reads
+        store.expect([0, 1, 2], repeats=False)
+        store.unexpect(1)
+        for index in (0, 2):
+            attempt(store, index, 2)
+        store.drain()
+        assert engine.reads - before == 2
+
+
 def test_each_lease_that_writes_to_a_chunk_changes_the_number_of_its_writes_but_for_tries(store: Store) -> None:
     numbers = [store.writes(0)]
     for use in (Use.UPDATE, Use.OVERWRITE, Use.FILL, Use.REFILL):
