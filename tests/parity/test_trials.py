@@ -504,7 +504,7 @@ def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_w
 
     def counts(self: Timeline, name: str, amount: int) -> None:
         nonlocal is_time
-        if name == "tried_bytes" and is_time and loops[0].optimizer._parts.gradients.has(number):
+        if name == "tried_bytes" and is_time and loops[0].optimizer._parts.gradients.generation(number) is not None:
             is_time = False
             changes(loops[0])
         count(self, name, amount)
