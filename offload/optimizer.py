@@ -641,6 +641,10 @@ class OffloadZero(torch.optim.Optimizer):
         if self._parts.step.trials is not None:
             self._parts.step.trials.end()
 
+    def _trials_paused(self) -> AbstractContextManager[None]:
+        trials = self._parts.step.trials
+        return nullcontext() if trials is None else trials.paused()
+
     def _begin_step(self, active: Sequence[int], update: _Update) -> None:
         keys = {n: self._key_of(n) for n in active}
         flats = self._held.pending.begin(active)
@@ -737,7 +741,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.step_begins()
         self._held.take_outside_writes()
         self._commit_first()
-        with self._together():
+        with self._trials_paused(), self._together():
             self._apply(call)
 
     def _apply(self, call: MethodCall) -> None:
@@ -1542,8 +1546,7 @@ class OffloadZero(torch.optim.Optimizer):
             require_sound(self._plan.rules, self.param_groups)
             self._held.take_outside_writes()
 
-        trials = self._parts.step.trials
-        with nullcontext() if trials is None else trials.paused(), self._together():
+        with self._trials_paused(), self._together():
             self._commits.commit(prepare, self._step, self._parts.parameters.progress, self.param_groups, extra)
         self._attached.commit_ends()
 

@@ -251,7 +251,7 @@ class GradientBuffer(ABC):
         return self._shards.sums.generation(param)
 
     def squares(self, param: int) -> float:
-        """The sum of the squares of a gradient, as far as they have been summed, on this rank."""
+        """The sum of the squares of a gradient on this rank, of the tiles that have come."""
         return self._shards.sums.squares(param)
 
     def outlives_step(self, param: int) -> bool:

@@ -25,7 +25,7 @@ from offload.grads import shards, staging
 from offload.grads.base import GradientBuffer, is_in_backward
 from offload.grads.shards import GradShards, Place
 from offload.grads.staging import STAGING, Common, Share, Staging, side_by_side
-from offload.interrupts import wait_for_all
+from offload.interrupts import uninterrupted, wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Layout
 from offload.profiling import GRADIENTS, TO_HOST, Event
@@ -161,6 +161,7 @@ class LocalGradients(GradientBuffer):
         """Whether equally many gradients of each parameter of a unit have come."""
         return self.micro_batches.are_equal(self._untiled[unit])
 
+    @uninterrupted  # what has left the queue must be on its way
     def _leave_together(self) -> None:
         """Sends the gradients that wait on the device to RAM."""
         common = self._staging.common

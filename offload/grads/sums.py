@@ -193,8 +193,9 @@ class SquareSums:
         return None if self.stale(param) else generation
 
     def squares(self, param: int) -> float:
-        """The sum of squares of this rank's elements of a gradient, as far as they are summed."""
-        return sum(float(sums.sum()) for sums in self._sums[param])
+        """The sum of squares of this rank's elements of a gradient, in the tiles whose sums are current."""
+        stale = self.stale(param)
+        return sum(float(sums.sum()) for tile, sums in enumerate(self._sums[param]) if tile not in stale)
 
     def are_zeros(self, param: int, parts: Sequence[tuple[int, int]]) -> list[bool]:
         """Whether parts of a gradient are zeros; all sums of it are current.

@@ -64,6 +64,7 @@ class NewParameters(ABC):
 
     Args:
         run: the run.
+        params: has the parameters.
         exchange: brings them to the other ranks.
 
     Attributes:
@@ -73,7 +74,8 @@ class NewParameters(ABC):
 
     is_in_place = False
 
-    def __init__(self, run: Run, exchange: Exchange) -> None:
+    def __init__(self, run: Run, params: ParamStore, exchange: Exchange) -> None:
+        self._params = params
         self._copier = run.memory.copier
         self.direct = self._copier.direct
         self._timeline = run.timeline
@@ -133,6 +135,10 @@ class NewParameters(ABC):
             chunk: one of this rank.
             into: shape (chunk.numel,), in the dtype of the chunk's parameters, where the kernels can read it.
         """
+
+    def writes(self, chunk: Chunk) -> int:
+        """See `ParamStore.writes`."""
+        return self._params.writes(chunk.index)
 
     def upload(self, chunk: Chunk, runs: Sequence[Segment[Any]]) -> None:  # noqa: B027
         """Starts to copy new parameters to the device, if they go there now.
@@ -216,9 +222,8 @@ class InPlace(NewParameters):
     """
 
     def __init__(self, run: Run, params: ParamStore, exchange: Exchange) -> None:
-        super().__init__(run, exchange)
+        super().__init__(run, params, exchange)
         self.is_in_place = params.in_model
-        self._params = params
         self._device_flats = run.device_flats
         self._made = next(iter(run.memory.take(MADE)), None)
 
@@ -283,10 +288,9 @@ class ToDevice(NewParameters):
     """
 
     def __init__(self, run: Run, params: ParamStore, exchange: Exchange, gradients: GradientBuffer) -> None:
-        super().__init__(run, exchange)
+        super().__init__(run, params, exchange)
         self._layout = run.layout
         self._device_flats = run.device_flats
-        self._params = params
         self._gradients = gradients
         self._bounce = next(iter(run.memory.take(BOUNCE)), torch.empty(0, dtype=torch.uint8))
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []

@@ -102,7 +102,7 @@ class Step:
         self._trial_worker: Workers | None = None
         if choice.tries_steps:
             self._trial_worker = self._worker or Workers(1, "offload-trials")
-            halves = params.copy_current if choice.split_master else None
+            halves = params if choice.split_master else None
             self.trials = Trials(run, rules, store, gradients, halves, self._tasks, self._trial_worker)
         self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
 

@@ -11,7 +11,7 @@ as long as it shows in an input:
 | input               | by what it is compared                                         | noted                   |
 |---------------------|----------------------------------------------------------------|-------------------------|
 | old states          | the store: whoever else writes to the chunk ends its trial     | by the lease            |
-| halves of masters   | likewise: whoever writes to parameters that are writes there   | copied before the lease |
+| halves of masters   | numbers of the writes to the chunk's states and parameters     | before they are copied  |
 | gradients           | a number for each parameter that changes with its gradient     | before the kernel reads |
 | scalars             | the runs of elements, and the bytes that the kernel gets       | at the first gradient   |
 
@@ -19,8 +19,9 @@ A gradient is read only while its sums of squares are current: whoever changes i
 again when it is whole. So the parameters of a chunk that is tried have been applied: a gradient that was made from an
 older value raises. Where masters are split, these are their upper halves: they are copied to where the new ones go.
 Gradients in slots are read while they are still in RAM, if there is room; the slot has them for a step that is made
-anew. What is expected are the hyper-parameters at the first gradient of a step, the last loss scale, and that nothing
-is clipped.
+anew. Upper halves are copied before the states are leased, and others write to both, one after the other: so the
+numbers of these writes are compared, too. What is expected are the hyper-parameters at the first gradient of a step,
+the last loss scale, and that nothing is clipped.
 
 | between backward and step()                     | seen by                            | then                          |
 |-------------------------------------------------|------------------------------------|-------------------------------|
@@ -33,12 +34,12 @@ is clipped.
 | zero_grad(), another backward                   | `begin_anew`, number               | dropped                       |
 | lr, betas, weight decay changed                 | scalars                            | those of the group, later     |
 | p read, forward in eval mode                    | - (p has its old value)            | kept                          |
-| p written                                       | the store                          | its chunks are stepped later  |
+| p written; `apply()`                            | the store                          | its chunks are stepped later  |
 | state_of, export, commit, snapshot              | -                                  | they see the last step; kept  |
 | rollback, load_state_dict, close                | `abandon`                          | dropped                       |
 
 One worker makes trials, beside backward: that of the steps, where there is one. It takes no lock of the run, and has
-ended before anything that a trial may not run beside: a step, a commit, a rollback, closing.
+ended before anything that a trial may not run beside: a step, `apply()`, a commit, a rollback, closing.
 
 Trials that are not kept cost bytes of the disk. So every LEFT_OUT-th chunk is not tried, which leaves the disk
 something to do in forward; nothing is tried while the squares of the gradients so far exceed the last `max_norm`, as a
@@ -71,6 +72,7 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import Task
 from offload.optim.chunk_work import ChunkWork, StepKey
+from offload.optim.new_params import NewParameters
 from offload.optim.rule import Rule
 from offload.profiling import ADAM
 from offload.regions import Region
@@ -112,7 +114,8 @@ def regions(layout: Layout, memory: Tier, streamed: Sequence[int]) -> list[Regio
 
 
 Generations = tuple[int, ...]
-"""Numbers of the gradients of a chunk's parameters, each of which changes with its gradient."""
+"""Numbers of the gradients of a chunk's parameters, each of which changes with its gradient. Of a trial that has read
+upper halves of masters, also how often its states and its parameters have been written to."""
 
 
 class TriedChunks:
@@ -187,7 +190,7 @@ class _Trial(NamedTuple):
     """A trial that has been made.
 
     Attributes:
-        generations: of its gradients.
+        generations: of its gradients and halves.
         runs: the elements that were stepped, and the scalars of each run as the kernel got them.
     """
 
@@ -205,14 +208,25 @@ class _Round:
 
     def __init__(self, expected: Expected, rules: Sequence[Rule]) -> None:
         self.expected = expected
-        self.squares = 0.0
+        self._squares = 0.0
+        self._squares_of: dict[int, float] = {}
         self._rules = rules
         self._scalars: dict[StepKey, Any] = {}
 
     @property
     def may_be_made(self) -> bool:
         """Whether the gradients that have come leave it open that the step is made as it is expected."""
-        return self.squares <= self.expected.most_squares and math.isfinite(self.squares)
+        return self._squares <= self.expected.most_squares and math.isfinite(self._squares)
+
+    def add(self, param: int, squares: float) -> None:
+        """Counts the squares of a gradient, of which a tile has come, or all of it once more.
+
+        Args:
+            param: the parameter's number.
+            squares: the sum of those that are there now.
+        """
+        self._squares += squares - self._squares_of.get(param, 0.0)
+        self._squares_of[param] = squares
 
     def scalars(self, key: StepKey) -> Any:
         """What the rule takes, for parameters with this key."""
@@ -230,8 +244,7 @@ class Trials:
         rules: that of each param group.
         store: the store of the states.
         gradients: the gradient buffer.
-        halves: copies a chunk's parameters, which are the upper halves of split masters, to memory of shape
-            (chunk.numel,); None: masters are whole.
+        halves: has the parameters, which are the upper halves of split masters; None: masters are whole.
         tasks: what steps a chunk, given what to do, its states, its gradients, where its new parameters go, and, with a
             split master, the present ones.
         worker: makes the trials. Whoever has made it ends it.
@@ -250,7 +263,7 @@ class Trials:
         rules: Sequence[Rule],
         store: Store,
         gradients: GradientBuffer,
-        halves: Callable[[Chunk, Tensor], None] | None,
+        halves: NewParameters | None,
         tasks: Callable[[ChunkWork, Lease, Tensor, Tensor, Tensor | None], Sequence[Task]],
         worker: Workers,
     ) -> None:
@@ -295,7 +308,7 @@ class Trials:
         """Submits trials of the chunks of a parameter whose gradients are all there."""
         if self._round is None:
             self._round = _Round(self.owner.expected(), self._rules)
-        self._round.squares += self._gradients.squares(param)
+        self._round.add(param, self._gradients.squares(param))
         if not self.is_on or not self._round.may_be_made:
             return
         if self.pending and self._reserves_once:
@@ -304,18 +317,28 @@ class Trials:
             while self._queue and self._queue[0].done():
                 self._queue.popleft()
             if len(self._queue) < self._chunks.most_waiting:
-                self._queue.append(self._worker.submit(self._try, self._layout.chunks[chunk], self._round))
+                # In the queue first: an interrupt may come as soon as the worker has it, and `end` waits for it then.
+                future: Future[None] = Future()
+                self._queue.append(future)
+                self._worker.put(future, self._try, self._layout.chunks[chunk], self._round)
             else:
                 self._store.unexpect(chunk)
 
-    def _generations(self, chunk: int) -> Generations | None:
-        return self._chunks.generations(chunk, self._gradients.generation)
+    def _generations(self, chunk: Chunk) -> Generations | None:
+        generations = self._chunks.generations(chunk.index, self._gradients.generation)
+        if generations is None or (halves := self._halves_of(chunk)) is None:
+            return generations
+        return *generations, self._store.writes(chunk.index), halves.writes(chunk)
+
+    def _halves_of(self, chunk: Chunk) -> NewParameters | None:
+        """What has the upper halves of a chunk's masters; None: these are whole."""
+        return self._halves if has_halves(self._layout.flats[chunk.flat]) else None
 
     def _try(self, chunk: Chunk, round_: _Round) -> None:
         """Makes the trial of a chunk, in the worker."""
         index, step = chunk.index, round_.expected.step
-        generations = self._generations(index)  # before anything is read
-        if generations is None or not round_.may_be_made or not self._store.can_try(index):
+        generations = self._generations(chunk)  # before anything is read
+        if generations is None or not round_.may_be_made:
             return
         keys = {param: round_.expected.key_of(param) for param in self._chunks.params_of(index)}
         runs = segments(chunk, keys.get)
@@ -323,8 +346,8 @@ class Trials:
         work = ChunkWork(step, chunk, True, runs, scalars)
         self._made.pop(index, None)  # its new parameters are about to be overwritten
         new, present = self._new[index], None
-        if self._halves is not None and has_halves(self._layout.flats[chunk.flat]):
-            self._halves(chunk, new)
+        if (halves := self._halves_of(chunk)) is not None:
+            halves.copy_current(chunk, new)
             present = new
         with (
             self._store.lease(index, Use.TRY, step=step) as lease,
@@ -353,8 +376,8 @@ class Trials:
     def paused(self) -> Iterator[None]:
         """A context in which no trial is made. Those that have been made stay, and later gradients lead to others."""
         was_open = self._is_open
-        self.end()
         try:
+            self.end()
             yield
         finally:
             self._is_open = was_open  # not inside a step, which has ended them, too
@@ -392,7 +415,7 @@ class Trials:
         trial = self._made.get(work.chunk.index)
         return (
             trial is not None
-            and trial.generations == self._generations(work.chunk.index)
+            and trial.generations == self._generations(work.chunk)
             and trial.runs == self._as_bytes(work)
         )
 

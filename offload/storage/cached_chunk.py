@@ -156,6 +156,7 @@ class CachedChunk:
         is_retained: whether it keeps its buffer until its next use.
         transfer: the read or write under way.
         holder: the lease that it was given to.
+        writes: how many leases have written to it, but for those that tried a step.
     """
 
     __slots__ = (
@@ -171,6 +172,7 @@ class CachedChunk:
         "stored",
         "transfer",
         "tried",
+        "writes",
     )
 
     state: Residency
@@ -181,12 +183,14 @@ class CachedChunk:
     is_retained: bool
     transfer: IOFuture | None
     holder: weakref.ref[Lease] | None
+    writes: int
 
     def __init__(self, index: int, slot_arrays: SlotArrays, memory: Tensor | None = None) -> None:
         self.index = index
         self.slot_arrays = slot_arrays
         self.is_resident = memory is not None
         self.buffer = None if memory is None else Buffer(memory)
+        self.writes = 0
         self.reset(None)
 
     def __repr__(self) -> str:
@@ -204,7 +208,7 @@ class CachedChunk:
         self.state = state
 
     def reset(self, version: Version | None) -> None:
-        """Forgets all but its buffer.
+        """Forgets all but its buffer, and the number of writes.
 
         Args:
             version: what its slot holds, which is committed; None: the chunk is new.

@@ -268,10 +268,9 @@ class Store:
         """The bytes of the chunk's slot."""
         return self._chunks[chunk].slot_arrays.nbytes
 
-    def can_try(self, chunk: int) -> bool:
-        """Whether a step of the chunk can be tried: it streams, and its last version is in a slot, or on its way."""
-        one = self._chunks[chunk]
-        return not one.is_resident and one.stored is not None
+    def writes(self, chunk: int) -> int:
+        """A number that changes with each use of the chunk that writes to it, but for those that try a step."""
+        return self._chunks[chunk].writes
 
     @uninterrupted
     def keep(self, chunks: Collection[int], step: int) -> set[int]:
@@ -554,6 +553,7 @@ class Store:
         """Whether the chunk has a buffer in RAM with its data. If not, does what can be done now to bring it there."""
         self.check()
         state = chunk.state
+        assert not tries or (not chunk.is_resident and chunk.stored is not None)
         if tries and state is Residency.DIRTY:
             self._write(chunk, Residency.CLEAN)  # what is tried overwrites the buffer
             return False
@@ -588,7 +588,8 @@ class Store:
             elif use is Use.TRY:
                 self._release_tried(chunk, step, is_cut_off=is_cut_off)
                 return
-            elif use is not Use.READ:
+            if use is not Use.READ:
+                chunk.writes += 1
                 chunk.tried = None
             if use is Use.CONSUME or (lease.is_blank and is_cut_off):
                 chunk.change(Residency.EMPTY if chunk.stored is None else Residency.STORED)

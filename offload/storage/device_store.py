@@ -120,12 +120,6 @@ class DeviceStore(Store):
     def is_ready(self, chunk: int) -> bool:
         return super().is_ready(chunk) if self.is_here(chunk) else self._other.is_ready(chunk)
 
-    def can_try(self, chunk: int) -> bool:
-        return not self.is_here(chunk) and self._other.can_try(chunk)
-
-    def keep(self, chunks: Collection[int], step: int) -> set[int]:
-        return self._other.keep(chunks, step)
-
     def lease(self, chunk: int, use: Use, *, step: int) -> AbstractContextManager[Lease]:
         if not self.is_here(chunk):
             return self._other.lease(chunk, use, step=step)

@@ -45,6 +45,13 @@ class ParamStore(ABC):
         """
 
     @abstractmethod
+    def writes(self, chunk: int) -> int:
+        """A number that changes whenever leases have changed a chunk's values.
+
+        Where the model has them, it stays: those who write there tell nobody, and masters follow.
+        """
+
+    @abstractmethod
     def is_resident(self, chunk: int) -> bool:
         """Whether the values of a chunk stay in memory, so that a lease needs no buffer that another one may have."""
 
@@ -96,6 +103,9 @@ class ResidentParams(ParamStore):
             known = self._leases[chunk] = flat, nullcontext(self.values(chunk))
         return known[1]
 
+    def writes(self, chunk: int) -> int:
+        return 0
+
     def is_resident(self, chunk: int) -> bool:
         return True
 
@@ -139,6 +149,9 @@ class StreamedParams(ParamStore):
         dtype = self._layout.flats[self._layout.param_chunks[chunk].flat].dtype
         with self._store.lease(chunk, use, step=step) as lease:
             yield lease.arrays[0].view(dtype)
+
+    def writes(self, chunk: int) -> int:
+        return self._store.writes(chunk)
 
     def is_resident(self, chunk: int) -> bool:
         return self._store.is_resident(chunk)

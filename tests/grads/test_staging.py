@@ -22,6 +22,7 @@ from offload.devices.copies import Copier, DeviceEvent, HostCopier
 from offload.grads.local import LocalGradients
 from offload.grads.shards import gradient_slot_arrays, open_shards
 from offload.grads.staging import STAGING, Staging, regions
+from offload.io.threads import Workers
 from offload.layout import Layout, ParamSpec, build
 from offload.sizes import PAGE_BYTES, SUM_BLOCK
 from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
@@ -293,6 +294,53 @@ def test_an_interrupt_while_gradients_wait_loses_none(
             held = optimizer.grad(found)
             assert (held is None) == (expected.grad is None)
             assert held is None or torch.equal(held, expected.grad)
+
+
+class PartlyUsed(nn.Module):
+    """A unit whose gradients do not all come, so that those that do wait until somebody asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x).square().mean()
+
+
+@pytest.mark.parametrize("where", ["in the queue", "on the way to the worker"])
+def test_an_interrupt_while_the_last_gradients_leave_in_a_call_of_the_optimizer_loses_none(
+    where: str, copied_by: CopiedBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_by(lambda: LateCopier(3))
+    torch.manual_seed(2)
+    plain = PartlyUsed()
+    model, x = copy.deepcopy(plain), torch.randn(4, 8)
+    take, put = Staging.take, Workers.put
+
+    def taken(self: Staging) -> dict[int, Tensor]:
+        found = take(self)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    def handed(self: Workers, *call: Any, **options: Any) -> None:
+        put(self, *call, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    with OffloadZero(model, tier="cpu", compute_dtype=torch.float32) as optimizer:
+        model(x).backward()
+        with monkeypatch.context() as patch:
+            if where == "in the queue":
+                patch.setattr(Staging, "take", taken)
+            else:
+                patch.setattr(Workers, "put", handed)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.grad(model.used.weight)
+        plain(x).backward()
+        for found, expected in zip(model.used.parameters(), plain.used.parameters(), strict=True):
+            assert expected.grad is not None
+            held = optimizer.grad(found)
+            assert held is not None
+            assert torch.equal(held, expected.grad)
 
 
 @pytest.mark.parametrize("drops", ["all", "one"])

@@ -104,6 +104,18 @@ def test_the_sums_of_a_gradient_in_slots_are_current_when_all_of_it_has_come() -
     assert sums.generation(3) == 3
 
 
+def test_squares_are_of_the_tiles_that_have_come_since_gradients_were_dropped() -> None:
+    layout = build([ParamSpec("p", 10, "p", torch.float32, 0, tile=4)], SUM_BLOCK)
+    sums = sums_of(layout)
+    for tile, span in enumerate(sums.spans[0]):
+        sums.sum_tile(0, tile, torch.ones(span.numel))
+    assert sums.squares(0) == 10
+    sums.forget_all()
+    assert sums.squares(0) == 0
+    sums.sum_tile(0, 1, torch.full((4,), 3.0))
+    assert sums.squares(0) == 36
+
+
 def test_blocks_may_come_in_any_order_and_a_tile_counts_its_own() -> None:
     tile = SUM_BLOCK + 192  # no multiple of a block
     specs = [ParamSpec("p", 2 * tile + 50, "p", torch.bfloat16, 0, tile=tile)]

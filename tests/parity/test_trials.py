@@ -21,18 +21,25 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.interrupts import wait_for_all
+from offload.io.threads import Workers
+from offload.layout import Chunk
+from offload.model.transfer import UnitTransfers
 from offload.native import Task
 from offload.optim.chunk_work import ChunkWork
 from offload.optim.rule import Progress
 from offload.optim.rules.adam import AdamRule
-from offload.optim.trials import _Trial
+from offload.optim.trials import _Trial, tried_chunks
 from offload.planner import least_cpu_memory
 from offload.profiling import Timeline
+from offload.storage.cached_chunk import CachedChunk
+from offload.storage.chunk_cache import Store
 from offload.storage.slot_map import ChunkKind
+from tests.optim.test_methods import Averaged
 from tests.support import tried
 from tests.support.cases import often, products
 from tests.support.device import DEVICE
 from tests.support.late_copier import CopiedBy, HeldCopier, LateCopier
+from tests.support.runs import layout_of
 from tests.support.training import LossScale, train
 
 STEPS = 4
@@ -61,7 +68,7 @@ class Loop:
 
     Args: where: "nvme", with trials, "nvme without", or "cpu"; rule: an optimizer, from its groups; None: AdamW;
     is_late: whether what comes after a backward may come before its last gradients and trials do; split: whether
-    masters are split on NVMe; chunk, width: of a chunk in bytes, and of each layer.
+    masters are split on NVMe; chunk, width, tile: of a chunk in bytes, of each layer, and of a layer's tiles in bytes.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Loop:
         split: bool = False,
         chunk: str = "4KiB",
         width: int = WIDTH,
+        tile: int | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -85,7 +93,7 @@ class Loop:
         plain = torch.optim.AdamW(groups, lr=1e-2) if rule is None else rule(groups)
         where, _, without = where.partition(" ")
         tries, splits = where == "nvme" and not without, split and where == "nvme"
-        tuning = Tuning(chunk=chunk, speculate=tries, split_master=splits)
+        tuning = Tuning(chunk=chunk, speculate=tries, split_master=splits, tile=tile)
         if where == "nvme":
             options.setdefault("cpu_memory", least_cpu_memory(self.model, plain, tuning=tuning, **_planned(options)))
         else:
@@ -427,6 +435,29 @@ def test_a_gradient_in_a_slot_is_stepped_from_ram_and_read_again_only_for_a_miss
     assert moved["nvme without"] - moved["nvme"] == saved > 0
 
 
+def test_gradients_in_slots_leave_their_buffers_where_nothing_is_tried_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retained, retain = 0, Store.retain
+
+    def counts(self: Store, chunk: int) -> None:
+        nonlocal retained
+        retained += 1
+        retain(self, chunk)
+
+    monkeypatch.setattr(Store, "retain", counts)
+    loop = Loop("nvme", tmp_path, **PLACES["grads on nvme"], commit_every=None)
+    trials = loop.optimizer._parts.step.trials
+    assert trials is not None
+    for step in range(16):
+        before, are_tried = retained, trials.is_on
+        loop.backward()
+        assert (retained > before) is are_tried is (0 < step < 13)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e4 if step < 3 else 1e-4)
+        loop.step()
+    loop.optimizer.close()
+
+
 def test_a_gradient_that_comes_beside_a_commit_is_not_tried(
     tmp_path: Path, copied_by: CopiedBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +504,7 @@ def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_w
 
     def counts(self: Timeline, name: str, amount: int) -> None:
         nonlocal is_time
-        if name == "tried_bytes" and is_time and loops[0].optimizer._parts.gradients.has(number):
+        if name == "tried_bytes" and is_time and loops[0].optimizer._parts.gradients.generation(number) is not None:
             is_time = False
             changes(loops[0])
         count(self, name, amount)
@@ -492,8 +523,100 @@ def test_a_gradient_that_changes_after_a_trial_has_read_it_is_not_the_one_that_w
     assert 0 < loops[0].kept[AT] < loops[0].kept[AT - 1]
 
 
+def loaded_and_looked_at(loop: Loop, meanwhile: Callable[[], None]) -> None:
+    """Masters follow at once, while the upper halves that a trial has copied are those before."""
+    weights_loaded(loop)
+    looked_at(loop)
+    meanwhile()
+
+
+def written_in_gathered(loop: Loop, meanwhile: Callable[[], None]) -> None:
+    """Masters follow at the end of the block, and then the store of the parameters, which still has the values before
+    while the trial is made."""
+    stores = UnitTransfers.store_flat
+
+    def follows(self: UnitTransfers, flat: int) -> None:
+        meanwhile()
+        stores(self, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitTransfers, "store_flat", follows)
+        with torch.no_grad(), loop.optimizer.gathered(loop.first):
+            loop.first.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("param_tier", "writes", "held_up"),
+    [
+        ("device", loaded_and_looked_at, "copy_current"),
+        ("nvme", written_in_gathered, "copy_current"),
+        ("nvme", written_in_gathered, "generations"),
+    ],
+)
+def test_a_parameter_that_is_written_while_its_chunk_is_tried_is_not_the_half_that_was_tried(
+    param_tier: str,
+    writes: Callable[[Loop, Callable[[], None]], None],
+    held_up: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trial begins before the write, or between the one to the masters and that to the parameters."""
+    monkeypatch.undo()  # trials wait
+    options: dict[str, Any] = {"commit_every": 0, "split": True, "param_tier": param_tier}
+    loops = [Loop(where, tmp_path / where, **options) for where in ("nvme", "cpu")]
+    trials = loops[0].optimizer._parts.step.trials
+    assert trials is not None
+    assert trials._halves is not None
+    trials._chunks.most_waiting = 100  # however slow the disk is
+    names = [spec.name for spec in loops[0].optimizer._layout.specs]
+    chunks = loops[0].optimizer._layout.chunks_of[names.index("2.weight")]
+    is_time, is_held, may_go, under_way = False, threading.Event(), threading.Event(), threading.local()
+    tries, copy, generations = trials._try, trials._halves.copy_current, trials._chunks.generations
+
+    def attempts(*about: Any) -> None:
+        under_way.is_trial = True
+        tries(*about)
+        under_way.is_trial = False
+
+    def waits(index: int) -> None:
+        if is_time and index in chunks and getattr(under_way, "is_trial", False):
+            is_held.set()
+            assert may_go.wait(60)
+
+    def copies(chunk: Chunk, into: Tensor) -> None:
+        copy(chunk, into)
+        waits(chunk.index)
+
+    def numbers(chunk: int, of: Callable[[int], int | None]) -> tuple[int, ...] | None:
+        waits(chunk)
+        return generations(chunk, of)
+
+    def meanwhile() -> None:
+        may_go.set()
+        wait_for_all(tuple(trials._queue))
+
+    monkeypatch.setattr(trials, "_try", attempts)
+    if held_up == "copy_current":
+        monkeypatch.setattr(trials._halves, "copy_current", copies)
+    else:
+        monkeypatch.setattr(trials._chunks, "generations", numbers)
+    for loop in loops:
+        for step in range(STEPS):
+            is_time = loop._is_late = step == AT and loop is loops[0]
+            loop.backward()
+            assert not is_time or is_held.wait(60)
+            if step == AT:
+                writes(loop, meanwhile if is_time else lambda: None)
+                wait_for_all(tuple(trials._queue))
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+    assert 0 < loops[0].kept[AT] < loops[0].kept[AT - 1]
+
+
 ENDS: dict[str, Callable[[Loop], object]] = {
     "step": lambda loop: loop.step(),
+    "apply": lambda loop: loop.optimizer.apply("damp"),
     "commit": lambda loop: loop.optimizer.commit(),
     "rollback": lambda loop: loop.optimizer.rollback(),
     "close": lambda loop: loop.optimizer.close(),
@@ -505,7 +628,7 @@ def test_what_no_trial_may_run_beside_waits_for_the_one_that_has_begun_and_drops
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # trials wait
-    loop = Loop("nvme", tmp_path, commit_every=0)
+    loop = Loop("nvme", tmp_path, commit_every=0, rule=Averaged if ends == "apply" else None)
     loop.backward()
     loop.optimizer.commit()
     loop.step()
@@ -532,6 +655,134 @@ def test_what_no_trial_may_run_beside_waits_for_the_one_that_has_begun_and_drops
     assert tried == parts.stores[ChunkKind.STATES].nbytes(chunks[0])
     assert len(chunks) == 1
     loop.optimizer.close()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there hooks of gradients run in threads that no signal interrupts")
+def test_a_trial_that_an_interrupt_meets_on_its_way_to_the_worker_is_waited_for_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes between two lines of a gradient's hook, on the CPU, when the worker has the trial already."""
+    monkeypatch.undo()  # trials wait
+    loop = Loop("nvme", tmp_path, commit_every=0)
+    loop.backward()
+    loop.optimizer.commit()
+    loop.step()
+    trials, put = loop.optimizer._parts.step.trials, Workers.put
+    assert trials is not None
+    tasks, has_begun, may_end = trials._tasks, threading.Event(), threading.Event()
+
+    def interrupted(self: Workers, *call: Any, **options: Any) -> None:
+        put(self, *call, **options)
+        if self is trials._worker:
+            raise KeyboardInterrupt
+
+    def waits(*about: Any) -> Sequence[Task]:
+        has_begun.set()
+        assert may_end.wait(60)
+        return tasks(*about)
+
+    monkeypatch.setattr(trials, "_tasks", waits)
+    loss = loop.model(loop.batch()).float().pow(2).mean()
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert has_begun.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    loop.optimizer.rollback()
+    assert may_end.is_set()
+    loop.optimizer.close()
+
+
+def test_a_commit_that_is_interrupted_keeps_nothing_from_being_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes while the commit waits for the trials that it pauses."""
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    loops = [Loop(where, tmp_path / where, commit_every=0) for where in ("nvme", "cpu")]
+    for loop in loops:
+        for step in range(STEPS):
+            if step == AT and loop is loops[0]:
+                with monkeypatch.context() as patch:
+                    patch.setattr("offload.optim.trials.wait_for_all", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        loop.optimizer.commit()
+            loop.backward()
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
+    assert loops[0].kept[AT] == loops[0].kept[AT - 1] > 0
+
+
+def test_every_fourth_chunk_that_streams_is_left_to_the_forward_of_whatever_unit() -> None:
+    """Seven chunks of each of three units, of which the first ones of two stay in RAM."""
+    layout = layout_of((7 * 64,) * 3, chunk_numel=64, units=("0", "1", "2"))
+    streamed = [index for index in range(21) if index not in (0, 7)]
+    tried = tried_chunks(layout, streamed)
+    assert [*sorted({*streamed} - {*tried})] == [4, 9, 13, 17]
+    assert tried == sorted(tried)
+
+
+def test_no_more_trials_wait_than_a_unit_has_and_nothing_is_read_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # trials wait
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+    trials, store = loop.optimizer._parts.step.trials, loop.optimizer._parts.stores.states
+    assert trials is not None
+    is_free, read, reads = threading.Event(), [], store._read
+    busy = trials._worker.submit(is_free.wait, 60)
+    loss = loop.model(loop.batch()).float().pow(2).mean()
+
+    def notes(chunk: CachedChunk) -> None:
+        read.append(chunk.index)
+        reads(chunk)
+
+    monkeypatch.setattr(store, "_read", notes)
+    loss.backward()
+    loop.optimizer._parts.gradients.drain()
+    first = trials._chunks.order[: trials._chunks.most_waiting]
+    assert len(trials._queue) == trials._chunks.most_waiting == 4  # of five chunks, but for every fourth
+    is_free.set()
+    wait_for_all([busy, *trials._queue])
+    store.drain()
+    assert sorted(trials._made) == sorted(first)
+    assert {*read} <= {*first}
+    loop.step()
+    assert loop.kept[-1] == sum(map(store.nbytes, first))
+    loop.optimizer.close()
+
+
+@pytest.mark.parametrize("rule", ["radam", "adamw"])
+def test_what_takes_memory_beside_its_arrays_is_not_tried_beside_a_step_that_is_still_to_be_made(
+    rule: str, tmp_path: Path
+) -> None:
+    """That of the last layer, which the third forward leaves out. The memory is there once."""
+    options = {"commit_every": 0, "rule": RULES.get(rule)}
+    loops = [Loop(where, tmp_path / where, **options) for where in ("nvme", "cpu")]
+    for loop in loops:
+        for step in range(STEPS):
+            before = loop.optimizer.stats()["tried_bytes"]
+            if step == AT:
+                x = loop.batch()
+                for layer in loop.model[:-1]:
+                    x = layer(x)
+                x.float().pow(2).mean().backward()
+                loop.optimizer._parts.gradients.drain()
+            else:
+                loop.backward()
+            if loop is loops[0]:
+                tries = loop.optimizer.stats()["tried_bytes"] > before
+                assert tries is (step > 0 and (step != AT or rule == "adamw"))
+            loop.step()
+        loop.end()
+    require_same(loops[0].seen, loops[1].seen)
 
 
 OTHERS: dict[str, Callable[[_Trial], _Trial]] = {
@@ -790,6 +1041,40 @@ def test_nothing_more_is_tried_once_gradients_exceed_what_they_were_clipped_to(t
     loop.end()
     assert tried[2] > 0
     assert tried[2] == tried[3] == tried[4]  # the first gradient of a step exceeds it
+
+
+def test_nothing_more_is_tried_once_a_gradient_is_infinite(tmp_path: Path) -> None:
+    """Nothing is clipped, so the squares may be as large as they like."""
+    loop = Loop("nvme", tmp_path, commit_every=None)
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+    tried = loop.optimizer.stats()["tried_bytes"]
+    for param in loop.model[-1].parameters():
+        param.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    loop.backward()
+    assert loop.optimizer.stats()["tried_bytes"] == tried > 0
+    loop.optimizer.close()
+
+
+def test_the_squares_of_a_gradient_that_comes_in_tiles_count_once(tmp_path: Path) -> None:
+    """Where all are clipped to little more than their norm, they are tried to the last one. It stays what it is."""
+    kept = []
+    for name, by in (("little", 0.0), ("much", 1e4)):
+        loop = Loop("nvme", tmp_path / name, commit_every=None, param_tier="cpu", tile=2048)
+        assert max(map(len, loop.optimizer._parts.gradients._tiles)) == 4  # type: ignore[attr-defined]
+        for group in loop.optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(STEPS):
+            loop._batch = 0
+            loop.backward()
+            by = by or 1.01 * float(loop.optimizer.clip_grad_norm_(1e4))
+            assert float(loop.optimizer.clip_grad_norm_(by)) < by
+            loop.step()
+        kept.append(loop.kept)
+        loop.optimizer.close()
+    assert kept[0] == kept[1]
+    assert kept[0][-1] > 0
 
 
 def test_probes_without_a_step_switch_trials_off(tmp_path: Path) -> None:

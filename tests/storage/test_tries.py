@@ -162,6 +162,31 @@ def test_an_order_that_does_not_repeat_is_read_once(engine: FaultyEngine, tmp_pa
         assert engine.reads - before == 2
 
 
+def test_what_is_taken_back_is_not_read(engine: FaultyEngine, tmp_path: Path) -> None:
+    with store_on(engine, tmp_path / "run", buffers=1) as store:
+        store.drain()
+        before = engine.reads
+        store.expect([0, 1, 2], repeats=False)
+        store.unexpect(1)
+        for index in (0, 2):
+            attempt(store, index, 2)
+        store.drain()
+        assert engine.reads - before == 2
+
+
+def test_each_lease_that_writes_to_a_chunk_changes_the_number_of_its_writes_but_for_tries(store: Store) -> None:
+    numbers = [store.writes(0)]
+    for use in (Use.UPDATE, Use.OVERWRITE, Use.FILL, Use.REFILL):
+        with store.lease(0, use, step=1) as lease:
+            put(lease, 3)
+        numbers.append(store.writes(0))
+    assert len({*numbers}) == 5
+    attempt(store, 0, 2)
+    read(store, 0)
+    assert store.writes(0) == numbers[-1]
+    assert store.writes(1) == numbers[0]
+
+
 def test_every_row_of_the_table_of_places() -> None:
     """[Note: places] in cached_chunk.py, by hand."""
     chunk = CachedChunk(0, SlotArrays(1))

@@ -111,14 +111,13 @@ class _Tasks:
     """Those of the step's worker: in the order in which they were given, each in the worker's own thread."""
 
     def __init__(self) -> None:
+        self._put = Workers.put
         self._given: deque[tuple[float, Workers, Future[Any], Callable[[], Any]]] = deque()
         self._ends: dict[Future[Any], float] = {}
         self._running = threading.RLock()
 
-    def give(self, worker: Workers, function: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def give(self, worker: Workers, future: Future[Any], function: Callable[[], Any]) -> None:
         self._given.append((simulated_device.host_s(clock_of_thread()), worker, future, function))
-        return future
 
     def run_until(self, is_enough: Callable[[float], bool]) -> None:
         """Runs tasks. Args: is_enough: whether those that begin then, or later, may wait."""
@@ -130,7 +129,7 @@ class _Tasks:
                 self._given.popleft()
                 if future.cancelled():
                     continue
-                worker.put(future, self._clocked(given_s, future, function))
+                self._put(worker, future, self._clocked(given_s, future, function))
                 future.exception()
 
     def run_begun(self) -> None:
@@ -161,19 +160,17 @@ def steps_wait_for(disk: VirtualDisk, adam_s: float) -> Iterator[None]:
     Args: disk: whose transfers they wait for. adam_s: what Adam takes of a chunk.
     """
     tasks = _Tasks()
-    submit, put, wait_until = Workers.submit, Workers.put, chunk_cache.wait_until
+    put, wait_until = Workers.put, chunk_cache.wait_until
     tasks_of, end, whole = Step._tasks, Trials.end, Trials._gradient_is_whole
 
-    def submit_in_order(self: Workers, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        if not self._threads[0].name.startswith(WORKER):
-            return submit(self, function, *args, **options)
-        return tasks.give(self, functools.partial(function, *args, **options))
-
-    def put_or_call(
+    def put_in_order(
         self: Workers, future: Future[Any] | None, function: Callable[..., Any], /, *args: Any, **options: Any
     ) -> None:
         if self._threads[0].name.startswith(HASHER):
             function(*args, **options)  # nobody waits for checksums here
+        elif self._threads[0].name.startswith(WORKER):
+            assert future is not None
+            tasks.give(self, future, functools.partial(function, *args, **options))
         else:
             put(self, future, function, *args, **options)
 
@@ -216,8 +213,7 @@ def steps_wait_for(disk: VirtualDisk, adam_s: float) -> Iterator[None]:
         done.result()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "submit", submit_in_order)
-        patch.setattr(Workers, "put", put_or_call)
+        patch.setattr(Workers, "put", put_in_order)
         patch.setattr(chunk_cache, "wait_until", wait_for_disk)
         for name in ("expect", "keep", "acquire", "release"):
             patch.setattr(Store, name, after_disk(getattr(Store, name)))

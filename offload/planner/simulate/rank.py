@@ -670,8 +670,6 @@ class Rank:
     def _try(self, chunk: Chunk) -> Process:
         """A process: what `Trials._try` does, in its worker."""
         line, gradient = self._trials.line, None
-        if not self._states.store.can_try(chunk.index):
-            return
         if self._choice.states.split_master:
             yield from self._copy_current(chunk, line)
         states = yield from self._states.lease(chunk.index, Use.TRY, self._step + 1, line)
