@@ -37,7 +37,7 @@ from offload.cli.plan_time import predicted
 from offload.cli.plots import new_figure, write
 from offload.cli.progress import progress
 from offload.errors import BudgetError, ConfigError
-from offload.planner.front import Costs, Front, IsBeaten, front_of
+from offload.planner.front import Costs, Front, Fronts, IsBeaten
 from offload.planner.machine import free_memory
 from offload.planner.simulate import NotPredicted
 from offload.planner.simulate.bound import least_seconds
@@ -287,7 +287,7 @@ class Search:
 
         Args:
             one: the candidate.
-            is_beaten: see `front_of`. Asked once the seconds of a step without commits are known.
+            is_beaten: see `Fronts`. Asked once the seconds of a step without commits are known.
 
         Returns:
             None: it is beaten.
@@ -437,7 +437,6 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
         raise ConfigError(f"--search: no time can be predicted: {speeds.reason}")
     if search._flops is None:
         raise ConfigError("--search: how fast this device computes is not known: --flops gives it, or `offload probe`")
-    order = ORDERS[options.goal or GOALS[0]]
     fitting: list[Candidate] = []
     for chunk in (FIRST_CHUNK, *CHUNKS):
         variants = search.placements(chunk)
@@ -447,8 +446,8 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
             break
     if not fitting:
         raise _nothing_fits(search)
-    known: dict[int, Costs | str] = {}
-    front = _front(search, fitting, order, known, console)
+    fronts = Fronts(search.at_best, search.find, ORDERS[options.goal or GOALS[0]])
+    front = _front(fronts, fitting, len(fitting), console)
     changed: set[int] = set()
     for _ in range(ROUNDS):
         best = [one for one, _ in front.rows if id(one) not in changed][:CHANGED]
@@ -457,37 +456,18 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
         if not more:
             break
         fitting += more
-        front = _front(search, fitting, order, known, console)
+        front = _front(fronts, more, len(fitting), console)
     if not front.rows:
         raise ConfigError(f"--search: no time can be predicted: {', '.join(front.unknown)}")
     return Found(search, model, front, fitting)
 
 
 def _front(
-    search: Search, fitting: list[Candidate], order: Any, known: dict[int, Costs | str], console: Console
+    fronts: Fronts[Candidate], candidates: Sequence[Candidate], fitting: int, console: Console
 ) -> Front[Candidate]:
-    """The front of candidates, none of which is simulated twice.
-
-    Args:
-        search: that they are of.
-        fitting: the candidates.
-        order: what they are judged by.
-        known: the costs of those that were simulated, which grow.
-        console: where progress is shown.
-    """
-    with progress(console, "simulated", len(fitting)) as tell:
-
-        def find(one: Candidate, is_beaten: IsBeaten) -> Costs | str | None:
-            if (found := known.get(id(one))) is None and (found := search.find(one, is_beaten)) is not None:
-                known[id(one)] = found
-                tell(len(known), f"of {len(fitting)} that fit")
-            return found
-
-        def at_best(one: Candidate) -> Costs:
-            found = known.get(id(one))
-            return found if isinstance(found, Costs) else search.at_best(one)
-
-        return front_of(fitting, at_best, find, order)
+    """The front with some candidates more, so that so many fit, and progress on the console."""
+    with progress(console, "simulated", fitting) as tell:
+        return fronts.of(candidates, lambda known: tell(known, f"of {fitting} that fit"))
 
 
 def _nothing_fits(search: Search) -> Exception:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planner.front import Costs, IsBeaten, front_of
+from offload.planner.front import Costs, Fronts, IsBeaten
 
 COSTS = st.builds(Costs, *(st.integers(1, 4) for _ in range(5)), st.integers(0, 1))
 CANDIDATES = st.lists(st.tuples(COSTS, st.integers(0, 3)), min_size=1, max_size=25)
@@ -29,7 +29,7 @@ def searched(
         seen.append(one[0])
         return one[0]
 
-    found = front_of(candidates, lambda one: one[0]._replace(token_s=one[0].token_s - one[1]), find, same=same)
+    found = Fronts(lambda one: one[0]._replace(token_s=one[0].token_s - one[1]), find, same=same).of(candidates)
     assert found.skipped + found.beaten + len(found.rows) == len(candidates)
     return [costs for _, costs in found.rows], seen, found.skipped
 
@@ -75,8 +75,38 @@ def test_what_cannot_be_on_the_front_is_not_looked_at() -> None:
 
 def test_whose_costs_are_not_known_is_named() -> None:
     costs = Costs(1.0, 1, 1, 1, 1, 0)
-    found = front_of(
-        ["a", "b", "c"], lambda one: costs._replace(token_s=0.5), lambda one, _: costs if one == "b" else "why"
-    )
+    fronts = Fronts[str](lambda one: costs._replace(token_s=0.5), lambda one, _: costs if one == "b" else "why")
+    found = fronts.of(["a", "b", "c"])
     assert found.rows == [("b", costs)]
     assert found.unknown == {"why": ["a", "c"]}
+
+
+@given(CANDIDATES, CANDIDATES, st.sampled_from([0.0, 0.3]))
+def test_of_all_that_were_given_each_is_counted_as_what_was_found_of_it_and_none_is_looked_at_twice(
+    first: list[tuple[Costs, int]], others: list[tuple[Costs, int]], same: float
+) -> None:
+    numbered = list(enumerate(first + others))
+    seen: list[int] = []
+
+    def find(one: tuple[int, tuple[Costs, int]], is_beaten: IsBeaten) -> Costs | str:
+        seen.append(one[0])
+        return "why" if one[0] % 5 == 4 else one[1][0]
+
+    fronts = Fronts[tuple[int, tuple[Costs, int]]](
+        lambda one: one[1][0]._replace(token_s=one[1][0].token_s - one[1][1]), find, same=same
+    )
+    fronts.of(numbered[: len(first)])
+    found = fronts.of(numbered[len(first) :])
+    unknown = sorted(number for ones in found.unknown.values() for number, _ in ones)
+    assert len(seen) == len(set(seen))
+    assert unknown == sorted(number for number in seen if number % 5 == 4)
+    assert found.beaten + len(found.rows) == len(seen) - len(unknown)
+    assert found.skipped == len(numbered) - len(seen)
+
+
+def test_one_that_a_later_candidate_beats_is_beaten_and_not_skipped() -> None:
+    slow, fast = Costs(2.0, 5, 5, 5, 5, 0), Costs(1.0, 5, 5, 5, 5, 0)
+    fronts = Fronts[Costs](lambda one: one, lambda one, _: one)
+    fronts.of([slow])
+    found = fronts.of([fast])
+    assert (found.rows, found.skipped, found.beaten) == ([(fast, fast)], 0, 1)
