@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from offload.demo.gpt import GPT, GPTConfig
 from offload.planner.activations import measure
 from offload.planner.live_bytes import peak_of
 from offload.planner.verdict import Computing
+from tests.support.profiled import peak_by_profiler
 
 CONFIG, BATCH = GPTConfig(layers=3, heads=4, width=64, context=512), 2
 
@@ -25,19 +25,8 @@ def once(model: nn.Module, tokens: Tensor) -> None:
     torch.autograd.backward(logits, logits.new_empty(()).expand_as(logits))
 
 
-def peak_by_profiler(model: nn.Module, tokens: Tensor) -> int:
-    """The most bytes that torch's allocator had lent at once in a forward and its backward."""
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
-    once(model, tokens)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        once(model, tokens)
-    events: Any = found.profiler.kineto_results.events()  # type: ignore[union-attr]
-    live = highest = 0
-    for event in sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns()):
-        live += event.nbytes()
-        highest = max(highest, live)
-    return highest
+def peak_of_torch(model: nn.Module, tokens: Tensor) -> int:
+    return peak_by_profiler(model, lambda: once(model, tokens))
 
 
 def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,13 +39,13 @@ def test_the_peak_is_what_a_profiler_of_torch_sees(dtype: torch.dtype) -> None:
     tokens = torch.randint(256, (BATCH, CONFIG.context), generator=torch.Generator().manual_seed(0))
     waiting = measure(GPT(CONFIG, device="meta"), dtype, lambda model: model(tokens.to("meta")))
     logits = dtype.itemsize * waiting.output_numel
-    whole = peak_by_profiler(GPT(CONFIG).to(dtype), tokens)
+    whole = peak_of_torch(GPT(CONFIG).to(dtype), tokens)
     assert 0.95 * waiting.peak_bytes <= whole <= 1.05 * (waiting.peak_bytes + logits)
     assert waiting.saved_bytes < 0.95 * waiting.peak_bytes  # else this shows nothing
     model = GPT(CONFIG).to(dtype)
     for block in model.blocks:
         block.forward = recomputing(block.forward)
-    recomputed = peak_by_profiler(model, tokens) - waiting.entering_bytes
+    recomputed = peak_of_torch(model, tokens) - waiting.entering_bytes
     assert 0.95 * waiting.peak_bytes_with_tier <= recomputed <= 1.05 * (waiting.peak_bytes_with_tier + logits)
 
 
