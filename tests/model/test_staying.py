@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadZero, Tuning
+from offload import BudgetError, OffloadZero, Tuning
 from offload.layout import Layout, ParamSpec, build
 from offload.options import Options
 from offload.planner.decide import Situation, decide
@@ -18,7 +19,8 @@ from offload.planner.placement import units_that_stay
 from tests.support.device import DEVICE
 from tests.support.training import Run, train
 
-SMALL = Tuning(chunk="4KiB")
+SMALL = Tuning(chunk="4KiB", tile=0)
+AHEAD = replace(SMALL, prefetch_units=1)
 LAYERS, WIDTH = 8, 32
 UNIT_BYTES = 2 * (WIDTH * WIDTH + WIDTH)
 
@@ -39,7 +41,7 @@ def trained(model: nn.Module, accumulation: int = 1, **options: Any) -> tuple[tu
     """Losses of 4 steps; the stats; what each of the last 2 steps moved to the device."""
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(DEVICE, torch.bfloat16)
     losses, moved = [], []
-    with OffloadZero(model, accumulation=accumulation, tuning=SMALL, **options) as optimizer:
+    with OffloadZero(model, accumulation=accumulation, tuning=AHEAD, **options) as optimizer:
         for _ in range(4):
             for _ in range(accumulation):
                 loss = model(x).float().square().mean()
@@ -104,10 +106,13 @@ def bytes_of(kind: str, **options: Any) -> int:
     [("cpu", "gpt", 1), ("cpu", "mlp", 2), ("nvme", "gpt", 2), ("activations", "gpt", 1)],
 )
 def test_no_share_changes_a_bit(where: str, kind: str, accumulation: int, share: float, tmp_path: Path) -> None:
-    least, most = bytes_of(kind, tier="cpu", param_tier="cpu"), bytes_of(kind, tier="cpu")
-    options = dict(KINDS[where])
+    options, most = dict(KINDS[where]), bytes_of(kind, tier="cpu")
     if options["tier"] == "nvme":
         options["path"] = tmp_path / "run"
+    with pytest.raises(BudgetError) as refused:
+        train(kind, device_memory=1, tuning=SMALL, **options)
+    least = refused.value.needed
+    assert least < most
     memory = int(least + share * (most - least))
     run = train(kind, accumulation=accumulation, device_memory=memory, tuning=SMALL, **options)
     run.assert_same_bits(all_on_the_device(kind, accumulation))
