@@ -5,7 +5,8 @@ with them in RAM, and plain torch with resident fp32 masters, as points of refer
 steps that are tried in backward, and with states="8bit", which is another training. With `--params nvme` parameters and
 gradients are on NVMe as well. Each contestant is a process of its own, one runs at a time, and they take turns block by
 block; bench/trainer.py says what is timed. PYTHON is an interpreter that has DeepSpeed (`make .venv-peers/installed`
-makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler and libaio's headers).
+makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler and libaio's headers). A model
+alone (`--models 46m`) is saved on a page of its own.
 """
 
 from __future__ import annotations
