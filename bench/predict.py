@@ -515,10 +515,12 @@ def main(
             place = folder / f"{number}"
             place.mkdir()
             if name in predict_ranks.CONFIGURATIONS:
-                results.append(predict_ranks.result_of(name, place, dtype, steps))
-                continue
-            most_s = RUNNING * max(end - time.perf_counter(), 0.0) / (len(chosen) - number)
-            results.append(result_of(name, one, place, disk, dtype, steps, most_s))
+                found = predict_ranks.result_of(name, place, dtype, steps)
+            else:
+                most_s = RUNNING * max(end - time.perf_counter(), 0.0) / (len(chosen) - number)
+                found = result_of(name, one, place, disk, dtype, steps, most_s)
+            note(f"  {found.reason or ', '.join(found.row()[2:])}")
+            results.append(found)
         Report(
             name="predict",
             title="Iterations, predicted and measured",
