@@ -5,6 +5,9 @@ both at once, through the library's own engine; the optimizer's kernels; a copy 
 backward of the same model and batch; and what Python takes for a chunk and for a tile (offload/cli/host_costs.py).
 planner/simulate predicts the iteration from their means. Bytes are predicted without any rate.
 
+The whole takes an hour or more. What has been measured is in OUT/predict-rows.json, and `--resume` goes on with what is
+left, in a folder of the same machine.
+
 Runs of two ranks are in predict_ranks.py.
 
 Drives drift by a factor of two within minutes, and what else runs on the machine changes all of this: only an idle
@@ -14,12 +17,14 @@ machine says how good the predictions are.
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +38,7 @@ if __name__ == "__main__":
 
 from bench.experts import LAYERS, Experts
 from bench.limits import Disk
-from bench.report import Folder, Json, Out, Report, Save, Table, judged, note, run, scratch
+from bench.report import Folder, Json, Out, Report, Save, Table, judged, machine, note, run, scratch
 from offload import OffloadZero, Tuning, native
 from offload.cli import host_costs
 from offload.cli.machine import fast_dtype
@@ -488,10 +493,34 @@ def remarks_of(results: Sequence[Result]) -> Iterator[str]:
     yield from (f"{one.name}: not predicted: {one.reason}" for one in results if one.reason)
 
 
+class Rows:
+    """What has been measured, in a file. Args: file: its path; resumes: whether what it has counts.
+
+    Raises:
+        typer.BadParameter: it is to count, and another machine has measured it.
+    """
+
+    def __init__(self, file: Path, *, resumes: bool) -> None:
+        self._file = file
+        self.by_name: dict[str, Result] = {}
+        if resumes and file.exists():
+            found = json.loads(file.read_text())
+            if found["machine"] != machine():
+                raise typer.BadParameter(f"{file} is of another machine: {found['machine']}; this is {machine()}")
+            self.by_name = {row["name"]: Result(**row) for row in found["rows"]}
+
+    def add(self, row: Result) -> None:
+        self.by_name[row.name] = row
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(one) for one in self.by_name.values()]
+        self._file.write_text(json.dumps({"machine": machine(), "rows": rows}))
+
+
 def main(
     only: Annotated[str, typer.Option(help="Names, with * for anything, separated by semicolons.")] = "*",
     steps: Annotated[int, typer.Option(min=1, help="Iterations that are timed at most.")] = 8,
     minutes: Annotated[float, typer.Option(help="For all configurations: where one is slow, fewer are timed.")] = 20.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that calls before have measured.")] = False,
     path: Folder = Path(),
     as_json: Json = False,
     out: Out = Path("out"),
@@ -506,21 +535,25 @@ def main(
         for name, one in (CONFIGURATIONS | predict_ranks.CONFIGURATIONS).items()
         if any(fnmatch(name, pattern.strip()) for pattern in only.split(";"))
     }
-    results = []
+    rows = Rows(out / "predict-rows.json", resumes=resume)
+    left = [name for name in chosen if name not in rows.by_name]
     end = time.perf_counter() + 60 * minutes
     with scratch(path) as folder, closing(Disk(folder, DISK_TRANSFERS, DISK_BYTES)) as disk:
         disk.search()
-        for number, (name, one) in enumerate(chosen.items()):
+        for number, name in enumerate(left):
+            one = chosen[name]
             note(name)
             place = folder / f"{number}"
             place.mkdir()
             if name in predict_ranks.CONFIGURATIONS:
                 found = predict_ranks.result_of(name, place, dtype, steps)
             else:
-                most_s = RUNNING * max(end - time.perf_counter(), 0.0) / (len(chosen) - number)
+                most_s = RUNNING * max(end - time.perf_counter(), 0.0) / (len(left) - number)
                 found = result_of(name, one, place, disk, dtype, steps, most_s)
             note(f"  {found.reason or ', '.join(found.row()[2:])}")
-            results.append(found)
+            rows.add(found)
+            shutil.rmtree(place)  # else all of them fill a disk
+        results = [rows.by_name[name] for name in chosen]
         Report(
             name="predict",
             title="Iterations, predicted and measured",
