@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -33,6 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from offload.errors import AccumulationError, ConfigError
 from offload.model.compiled import Forward
 from offload.model.inner import is_wrapper, kind_of
+from offload.model.torch_helpers import Hook, require_no_graph
 
 CHUNK = 256
 """Tokens."""
@@ -91,25 +93,31 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: for shapes, dtypes or devices that do not go together, a label out of range, an option out of
-            range, or a `head` that is more than a linear layer.
+            range, or a `head` that is more than a linear layer. In the backward, if that makes a graph of its own
+            (`create_graph=True`).
         AccumulationError: in the backward, if it runs a second time through gradients that were made in the forward.
     """
     weight, bias = _weight_and_bias(head)
-    _check_options(chunk, num_items, softcap, logit_scale, z_loss, reduction)
+    _check_options(chunk, ignore_index, num_items, softcap, logit_scale, z_loss, reduction)
     _check_tensors(hidden, weight, bias, labels)
     dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type) and dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    kind = hidden.device.type
+    has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # the meta device has none
+    if has_autocast and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
     elif weight.dtype is not dtype:
         raise ConfigError(
             f"linear_cross_entropy got hidden of {dtype} and a weight of {weight.dtype}: give both in one dtype, or "
             "call it under torch.autocast"
         )
+    # A backward reads both again, and the loop may have written its next batch to them by then.
+    items = num_items.detach().clone() if isinstance(num_items, Tensor) else num_items
+    own_labels = labels.reshape(-1).to(torch.int64, copy=True)
     options = LossOptions(
-        CHUNK if chunk is None else chunk, ignore_index, num_items, softcap, logit_scale, z_loss, reduction
+        CHUNK if chunk is None else chunk, ignore_index, items, softcap, logit_scale, z_loss, reduction
     )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    loss = TokenLosses(options, labels.reshape(-1).to(torch.int64), len(weight), dtype)
+    loss = TokenLosses(options, own_labels, len(weight), dtype)
     if hidden.device.type == "cpu":
         loss.check_labels()
     result = cells_of_linear(flat, weight, bias, loss)
@@ -145,8 +153,15 @@ def _weight_and_bias(head: Head) -> tuple[Tensor, Tensor | None]:
                 "forward it would leave out (adapters, quantised weights): give an nn.Linear or a weight, or compute "
                 "the logits by calling the module"
             )
+        made = next((name for name in ("weight", "bias") if isinstance(vars(head).get(name), Tensor)), None)
+        if made is not None and not all(isinstance(hook, Hook) for hook in head._forward_pre_hooks.values()):
+            raise ConfigError(
+                f"the {made} of head is made by a hook of its forward (torch.nn.utils.weight_norm, spectral_norm, "
+                "prune), which does not run here: use torch.nn.utils.parametrizations, or compute the logits by "
+                "calling the module"
+            )
         return head.weight, head.bias  # type: ignore[return-value]
-    weight, bias = head if isinstance(head, tuple) else (head, None)
+    weight, bias = head if isinstance(head, tuple) and len(head) == 2 else (head, None)
     if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
         raise ConfigError(
             f"head is {type(head).__name__}: give an nn.Linear, a weight (V, H), or a pair (weight, bias)"
@@ -155,23 +170,34 @@ def _weight_and_bias(head: Head) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_options(
-    chunk: object, num_items: object, softcap: object, logit_scale: object, z_loss: object, reduction: object
+    chunk: object,
+    ignore_index: object,
+    num_items: object,
+    softcap: object,
+    logit_scale: object,
+    z_loss: object,
+    reduction: object,
 ) -> None:
     def refuse(name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"linear_cross_entropy got {name}={value!r}: give {allowed}")
 
     def is_number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)  # NumPy's, too
 
-    if chunk is not None and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
+    def is_whole(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    if chunk is not None and not (is_whole(chunk) and chunk > 0):  # type: ignore[operator]
         refuse("chunk", chunk, "a number of tokens, at least 1")
+    if not is_whole(ignore_index):
+        refuse("ignore_index", ignore_index, "the label of tokens that do not count, a whole number")
     if reduction not in ("mean", "sum", "none"):
         refuse("reduction", reduction, '"mean", "sum" or "none"')
     if num_items is not None and reduction != "mean":
         refuse("num_items", num_items, 'it with reduction="mean" only, which divides by it')
-    is_one = isinstance(num_items, Tensor) and num_items.numel() == 1
+    is_one = isinstance(num_items, Tensor) and num_items.numel() == 1 and not num_items.requires_grad
     if num_items is not None and not is_one and not (is_number(num_items) and num_items > 0):  # type: ignore[operator]
-        refuse("num_items", num_items, "a number above 0, or a tensor of one")
+        refuse("num_items", num_items, "a number above 0, or a tensor of one without a graph")
     if softcap is not None and not (is_number(softcap) and softcap > 0):  # type: ignore[operator]
         refuse("softcap", softcap, "a number above 0, or None")
     if not is_number(logit_scale) or logit_scale == 0:
@@ -186,6 +212,10 @@ def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: 
     Raises:
         ConfigError: if they do not.
     """
+    required: tuple[tuple[str, object], ...] = (("hidden", hidden), ("labels", labels))
+    for name, given in required:
+        if not isinstance(given, Tensor):
+            raise ConfigError(f"linear_cross_entropy got {name} of type {type(given).__name__}: give a tensor")
     for name, one in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if one is not None and is_wrapper(kind_of(one)):
             raise ConfigError(
@@ -405,11 +435,21 @@ def bytes_in_chunks(tokens: int, words: int, width: int, dtype: torch.dtype, *, 
     return logits + wide * width * (tokens + (words if trains_head else 0))
 
 
+def require_first_order() -> None:
+    """Requires that the backward that runs now makes no graph.
+
+    Raises:
+        ConfigError: if it makes one.
+    """
+    require_no_graph("linear_cross_entropy", "compute the logits, F.cross_entropy(head(hidden), labels)")
+
+
 def exactly(device: torch.device) -> ExitStack:
     """A context without gradients, in which autocast changes no dtype."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if torch.amp.is_autocast_available(device.type):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
 
 
@@ -463,6 +503,7 @@ class _InForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_order()
         if ctx.sums is None:
             raise AccumulationError(
                 "a second backward came to linear_cross_entropy, whose gradients were made in the forward and given to "
@@ -496,6 +537,7 @@ class _InBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
+        require_first_order()
         loss: TokenLosses = ctx.loss
         with exactly(hidden.device):
             rows, own_bias = weight.to(loss.dtype), None if bias is None else bias.to(loss.dtype)

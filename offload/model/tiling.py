@@ -856,6 +856,7 @@ class _TileOfLoss(torch.autograd.Function):
     def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
         run: _LossInTiles = ctx.run
         _, *hidden = ctx.saved_tensors  # which checks that nobody has written to the tile
+        losses.require_first_order()
         with losses.exactly(of_result.device):
             if hidden:
                 run.begin_backward(hidden[0], of_result)

@@ -29,6 +29,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+from offload.errors import ConfigError
 from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
 from offload.model.plain_copy import LeftBehind, refuse_script
@@ -93,6 +94,22 @@ def _may_save(code: CodeType) -> bool:
             forwards.add(id(getattr(inspect.unwrap(kind.forward), "__code__", None)))  # it may be decorated
         (_saves if id(code) in forwards else _saves_nothing)[id(code)] = code
     return id(code) in _saves
+
+
+def require_no_graph(what: str, way_out: str) -> None:
+    """Requires that a backward that runs now makes no graph of its own, as `create_graph=True` does.
+
+    Gradients that it made outside of autograd would count as constants there, and nothing would say so.
+
+    Args:
+        what: what computes the gradients.
+        way_out: what to do instead.
+
+    Raises:
+        ConfigError: if it makes one.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(f"create_graph=True, and {what} gives no gradients of gradients: {way_out}")
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

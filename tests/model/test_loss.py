@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -11,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from offload import AccumulationError, ConfigError, OffloadZero, Tuning, linear_cross_entropy
@@ -327,6 +330,92 @@ def test_the_gradient_of_one_tensor_is_asked_for(streams: Streams, tile: int) ->
         assert torch.equal(loss, linear_cross_entropy(hidden, (weight, bias), labels))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("tile", [None, 0, 500])
+def test_labels_and_their_number_may_be_written_to_after_the_forward(
+    streams: Streams, tile: int | None, reduction: Reduction
+) -> None:
+    """A loader may fill the same memory with its next batch. Torch would refuse the backward."""
+    hidden, weight, bias, labels = tensors()
+    items = torch.tensor(17.0) if reduction == "mean" else None
+    options: dict[str, Any] = {"reduction": reduction} | ({} if items is None else {"num_items": 17.0})
+    expected = torch.autograd.grad(plain(hidden, weight, bias, labels, **options).sum(), [hidden, weight, bias])
+    model = Words()
+    model.load_state_dict(model.state_dict() | {"head.weight": weight, "head.bias": bias})
+    given = {"compute_dtype": torch.float32, "tuning": tuning(tile=tile or 0)}
+    with contextlib.nullcontext() if tile is None else streams.optimizer(model, **given):
+        own = hidden.to(model.head.weight.dtype).detach().requires_grad_()
+        loss = linear_cross_entropy(own, model.head, labels, reduction=reduction, num_items=items)
+        labels.fill_(0)
+        if items is not None:
+            items.fill_(1)
+        found = torch.autograd.grad(loss.sum(), [own, model.head.weight, model.head.bias])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("tile", [None, 500])
+def test_a_backward_that_makes_a_graph_is_refused(streams: Streams, tile: int | None, reduction: Reduction) -> None:
+    """As a penalty of gradients has it, which would train nothing where gradients are made outside of autograd."""
+    hidden, _, _, labels = tensors(torch.float32)
+    model = Words()
+    given = {"compute_dtype": torch.float32, "tuning": tuning(tile=tile)}
+    with contextlib.nullcontext() if tile is None else streams.optimizer(model, **given):
+        loss = linear_cross_entropy(hidden, model.head, labels, reduction=reduction).sum()
+        with pytest.raises(ConfigError, match=r"create_graph=True, and linear_cross_entropy gives no gradients of"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+        loss = linear_cross_entropy(hidden, model.head, labels, reduction=reduction).sum()
+        torch.autograd.grad(loss, hidden, retain_graph=True)
+
+
+def prune_half(head: nn.Linear) -> None:
+    prune.l1_unstructured(head, "weight", 0.5)
+
+
+@pytest.mark.parametrize("change", [nn.utils.weight_norm, nn.utils.spectral_norm, prune_half])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_head_whose_weight_is_made_by_a_hook_is_refused(change: Callable[[nn.Linear], object]) -> None:
+    """The hook would not run: its weight is the one of the last forward."""
+    hidden, _, _, labels = tensors(torch.float32)
+    head = nn.Linear(WIDTH, WORDS)
+    change(head)
+    with pytest.raises(ConfigError, match="the weight of head is made by a hook of its forward"):
+        linear_cross_entropy(hidden, head, labels)
+
+
+def test_a_parametrized_head_is_computed_anew() -> None:
+    torch.manual_seed(0)
+    hidden, _, _, labels = tensors(torch.float32)
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WORDS))
+    adam = torch.optim.SGD(head.parameters(), lr=1.0)
+    for _ in range(3):
+        loss = linear_cross_entropy(hidden, head, labels)
+        torch.testing.assert_close(loss, F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()))
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+
+
+def test_the_meta_device_has_shapes_and_gradients() -> None:
+    """`offload plan` runs models there."""
+    hidden, weight, bias, labels = (
+        one.detach().to("meta").requires_grad_(one.requires_grad) for one in tensors(torch.bfloat16)
+    )
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(hidden, (weight, bias), labels, reduction=reduction)  # type: ignore[arg-type]
+        assert (loss.shape, loss.dtype) == (() if reduction == "mean" else labels.shape, torch.float32)
+        grads = torch.autograd.grad(loss.sum(), [hidden, weight, bias])
+        assert [(one.shape, one.dtype) for one in grads] == [(x.shape, x.dtype) for x in (hidden, weight, bias)]
+
+
+def test_a_number_of_items_may_be_one_of_numpy() -> None:
+    hidden, weight, _, labels = tensors()
+    expected = linear_cross_entropy(hidden, weight, labels, num_items=5)
+    for items in (np.int64(5), np.float32(5), torch.tensor([5])):
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels, num_items=items), expected)
+
+
 def test_no_token_that_counts() -> None:
     """As in torch: the loss is NaN, and all gradients are 0."""
     hidden, weight, bias, labels = tensors()
@@ -383,6 +472,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "chunk": ({"chunk": 0}, "chunk=0: give a number of tokens, at least 1"),
     "reduction": ({"reduction": "max"}, 'reduction=\'max\': give "mean", "sum" or "none"'),
     "num_items": ({"num_items": 0}, "num_items=0: give a number above 0"),
+    "ignore_index": ({"ignore_index": None}, "ignore_index=None: give the label of tokens that do not count"),
+    "num_items with a graph": (
+        {"num_items": torch.ones((), requires_grad=True)},
+        "give a number above 0, or a tensor of one without a graph",
+    ),
     "num_items of a sum": ({"num_items": 3, "reduction": "sum"}, 'num_items=3: give it with reduction="mean" only'),
     "softcap": ({"softcap": 0.0}, "softcap=0.0: give a number above 0, or None"),
     "logit_scale": ({"logit_scale": 0}, "logit_scale=0: give a number that is not 0"),
@@ -414,6 +508,9 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
             "head is a Sequential, whose forward",
         ),
         ((hidden, "lm_head", labels), "head is str: give an nn.Linear"),
+        ((hidden, (weight, bias, None), labels), "head is tuple: give an nn.Linear"),
+        ((hidden.tolist(), weight, labels), "hidden of type list: give a tensor"),
+        ((hidden, weight, labels.tolist()), "labels of type list: give a tensor"),
         ((hidden, TwoTensor(weight, weight), labels), "a TwoTensor as weight"),
     ]
     for call, message in calls:
