@@ -17,14 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StaleActivationError
 from offload.model.inner import inner_tensors
+from offload.model.torch_helpers import require_no_graph
 
 M = TypeVar("M", bound=nn.Module)
 
 Layer = Callable[[Tensor], Any]
+State = tuple[list[tuple[Tensor, int]], list[bool]]
+"""What a backward depends on beside what entered: parameters with their versions, and the modes of modules."""
 
 
 def tile_tokens(module: M, tokens: int) -> M:
@@ -37,6 +39,7 @@ def tile_tokens(module: M, tokens: int) -> M:
     attention, and no normalisation over tokens. It is given `(tokens, H)`, with dimensions of one before that if more
     than two came. Its forward keeps nothing but what entered, and its backward computes it again, with the same random
     numbers of torch and autocast. A backward takes what one tile takes, and an fp32 gradient of each trained parameter.
+    It gives gradients to what entered and to the module's own parameters, and no gradients of gradients.
 
     It changes bits: gradients of weights are sums of those of tiles, added up in fp32, and a product of few rows may
     round otherwise. The bits are the same on every tier.
@@ -50,7 +53,10 @@ def tile_tokens(module: M, tokens: int) -> M:
 
     Raises:
         ConfigError: for a number of tokens below 1, or something that is no module. In the forward: for other arguments
-            than one floating tensor, or a module that returns something else than a tensor with a row for each token.
+            than one floating tensor, or a module that returns something else than a tensor with a row for each token,
+            or that writes to what enters. In the backward: for one with a graph of its own, and for a module that uses
+            another tensor that needs a gradient, or whose trained parameters are others than in the forward.
+        StaleActivationError: in the backward, if a parameter was written to since the forward, or a mode changed.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ConfigError(f"tile_tokens got tokens={tokens!r}: give a number of tokens, at least 1")
@@ -124,6 +130,81 @@ class TiledForward:
             )
         return made.reshape(len(rows), made.shape[-1])
 
+    def require_unwritten(self, rows: Tensor, version: int) -> None:
+        """Requires that what entered was not written to.
+
+        Args:
+            rows: all of it.
+            version: its version before the forward.
+
+        Raises:
+            ConfigError: if it was.
+        """
+        if _version_of(rows) != version:
+            raise ConfigError(
+                f"{self._name} runs in tiles of tokens and writes to what enters, of which its backward computes the "
+                "tiles again: leave inplace=True out of its first layers, or let it begin with a copy"
+            )
+
+    def state(self) -> State:
+        """What a backward depends on beside what entered, as it is now."""
+        return [(one, _version_of(one)) for one in self.module.parameters()], [
+            one.training for one in self.module.modules()
+        ]
+
+    def require_same(self, state: State) -> None:
+        """Requires that what a backward depends on is as it was at the end of the forward.
+
+        Raises:
+            ConfigError: there are other parameters.
+            StaleActivationError: a parameter was written to, or a module is in another mode.
+        """
+        (params, modes), (params_now, modes_now) = state, self.state()
+        if [id(one) for one, _ in params] != [id(one) for one, _ in params_now]:
+            raise ConfigError(
+                f"{self._name} runs in tiles of tokens, and its parameters are others than in the forward, as after "
+                "torch.func.functional_call: its backward computes them again, with its parameters of now. Leave "
+                "tile_tokens out there"
+            )
+        if modes != modes_now or [one for _, one in params] != [one for _, one in params_now]:
+            raise StaleActivationError(
+                f"parameters or the mode of {self._name} have changed since its forward, and it runs in tiles of "
+                "tokens, which its backward computes again: call backward() before step(), eval() and the like"
+            )
+
+    def require_own(self, made: Tensor, own: Sequence[Tensor]) -> None:
+        """Requires that all tensors that would get a gradient from a tile are known.
+
+        Args:
+            made: what the tile has made, with its graph.
+            own: what entered, and the trained parameters.
+
+        Raises:
+            ConfigError: if there is another one.
+        """
+        known, foreign, seen, left = set(map(id, own)), list[Tensor](), set[Any](), [made.grad_fn]
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name() == "_AnchorBackward":  # a weight runs in tiles of its own, whose leaves are no parameters
+                return
+            leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+            if leaf is not None and id(leaf) not in known:
+                foreign.append(leaf)
+            left += [one for one, _ in node.next_functions]
+        if foreign:  # asked at the end, as the leaves of tiles may come before the anchor
+            raise ConfigError(
+                f"{self._name} runs in tiles of tokens and uses a tensor {tuple(foreign[0].shape)} that needs a gradient "
+                "and is no parameter of it, or what was computed of one: tile_tokens would give it none. Make it a "
+                "parameter of the module, or detach() it"
+            )
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
 
 def token_sum_bytes(model: nn.Module) -> int:
     """Bytes of the fp32 gradients that a backward adds up at a time for modules of a model that see tiles of tokens."""
@@ -138,27 +219,33 @@ class _InTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: TiledForward, inputs: Tensor, *params: Tensor) -> Tensor:
-        ctx.tiled, ctx.count = forward, len(params)
+        ctx.tiled = forward
         ctx.is_needed = inputs.requires_grad or bool(params)
         ctx.random = _RandomState(inputs.device) if ctx.is_needed else None
         ctx.autocast = _Autocast(inputs.device.type)
         ctx.save_for_backward(inputs)
         rows, result = inputs.reshape(-1, inputs.shape[-1]), None
-        for tile in forward.tiles(inputs):
-            made = forward.run(rows[tile], inputs.dim())
-            if result is None:
-                result = made.new_empty(len(rows), made.shape[-1])
-            result[tile] = made
+        before = _version_of(rows)
+        with ctx.autocast.again():
+            for tile in forward.tiles(inputs):
+                made = forward.run(rows[tile], inputs.dim())
+                if result is None:
+                    result = made.new_empty(len(rows), made.shape[-1])
+                result[tile] = made
         assert result is not None
+        forward.require_unwritten(rows, before)
+        ctx.trained = params
+        ctx.state = forward.state() if ctx.is_needed else None
         return result.view(*inputs.shape[:-1], result.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
         forward: TiledForward = ctx.tiled
+        require_no_graph("a module in tiles of tokens", "leave tile_tokens out")
+        forward.require_same(ctx.state)
         params = [one for one in forward.module.parameters() if one.requires_grad]
-        if len(params) != ctx.count:
+        if [*map(id, params)] != [*map(id, ctx.trained)]:
             raise ConfigError(
                 f"parameters of {type(forward.module).__name__} were frozen or released between a forward and its "
                 "backward: it runs in tiles of tokens, and computes them again with its parameters of now"
@@ -171,6 +258,8 @@ class _InTiles(torch.autograd.Function):
                 with torch.enable_grad():
                     entering = rows[tile].detach().requires_grad_(of_inputs is not None)
                     made = forward.run(entering, inputs.dim())
+                if not tile.start:
+                    forward.require_own(made, [entering, *params])
                 found = _gradients(made, [entering, *params], of_rows[tile])
                 if of_inputs is not None:
                     of_inputs[tile] = 0 if found[0] is None else found[0]
@@ -221,12 +310,18 @@ class _Autocast:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._enabled = kind != "meta" and torch.is_autocast_enabled(kind)
+        self._is_there = torch.amp.is_autocast_available(kind)  # the meta device has none
+        self._enabled = self._is_there and torch.is_autocast_enabled(kind)
         self._dtype = torch.get_autocast_dtype(kind) if self._enabled else None
 
     def again(self) -> ExitStack:
-        """A context in which it does the same."""
+        """A context in which it does the same.
+
+        It keeps no casts of weights: those of a forward in tiles have no graph, and what uses the weight next in this
+        autocast, such as the backward, would get no gradient.
+        """
         stack = ExitStack()
-        if self._kind != "meta":
-            stack.enter_context(torch.autocast(self._kind, dtype=self._dtype, enabled=self._enabled))
+        if self._is_there:
+            autocast = torch.autocast(self._kind, dtype=self._dtype, enabled=self._enabled, cache_enabled=False)
+            stack.enter_context(autocast)
         return stack

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import ConfigError, Tuning, tile_tokens
+from offload import ConfigError, StaleActivationError, Tuning, tile_tokens
 from offload.planner import activations, verdict
 from tests.support.streamed import Streams, finish
 
@@ -103,6 +103,118 @@ def test_the_backward_computes_under_the_autocast_of_the_forward() -> None:
     assert seen == [torch.bfloat16] * 6
     with torch.autocast("cpu", torch.bfloat16):
         module(inputs.detach()).float().sum().backward()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_backward_inside_of_autocast_has_all_gradients(is_shared: bool) -> None:
+    """Autocast keeps casts of weights, and one that was made in tiles, without a graph, would have cut them off."""
+
+    def found(tokens: int | None, *, inside: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        module, inputs = MLP(), torch.randn(10, WIDTH, requires_grad=True)
+        if tokens is not None:
+            tile_tokens(module, tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(inputs).float().sum()
+            if is_shared:
+                loss = loss + nn.functional.linear(inputs, module.up.weight).float().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [one.grad for one in (inputs, *module.parameters())]
+
+    whole, expected, inside = found(None, inside=True), found(10, inside=False), found(10, inside=True)
+    for one, other, plain in zip(inside, expected, whole, strict=True):
+        assert one is not None
+        assert other is not None
+        assert plain is not None
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, plain, rtol=0.05, atol=0.05)
+
+
+def test_a_backward_that_makes_a_graph_is_refused() -> None:
+    """Its gradients would count as constants, and a penalty of them would train nothing."""
+    module, inputs = tile_tokens(MLP(), 4), torch.randn(10, WIDTH, requires_grad=True)
+    with pytest.raises(ConfigError, match="create_graph=True, and a module in tiles of tokens gives no gradients of"):
+        torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.down(x))
+
+
+@pytest.mark.parametrize("build", [Writing, lambda: nn.Sequential(nn.SiLU(inplace=True), nn.Linear(WIDTH, WIDTH))])
+@pytest.mark.parametrize("shape", [(10,), (2, 5)])
+def test_a_module_that_writes_to_what_enters_is_refused(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """The backward would compute tiles of what it left there."""
+    module, inputs = tile_tokens(build(), 4), torch.randn(*shape, WIDTH)
+    with pytest.raises(ConfigError, match="writes to what enters, of which its backward computes"):
+        module(inputs)
+    later = tile_tokens(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(inplace=True)), 4)
+    assert later(inputs).requires_grad
+
+
+def test_what_a_backward_computes_again_has_to_be_as_it_was() -> None:
+    def write(module: MLP) -> None:
+        with torch.no_grad():
+            module.up.weight.add_(1)
+
+    changes: list[tuple[Callable[[MLP], object], str]] = [
+        (write, "parameters or the mode of MLP have changed"),
+        (lambda module: module.eval(), "parameters or the mode of MLP have changed"),
+    ]
+    for change, error in changes:
+        module = tile_tokens(MLP(dropout=0.5), 4)
+        made = module(torch.randn(10, WIDTH, requires_grad=True))
+        change(module)
+        with pytest.raises(StaleActivationError, match=error):
+            made.sum().backward()
+
+
+def test_parameters_that_are_others_in_the_backward_are_told() -> None:
+    """It would compute with the module's own, and give their gradients to those."""
+    module, inputs = tile_tokens(MLP(), 4), torch.randn(10, WIDTH)
+    others = {name: (2 * one).detach().requires_grad_() for name, one in module.named_parameters()}
+    made = torch.func.functional_call(module, others, (inputs,))
+    with pytest.raises(ConfigError, match="its parameters are others than in the forward"):
+        made.sum().backward()
+
+
+class Conditioned(nn.Module):
+    """Attributes: by: what its output is multiplied with; beside: a layer that is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.by = torch.ones(WIDTH)
+        self.beside: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(x) * self.by
+        for one in self.beside:
+            out = one(out)
+        return out
+
+
+@pytest.mark.parametrize("how", ["a leaf", "computed", "a layer", "detached"])
+def test_a_tensor_from_elsewhere_that_would_get_no_gradient_is_refused(how: str) -> None:
+    module, leaf = tile_tokens(Conditioned(), 4), torch.ones(WIDTH, requires_grad=True)
+    if how == "a layer":
+        module.beside.append(nn.Linear(WIDTH, WIDTH))
+    else:
+        module.by = {"a leaf": leaf, "computed": leaf * 2, "detached": leaf.detach()}[how]
+    made = module(torch.randn(10, WIDTH))
+    if how == "detached":
+        made.sum().backward()
+        return
+    with pytest.raises(ConfigError, match="uses a tensor .* that needs a gradient and is no parameter of it"):
+        made.sum().backward()
 
 
 @pytest.mark.parametrize("what", ["inputs", "weights", "one weight", "nothing"])
