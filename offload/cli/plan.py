@@ -5,8 +5,11 @@ No memory is taken for it, and no file is written.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,6 +21,8 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from offload.cli.plan_models import Sized
     from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
@@ -369,20 +374,21 @@ def _measured(measure: Callable[..., T | None], options: PlanOptions, model: Siz
     """What a forward of a micro-batch on the meta device keeps; None if the model's does not run there."""
     import torch
 
+    from offload import torch_private
+
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
-    given = (tokens,) if model.inputs is None else tuple(_computed_with(one, options) for one in model.inputs)
+    given = (tokens,) if model.inputs is None else model.inputs
+    given = torch_private.tree_map_only(torch.Tensor, partial(_computed_with, options=options), given)
     try:
-        return measure(model.module, options.compute_dtype, lambda module: module(*given), gpu=options.gpu)
+        with redirect_stdout(sys.stderr):  # what a model prints is not of the plan
+            return measure(model.module, options.compute_dtype, lambda module: module(*given), gpu=options.gpu)
     except Exception:  # whatever a model does not like: the formula is left
         return None
 
 
-def _computed_with(given: Any, options: PlanOptions) -> Any:
-    """An argument of a forward, as the compute dtype has it."""
-    import torch
-
-    is_floating = isinstance(given, torch.Tensor) and given.is_floating_point()
-    return given.to(options.compute_dtype) if is_floating else given
+def _computed_with(given: Tensor, options: PlanOptions) -> Tensor:
+    """A tensor that a forward is given, as the compute dtype has it."""
+    return given.to(options.compute_dtype) if given.is_floating_point() else given
 
 
 def arguments_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Container, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from offload import torch_private
 from offload.cli.options import PlanOptions
 from offload.demo.gpt import GPT, PRESETS
 from offload.errors import ConfigError
@@ -201,10 +204,10 @@ def _made(name: str) -> Sized:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        make = getattr(import_module(module), function)
-        with torch.device("meta"):
-            made = make()
-    except Exception as error:
+        with redirect_stdout(sys.stderr):  # what it prints is not of the plan, which a program may read
+            make = getattr(import_module(module), function)
+            made = _on_meta_device(make)
+    except (Exception, SystemExit) as error:  # a script that reads its own command line exits
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"--model {name} does not make a model on the meta device ({said:.300}): give a function without arguments "
@@ -222,9 +225,31 @@ def _made(name: str) -> Sized:
 
 
 def _on_meta(inputs: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    if inputs is None:
-        return None
-    return tuple(one.to("meta") if isinstance(one, Tensor) else one for one in inputs)
+    made: tuple[Any, ...] | None = torch_private.tree_map_only(Tensor, lambda one: one.to("meta"), inputs)
+    return made
+
+
+def _on_meta_device(make: Callable[[], Any]) -> Any:
+    """What a function makes where tensors have no values; if that fails, where `torch.linspace` has some.
+
+    Models look at those while they are built: the rates of stochastic depth are one a block.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except RuntimeError:
+        with torch.device("meta"), _NumbersOnCPU():
+            return make()
+
+
+class _NumbersOnCPU(TorchFunctionMode):
+    """A context in which `torch.linspace` makes its numbers on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        return func(*args, **({"device": "cpu"} | given if func is torch.linspace else given))
 
 
 def _refused(what: str, error: Exception) -> ConfigError:

@@ -859,6 +859,8 @@ OWN = """
 import torch
 from torch import nn
 
+import offload
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -885,6 +887,34 @@ def images():
 
 def number():
     return 3
+
+def prints():
+    print("it builds")
+    made = Words()
+    made.blocks[0].register_forward_hook(lambda *_: print("it runs"))
+    return made
+
+def exits():
+    raise SystemExit(2)
+
+def rates():
+    made = Words()
+    made.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+    return made
+
+class Nested(Words):
+    def forward(self, batch):
+        return super().forward(batch["tokens"][0])
+
+def nested():
+    return Nested(), {"tokens": [torch.zeros(2, 64, dtype=torch.long, device="cpu")]}
+
+class Loss(Words):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return offload.linear_cross_entropy(x, self.head, tokens)
 
 def fails():
     return Words()(torch.zeros(1, 4, dtype=torch.long)).sum().item()
@@ -929,6 +959,33 @@ def test_a_model_may_come_with_what_it_is_given(own: str) -> None:
     assert found["computed_bytes_in_tiles"] is None
 
 
+def test_what_a_model_prints_is_not_of_the_plan(own: str) -> None:
+    found = CliRunner().invoke(app, ["plan", "--json", "--ram", "8GiB", "--model", f"{own}:prints"])
+    assert json.loads(found.stdout)["parameters"] == of_own("--model", f"{own}:Words")["parameters"]
+    assert "it builds" in found.stderr
+    assert "it runs" in found.stderr
+
+
+def test_a_model_may_look_at_numbers_while_it_is_built(own: str) -> None:
+    """As models with stochastic depth do: the rates of their blocks."""
+    size = "--batch", "2", "--seq", "64"
+    whole, found = (of_own("--model", f"{own}:{name}", *size) for name in ("Words", "rates"))
+    assert [found[name] for name in ("parameters", "saved_bytes")] == [whole["parameters"], whole["saved_bytes"]]
+
+
+def test_tensors_in_what_a_model_is_given_may_be_in_lists_and_dicts(own: str) -> None:
+    plain = of_own("--model", f"{own}:Words", "--batch", "2", "--seq", "64")
+    nested = of_own("--model", f"{own}:nested", "--batch", "2", "--seq", "64")
+    assert nested["saved_bytes"] == plain["saved_bytes"] is not None
+
+
+def test_a_model_with_a_loss_without_logits_runs_on_the_meta_device(own: str) -> None:
+    plain, found = (of_own("--model", f"{own}:{name}", "--batch", "2", "--seq", "64") for name in ("Words", "Loss"))
+    assert found["entering_bytes"] == plain["entering_bytes"]
+    assert found["saved_bytes"] == plain["saved_bytes"] is not None
+    assert found["output_bytes"] < plain["output_bytes"]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -937,6 +994,7 @@ def test_a_model_may_come_with_what_it_is_given(own: str) -> None:
         (["--model", "absent_module:build"], "No module named 'absent_module'"),
         (["--model", "{}:number"], "made a int"),
         (["--model", "{}:fails"], "does not load values"),
+        (["--model", "{}:exits"], "(SystemExit: 2)"),
         (["--model", "{}:Words", "--layers", "2"], "leave --layers and --width out"),
         (["--model", "{}:Words", "--config", "somewhere"], "give one of the two"),
         (["--model", "{}:Words", "--search", "--goal", "largest"], "--model makes one as it is"),
