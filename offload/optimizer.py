@@ -46,7 +46,7 @@ from offload.checkpoint.manifest import ADAM, Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.shard_table import in_order_of_shards
 from offload.checkpoint.tensors import Entry
-from offload.devices.copies import DOWN, UP
+from offload.devices.copies import DOWN, UP, require_not_recorded
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
     BudgetError,
@@ -542,8 +542,8 @@ class OffloadZero(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise". The state is untouched.
             ConfigError: a hyper-parameter is out of range; a parameter of the model was replaced, added or unfrozen;
-                fp16 is trained without a GradScaler, or with one that is used in a wrong order; or several ranks are
-                about to step differently. Nothing is changed.
+                fp16 is trained without a GradScaler, or with one that is used in a wrong order; it is recorded into a
+                graph of the device; or several ranks are about to step differently. Nothing is changed.
             AccumulationError: over several ranks, some dropped gradients that others use.
             StaleParameterError: a parameter was written to, through a view from before the last step, while its new
                 value was pending.
@@ -559,6 +559,7 @@ class OffloadZero(torch.optim.Optimizer):
             OtherRankError: a commit that is due failed on another rank.
             RankError: another rank does not take part.
         """
+        require_not_recorded(self._parts.parameters.device, "step()")
         self._watch.settle()
         if not self._is_loop_resumed:
             self._is_loop_resumed = True

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.errors import BudgetError, DeviceError
+from offload.errors import BudgetError, ConfigError, DeviceError
 from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.native.memory import immortalise
 from offload.sizes import format_bytes
@@ -67,6 +67,27 @@ def stream_handle(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.current_stream(device).cuda_stream)
     return int(torch.accelerator.current_stream(device).stream_id)
+
+
+def require_not_recorded(device: torch.device, what: str) -> None:
+    """Requires that the work of a device's current stream runs, and is not recorded into a graph (torch.cuda.graph).
+
+    Args:
+        device: the device.
+        what: what is about to be done there, as the error says it.
+
+    Raises:
+        ConfigError: if it is recorded.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    is_recorded = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    if is_recorded is not None and is_recorded():
+        raise ConfigError(
+            f"{what} is being recorded into a graph of {device}, whose replays run no Python: nothing would be fetched "
+            "or stepped, and no gradient taken. Leave torch.cuda.graph out of training; to generate with one, record "
+            "copy.deepcopy(model)"
+        )
 
 
 class DeviceEvent(ABC):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import torch_private
+from offload.devices.copies import require_not_recorded
 from offload.entries import entry
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.grads.base import GradientBuffer
@@ -129,6 +130,7 @@ class HeldUnits:
         if not self.running.units_here:
             self.entries.give_way()
             if torch.is_grad_enabled():
+                require_not_recorded(self._parameters.device, "a forward that trains")
                 self.entries.trains()
 
     def _note_task(self) -> None:
@@ -329,7 +331,7 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         """Called before a forward of the whole model.
 
         Raises:
-            ConfigError: if another thread has a pass under way, or the forward is traced.
+            ConfigError: if another thread has a pass under way, or the forward is traced, or recorded into a graph.
         """
         if torch_private.tracing_state() is not None:
             # The trace would keep the parameters below Python, where nothing fetches them.
@@ -342,6 +344,7 @@ class StreamedUnits(HeldUnits, UnitScheduler):
     def _model_begins(self) -> None:
         is_pass = not in_backward()
         if is_pass:
+            require_not_recorded(self._parameters.device, "a forward with streamed parameters")
             self.entries.take_turn(waits=False)
             self._note_trainer()
         self._apply_on_the_way(self._root)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from offload import BudgetError, OffloadError, OffloadZero, ReleasedParameterError, Tuning
+from offload import BudgetError, ConfigError, OffloadError, OffloadZero, ReleasedParameterError, Tuning
 from offload.devices.copies import copier_for, stream_handle
 from offload.model.unit_memory import UnitMemory
 from offload.native import ADAM, SUM_SQUARES, AdamScalars, Kernels, device_program, load_on, sum_blocks
@@ -650,3 +650,34 @@ def test_activations_of_changing_lengths_leave_no_holes_on_the_device(
 def test_a_run_that_tries_its_steps_and_is_killed_goes_on_with_the_same_bits(states: str, tmp_path: Path) -> None:
     """Some of its commits are between a backward and its step."""
     run_killed("killed", 8, 20, tmp_path, 1, states, "trials")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_of_training_is_recorded_into_a_graph(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA says so of a stream while torch.cuda.graph records it. What it records, replays without Python."""
+    recorded = False
+
+    def is_capturing() -> bool:
+        return recorded
+
+    monkeypatch.setattr(torch.get_device_module(DEVICE), "is_current_stream_capturing", is_capturing, raising=False)
+    model = models.build("mlp").to(DEVICE)
+    with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **TIERS[tier]) as optimizer:
+        batches = models.losses("mlp", model, str(DEVICE))
+        found = []
+        for _ in range(3):
+            recorded = True
+            with pytest.raises(ConfigError, match=r"a forward .* is being recorded into a graph of simulated:0"):
+                next(models.losses("mlp", model, str(DEVICE)))
+            recorded = False
+            loss = next(batches)
+            loss.backward()
+            recorded = True
+            with pytest.raises(ConfigError, match=r"step\(\) is being recorded into a graph of simulated:0"):
+                optimizer.step()
+            recorded = False
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found == losses("mlp", TIERS[tier], steps=3)
