@@ -196,9 +196,9 @@ class TiledForward:
             left += [one for one, _ in node.next_functions]
         if foreign:  # asked at the end, as the leaves of tiles may come before the anchor
             raise ConfigError(
-                f"{self._name} runs in tiles of tokens and uses a tensor {tuple(foreign[0].shape)} that needs a gradient "
-                "and is no parameter of it, or what was computed of one: tile_tokens would give it none. Make it a "
-                "parameter of the module, or detach() it"
+                f"{self._name} runs in tiles of tokens and uses a tensor {tuple(foreign[0].shape)} that needs a "
+                "gradient and is no parameter of it, or what was computed of one: tile_tokens would give it none. Make "
+                "it a parameter of the module, or detach() it"
             )
 
 

@@ -668,9 +668,9 @@ def test_nothing_of_training_is_recorded_into_a_graph(tier: str, monkeypatch: py
         for _ in range(3):
             recorded = True
             with pytest.raises(ConfigError, match=r"a forward .* is being recorded into a graph of simulated:0"):
-                next(models.losses("mlp", model, str(DEVICE)))
+                next(models.losses("mlp", model, str(DEVICE)))()
             recorded = False
-            loss = next(batches)
+            loss = next(batches)()
             loss.backward()
             recorded = True
             with pytest.raises(ConfigError, match=r"step\(\) is being recorded into a graph of simulated:0"):

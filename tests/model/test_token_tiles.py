@@ -213,7 +213,7 @@ def test_a_tensor_from_elsewhere_that_would_get_no_gradient_is_refused(how: str)
     if how == "detached":
         made.sum().backward()
         return
-    with pytest.raises(ConfigError, match="uses a tensor .* that needs a gradient and is no parameter of it"):
+    with pytest.raises(ConfigError, match=r"uses a tensor .* that needs a gradient and is no parameter of it"):
         made.sum().backward()
 
 
