@@ -226,12 +226,11 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(inputs)
         rows, result = inputs.reshape(-1, inputs.shape[-1]), None
         before = _version_of(rows)
-        with ctx.autocast.again():
-            for tile in forward.tiles(inputs):
-                made = forward.run(rows[tile], inputs.dim())
-                if result is None:
-                    result = made.new_empty(len(rows), made.shape[-1])
-                result[tile] = made
+        for tile in forward.tiles(inputs):
+            made = forward.run(rows[tile], inputs.dim())
+            if result is None:
+                result = made.new_empty(len(rows), made.shape[-1])
+            result[tile] = made
         assert result is not None
         forward.require_unwritten(rows, before)
         ctx.trained = params
@@ -315,13 +314,8 @@ class _Autocast:
         self._dtype = torch.get_autocast_dtype(kind) if self._enabled else None
 
     def again(self) -> ExitStack:
-        """A context in which it does the same.
-
-        It keeps no casts of weights: those of a forward in tiles have no graph, and what uses the weight next in this
-        autocast, such as the backward, would get no gradient.
-        """
+        """A context in which it does the same."""
         stack = ExitStack()
         if self._is_there:
-            autocast = torch.autocast(self._kind, dtype=self._dtype, enabled=self._enabled, cache_enabled=False)
-            stack.enter_context(autocast)
+            stack.enter_context(torch.autocast(self._kind, dtype=self._dtype, enabled=self._enabled))
         return stack

@@ -107,7 +107,7 @@ def test_the_backward_computes_under_the_autocast_of_the_forward() -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_backward_inside_of_autocast_has_all_gradients(is_shared: bool) -> None:
-    """Autocast keeps casts of weights, and one that was made in tiles, without a graph, would have cut them off."""
+    """Autocast keeps casts of weights: one that is made in tiles, without a graph, must not cut them off."""
 
     def found(tokens: int | None, *, inside: bool) -> list[Tensor | None]:
         torch.manual_seed(0)
