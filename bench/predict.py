@@ -213,15 +213,18 @@ class Measured:
     matrix_flops: float
     tile_s: float
     chunk_s: float
+    resident_s: float
+    moved_s: float
 
     @property
     def all(self) -> tuple[float, ...]:
-        drive, passes, host = self.drive, (self.forward_s, self.backward_s), (self.tile_s, self.chunk_s)
-        return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, self.matrix_flops, *host
+        drive, passes, flops = self.drive, (self.forward_s, self.backward_s), self.matrix_flops
+        of_host = self.tile_s, self.chunk_s, self.resident_s, self.moved_s
+        return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, flops, *of_host
 
     @property
     def speeds(self) -> Speeds:
-        host = HostCosts(self.tile_s, self.chunk_s)
+        host = HostCosts(self.tile_s, self.chunk_s, self.resident_s, self.moved_s)
         return Speeds(self.elements_per_s, self.memory, [self.drive], matrix_flops=self.matrix_flops, host=host)
 
     def mean_with(self, other: Measured) -> Measured:
@@ -311,9 +314,16 @@ class Rates:
         both = 2 * nbytes / self._disk.run()
         drive, work = DriveSpeed(alone["read"], alone["write"], both), self._matrices
         flops = 1.0 if work is None else work.flops / measured_seconds(self._one.optimizer, work.shapes)
-        chunk_s = 0.0 if self._folder is None else host_seconds(host_costs.chunks(self._folder, group=self._alone))
-        tile_s = host_seconds(host_costs.tiles(self._alone)) if self._has_tiles else 0.0
-        return Measured(drive, self._steps(), self._copies(), *self._passes(), flops, tile_s, chunk_s)
+        return Measured(drive, self._steps(), self._copies(), *self._passes(), flops, *self._host_seconds())
+
+    def _host_seconds(self) -> Iterator[float]:
+        """What Python takes, in the order of `HostCosts`; 0 for what the configuration does not have."""
+        group, folder, options = self._alone, self._folder, self._one.options
+        moves = folder is not None and "nvme" in (options.get("param_tier"), options.get("grad_tier"))
+        yield host_seconds(host_costs.tiles(group)) if self._has_tiles else 0.0
+        yield 0.0 if folder is None else host_seconds(host_costs.chunks(folder, group=group))
+        yield host_seconds(host_costs.resident_chunks(group)) if "param_tier" in options else 0.0
+        yield host_seconds(host_costs.moved_chunks(folder, group=group)) if folder is not None and moves else 0.0
 
     def _passes(self) -> tuple[float, float]:
         """Seconds of plain torch's forward and backward.

@@ -1,7 +1,7 @@
-"""Measures what the host takes in Python for a tile and a chunk, as `HostCosts` (planner/simulate/speeds.py) has it.
+"""Measures what the host takes in Python for tiles and chunks, as `HostCosts` (planner/simulate/speeds.py) has it.
 
-Both are differences: a run of many tiles, or chunks, of next to no elements, beside one that has the same elements in
-one piece. What a forward, a backward or a step takes beside is in both.
+All are differences: a run of many tiles, or chunks, of next to no elements, beside one that has the same elements in
+one piece, or in RAM. What a forward, a backward or a step takes beside is in both.
 """
 
 from __future__ import annotations
@@ -60,32 +60,54 @@ def tiles(group: object | None = None) -> Iterator[Seconds]:
 
 @contextlib.contextmanager
 def chunks(path: Path, engine: str = AUTO, group: object | None = None) -> Iterator[Seconds]:
-    """A context that gives what measures the seconds of a chunk that is read, stepped and written.
+    """A context that gives what measures the seconds of a chunk of states that is read, stepped and written.
 
     Args:
         path: a directory on the drive. A folder in it is there as long as the context is.
         engine: that moves the bytes.
         group: as for `tiles`.
     """
-    rows = CHUNKS * PAGE_BYTES // (MASTER_ITEM_BYTES * WIDTH)
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".offload-probe-", dir=path)))
         cut, whole = (
-            stack.enter_context(
-                _held(
-                    rows,
-                    tier="nvme",
-                    path=folder / f"{nbytes}",
-                    param_tier="device",
-                    grad_tier="cpu",
-                    commit_every=None,
-                    process_group=group,
-                    tuning=Tuning(chunk=nbytes, prefetch_chunks=BUFFERS, io_engine=engine),
-                )
-            )
+            stack.enter_context(_on_drive(path, engine, group, nbytes, share=0.0, param_tier="device"))
             for nbytes in (PAGE_BYTES, CHUNKS * PAGE_BYTES)
         )
         yield lambda: max(cut.step_s() - whole.step_s(), LEAST_S * CHUNKS) / (CHUNKS - 1)
+
+
+@contextlib.contextmanager
+def resident_chunks(group: object | None = None) -> Iterator[Seconds]:
+    """A context that gives what measures the seconds of a chunk of states in RAM that is stepped alone.
+
+    Args:
+        group: as for `tiles`.
+    """
+    with contextlib.ExitStack() as stack:
+        cut, whole = (stack.enter_context(_in_ram(group, nbytes)) for nbytes in (PAGE_BYTES, CHUNKS * PAGE_BYTES))
+        yield lambda: max(cut.step_s() - whole.step_s(), LEAST_S * CHUNKS) / (CHUNKS - 1)
+
+
+@contextlib.contextmanager
+def moved_chunks(path: Path, engine: str = AUTO, group: object | None = None) -> Iterator[Seconds]:
+    """A context that gives what measures the seconds of a chunk of parameters that is read, or written.
+
+    Args:
+        path: as for `chunks`.
+        engine: likewise.
+        group: likewise.
+    """
+    with contextlib.ExitStack() as stack:
+        cut = stack.enter_context(_on_drive(path, engine, group, PAGE_BYTES, share=1.0, param_tier="nvme"))
+        there = stack.enter_context(_in_ram(group, PAGE_BYTES))
+
+        def measure() -> float:
+            before = cut.moved_bytes
+            seconds = cut.iteration_s() - there.iteration_s()
+            read, written = (now - then for now, then in zip(cut.moved_bytes, before, strict=True))
+            moved = CHUNKS * (1 + read / written)  # each is written once, and read if it has left RAM
+            return max(seconds, LEAST_S * moved) / moved
+
+        yield measure
 
 
 class _Held:
@@ -108,6 +130,16 @@ class _Held:
         """Seconds of a step, until its results are in the model."""
         return self._iteration()[1]
 
+    def iteration_s(self) -> float:
+        """Seconds of both."""
+        return sum(self._iteration())
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that were read from drives, and written to them."""
+        stats = self._optimizer.stats()
+        return stats["nvme_read_bytes"], stats["nvme_written_bytes"]
+
     def _iteration(self) -> tuple[float, float]:
         x = torch.ones(1, WIDTH, device=self._device, requires_grad=True)
         start = time.perf_counter()
@@ -120,14 +152,54 @@ class _Held:
         return middle - start, end - middle
 
 
+def _in_ram(group: object | None, chunk: int) -> contextlib.AbstractContextManager[_Held]:
+    """A layer whose states and parameters are in RAM.
+
+    Args:
+        group: as for `tiles`.
+        chunk: bytes of masters.
+    """
+    tuning = Tuning(chunk=chunk, prefetch_chunks=BUFFERS)
+    return _held(_rows(), tier="cpu", param_tier="cpu", process_group=group, tuning=tuning)
+
+
 @contextlib.contextmanager
-def _held(rows: int, **options: Any) -> Iterator[_Held]:
-    """A layer of so many rows that is held with these options. Nothing is said of it."""
+def _on_drive(
+    path: Path, engine: str, group: object | None, chunk: int, *, share: float, param_tier: str
+) -> Iterator[_Held]:
+    """A layer that has something on a drive.
+
+    Args:
+        path: as for `chunks`.
+        engine: likewise.
+        group: likewise.
+        chunk: bytes of masters.
+        share: of the states, that is in RAM.
+        param_tier: of the parameters.
+    """
+    tuning = Tuning(chunk=chunk, prefetch_chunks=BUFFERS, io_engine=engine)
+    options = {"tier": "nvme", "param_tier": param_tier, "grad_tier": "cpu", "commit_every": None, "tuning": tuning}
+    with (
+        tempfile.TemporaryDirectory(prefix=".offload-probe-", dir=path) as folder,
+        _held(_rows(), share, path=Path(folder) / "run", process_group=group, **options) as held,
+    ):
+        yield held
+
+
+def _rows() -> int:
+    """Of a layer in chunks."""
+    return CHUNKS * PAGE_BYTES // (MASTER_ITEM_BYTES * WIDTH)
+
+
+@contextlib.contextmanager
+def _held(rows: int, share: float = 0.0, **options: Any) -> Iterator[_Held]:
+    """A layer of so many rows that is held with these options, with such a share of its states in RAM. Nothing is said
+    of it."""
     options["compute_dtype"], device = torch.float32, accelerator()
     model = nn.Sequential(nn.Linear(WIDTH, rows, bias=False, device=device))
     if options["tier"] == "nvme":
         planned = plan_of(model, direct=device is None, **options)
-        options["cpu_memory"] = planned.cpu_memory_for(0.0)
+        options["cpu_memory"] = planned.cpu_memory_for(share)
     with contextlib.redirect_stderr(io.StringIO()):
         optimizer = OffloadZero(model, **options)
     with optimizer:

@@ -118,6 +118,10 @@ def _rows(found: Rates, drives: Sequence[Drive], together: Rate | None) -> Itera
     if found.host is not None:
         yield "Python: a tile, forward or backward", found.host.tile, "s"
         yield "Python: a chunk of states, read, stepped and written", found.host.chunk, "s"
+        if found.host.resident is not None:
+            yield "Python: a chunk of states in RAM, stepped alone", found.host.resident, "s"
+        if found.host.moved is not None:
+            yield "Python: a chunk of parameters, read or written", found.host.moved, "s"
 
 
 def _show(console: Console, found: Rates, drives: Sequence[Drive], together: Rate | None) -> None:

@@ -222,14 +222,22 @@ def _link(device: torch.device, stack: contextlib.ExitStack) -> dict[str, Measur
 
 
 def measure_host(drive: Drive) -> HostRates:
-    """Measures what Python takes for a tile, and for a chunk on a drive; see `host_costs`.
+    """Measures what Python takes for tiles, and for chunks in RAM and on a drive; see `host_costs`.
 
     Raises:
         OffloadError: what a run on that drive raises.
     """
-    with host_costs.tiles() as tile, host_costs.chunks(drive.path, drive.settings.engine) as chunk:
-        found = in_turns({"tile": tile, "chunk": chunk}, lambda done, name: None)
-    return HostRates(*(Rate.of(found[name]) for name in ("tile", "chunk")))
+    where = drive.path, drive.settings.engine
+    measures = {
+        "tile": host_costs.tiles(),
+        "chunk": host_costs.chunks(*where),
+        "resident": host_costs.resident_chunks(),
+        "moved": host_costs.moved_chunks(*where),
+    }
+    with contextlib.ExitStack() as stack:
+        entered = {name: stack.enter_context(one) for name, one in measures.items()}
+        found = in_turns(entered, lambda done, name: None)
+    return HostRates(**{name: Rate.of(values) for name, values in found.items()})
 
 
 # The disks.

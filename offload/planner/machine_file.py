@@ -112,10 +112,14 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     Attributes:
         tile: for a tile of a weight that runs forward or backward.
         chunk: for a chunk of states that is read, stepped and written.
+        resident: for a chunk of states in RAM that is stepped alone.
+        moved: for a chunk of parameters or gradients that is read from a drive, or written to it.
     """
 
     tile: Figure | None = None
     chunk: Figure | None = None
+    resident: Figure | None = None
+    moved: Figure | None = None
 
 
 class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -402,6 +406,11 @@ def of_rate(rate: Rate) -> Figure:
     return Figure(rate.median, PROBED, measured=True, lowest=rate.lowest, highest=rate.highest)
 
 
+def _host_of(found: rates.HostRates) -> Host:
+    pairs = ((name, getattr(found, name)) for name in Host.__struct_fields__)
+    return Host(**{name: of_rate(rate) for name, rate in pairs if rate is not None})
+
+
 def _of_rates(found: rates.Rates) -> dict[str, Any]:
     """The fields of a machine that were measured beside its drives."""
     link, host = found.link, found.host
@@ -410,7 +419,7 @@ def _of_rates(found: rates.Rates) -> dict[str, Any]:
         "products": {dtype: of_rate(rate) for dtype, rate in found.products.items()},
         "steps": {name: of_rate(rate) for name, rate in found.steps.items()},
         "link": None if link is None else Link(of_rate(link.up), of_rate(link.down), of_rate(link.both)),
-        "host": None if host is None else Host(of_rate(host.tile), of_rate(host.chunk)),
+        "host": None if host is None else _host_of(host),
     }
 
 

@@ -58,7 +58,8 @@ def speeds_of(
         network = machine.network.value, 0.0 if machine.network_delay is None else machine.network_delay.value
     ranks = None if network is None else NetworkSpeed(*network)
     host = machine.host or Host()
-    costs = HostCosts(*(0.0 if one is None else one.value for one in (host.tile, host.chunk)))
+    found = (host.tile, host.chunk, host.resident, host.moved)
+    costs = HostCosts(*(0.0 if one is None else one.value for one in found))
     return Speeds(elements_per_s, machine.memory.value, drives, between, ranks, matrix_flops, costs)
 
 

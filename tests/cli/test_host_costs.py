@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from offload.cli import host_costs
+from offload.layout import Chunk
 from offload.model.fetch import StreamedUnits
+from offload.optim.new_params import InPlace
 from offload.optim.step import Step
 from tests.support.processes import open_files, own_threads
 
@@ -45,6 +47,31 @@ def test_what_a_chunk_takes_is_that_of_its_step(tmp_path: Path, monkeypatch: pyt
     with host_costs.chunks(tmp_path) as measure:
         measure()
         assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+    assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
+
+
+def test_what_a_chunk_in_ram_takes_is_that_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Step, "_run", delayed(Step._run))
+    with host_costs.resident_chunks() as measure:
+        measure()
+        assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+
+
+def test_what_a_chunk_of_parameters_takes_is_that_of_each_way_that_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once and written once in an iteration, and only what writes it waits: half of the wait counts."""
+    before = open_files(), own_threads()
+    lend = InPlace.target
+
+    def target(self: InPlace, chunk: Chunk, **options: Any) -> Any:
+        time.sleep(0.0 if self.lends_several(chunk) else DELAY_S)
+        return lend(self, chunk, **options)
+
+    monkeypatch.setattr(InPlace, "target", target)
+    with host_costs.moved_chunks(tmp_path) as measure:
+        measure()
+        assert 0.45 * DELAY_S < measure() < 0.95 * DELAY_S
     assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
 
 

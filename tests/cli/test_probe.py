@@ -77,7 +77,7 @@ def test_all_is_measured_and_remembered_and_nothing_is_left(drive: Path) -> None
     assert (of_drive["path"], of_drive["engine"], found["together"]) == (str(drive), "threads", None)
     ranges = [found["memory"], *found["products"].values(), *found["steps"].values()]
     ranges += [of_drive[operation] for operation in io_speed.OPERATIONS]
-    assert set(found["host"]) == {"tile", "chunk"}
+    assert set(found["host"]) == {"tile", "chunk", "resident", "moved"}
     ranges += found["host"].values()
     assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in ranges)
     known, settings = rates.recall("cpu"), select.recall(drive)
@@ -97,6 +97,8 @@ def test_people_get_a_table(drive: Path) -> None:
     assert "adamw, 8bit, split" in shown.stdout
     assert re.search(r"Python: a tile, forward or backward .* [um]?s ", shown.stdout)
     assert re.search(r"Python: a chunk of states, read, stepped and written .* [um]?s ", shown.stdout)
+    assert re.search(r"Python: a chunk of states in RAM, stepped alone .* [um]?s ", shown.stdout)
+    assert re.search(r"Python: a chunk of parameters, read or written .* [num]?s ", shown.stdout)
     assert "offload plan" in shown.stderr
 
 
@@ -224,9 +226,10 @@ def test_what_one_machine_measured_is_planned_on_another(
     assert saved.is_here
     assert saved.drives[0].capacity is not None
     assert saved.host is not None
-    assert [one and one.value for one in (saved.host.tile, saved.host.chunk)] == [
-        host[what]["median"] for what in ("tile", "chunk")
-    ]
+    assert {what: figure["value"] for what, figure in msgspec.to_builtins(saved.host).items()} == {
+        what: rate["median"] for what, rate in host.items()
+    }
+    assert set(host) == {"tile", "chunk", "resident", "moved"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     monkeypatch.setattr(remembered, "_machine", lambda: "another")
     given = ("--split-master", "--machine", str(file))

@@ -40,7 +40,9 @@ def some(**others: Any) -> Machine:
             Drive("other", Figure(1e9, "x"), Figure(1e9, "x"), Figure(2e9, "x"), Size("2TB", "x"), Size("100TB", "x")),
         ),
         "network": rate,
-        "host": Host(Figure(250e-6, "measured", True, 200e-6, 300e-6), Figure(90e-6, "a guess")),
+        "host": Host(
+            Figure(250e-6, "measured", True, 200e-6, 300e-6), Figure(90e-6, "a guess"), moved=Figure(30e-6, "a guess")
+        ),
     }
     return Machine("some", Size("64GiB", "it is installed"), **fields | others)
 
@@ -113,7 +115,10 @@ WRONG = [
     ('threads = { value = "24gib", source = "x" }', "did you mean '24GiB'"),
     ('threads = { value = 0, source = "x" }', "give a number above 0"),
     ("measured_at = 2026-01-02T03:04:05", "measured_at: Expected `datetime` with a timezone component"),
-    ("[host]\ntiles = 1", "host: Object contains unknown field `tiles`. It has nothing else, and may have tile, chunk"),
+    (
+        "[host]\ntiles = 1",
+        "host: Object contains unknown field `tiles`. It has nothing else, and may have tile, chunk, resident, moved",
+    ),
     ("[[drives]]\nname = 'x'\ncount = 0", "drives[0].count: Expected `int` >= 1"),
     ("name = ", "is no TOML"),
     ("name = 'x'\nname = 'y'", "is no TOML"),

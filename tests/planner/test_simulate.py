@@ -582,6 +582,22 @@ def test_tiles_and_chunks_take_what_python_takes_and_what_is_copied_beside() -> 
     assert more == pytest.approx((7680 + 160 * 62) / 1e3)
     chunks = replace(HAND, host=HostCosts(chunk_s=1.0))
     assert seconds_of(1, chunks) == pytest.approx(seconds_of(1, HAND) + 2)
+    alone = Speeds(math.inf, host=HostCosts(resident_s=0.5))  # parameters are beside the model: no two go together
+    assert iteration_of(planned, alone, passes).seconds == pytest.approx(9 + 0.5 * len(planned.layout.trained.chunks))
+    together = plan_of(model, direct=True, tier="cpu", param_tier="device", tuning=SMALL)
+    assert iteration_of(together, alone, Passes({"": 3.0}, {"": 6.0})).seconds == pytest.approx(9)
+
+
+def test_chunks_of_parameters_on_a_drive_take_what_python_takes() -> None:
+    """A step makes 24 chunks anew, and hands them to the forward; the backward leases those of five layers of six."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    options = {"tier": "nvme", "path": "/none", "param_tier": "nvme", "grad_tier": "cpu"}
+    planned = plan_of(model, direct=True, tuning=replace(SMALL, prefetch_chunks=2), **options)
+    planned = planned.with_memory(planned.cpu_memory_for(1.0))
+    speeds = Speeds(math.inf, drives=[DriveSpeed(1e18, 1e18, 1e18)], host=HostCosts(moved_s=0.5))
+    found = iteration_of(planned, speeds, Passes({"": 3.0}, {"": 6.0}))
+    assert 0 < found.read_bytes < found.written_bytes  # a few are still in RAM
+    assert found.seconds == pytest.approx(9 + 0.5 * (24 + 20))
 
 
 def test_as_many_tiles_are_used_as_are_expected() -> None:

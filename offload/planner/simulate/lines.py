@@ -45,6 +45,13 @@ class Line:
             yield moment
             self.begins(before)
 
+    def call(self, seconds: float) -> Process:
+        """A process in which Python works for so long."""
+        if seconds:
+            done = Moment()
+            self._clock.at(self._clock.now + seconds, done.happen)
+            yield from self.wait(done, PYTHON)
+
     def parts(self, start: float, end: float) -> dict[str, float]:
         """How many seconds between two times it did what."""
         found: defaultdict[str, float] = defaultdict(float)

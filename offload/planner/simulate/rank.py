@@ -17,8 +17,8 @@ an operation that uses no other parameter of its block: a bias beside it brings 
 Where tiles of experts may owe steps, a chunk's gradient counts as zeros if its tile was used in no micro-batch.
 
 What takes time: the device's passes, the optimizer's kernels, gradients that are copied, added and squared in RAM,
-drives, the link, and that to other ranks ([Note: other ranks] in network.py). Of Python, what tiles and chunks that
-stream take, as many of them are small; on a CPU, also what tiles read and write in RAM beside (planner/tile_bytes.py).
+drives, the link, and that to other ranks ([Note: other ranks] in network.py). Of Python, what tiles and chunks take,
+as many of them are small; on a CPU, also what tiles read and write in RAM beside (planner/tile_bytes.py).
 All else takes none: other Python, checksums, commits' own files and syncs. Nothing that works beside something else
 makes that slower, but for transfers on one drive and one link.
 """
@@ -47,7 +47,7 @@ from offload.planner.link import chunk_bytes, new_bytes
 from offload.planner.placement import Placement, tiers_of
 from offload.planner.simulate.activations import TimedActivations, TimedCopier
 from offload.planner.simulate.clock import Channel, Clock, Moment, Process, Server
-from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, PYTHON, Line, Worker
+from offload.planner.simulate.lines import COMMIT, COMPUTE, KERNELS, LINK, MEMORY, NOTHING, Line, Worker
 from offload.planner.simulate.speeds import Passes, Speeds
 from offload.planner.simulate.stores import TimedStores
 from offload.planner.simulate.units import TimedUnits, ToAwait, ToCopy, ToGather
@@ -151,7 +151,7 @@ class Rank:
         self._stations = stations_of(held)
         self._commit_at = 0
         self.clock = clock = Clock()
-        self.stores = TimedStores(clock, placement, speeds.drives, lambda step: step == self._commit_at)
+        self.stores = TimedStores(clock, placement, speeds, lambda step: step == self._commit_at)
         self.kernels, self.compute = Server(clock, "kernels"), Server(clock, "compute")
         self.memory = Server(clock, "RAM")
         self.link: Channel | None = None
@@ -209,6 +209,13 @@ class Rank:
             placement, passes.waiting, copier, self.stores.drives, self.stores.timeline, self._wait_in_call
         )
         self._recomputes = self._choice.activations.recomputes
+        # As Step._is_in_ram: chunks in RAM are then stepped together.
+        self._steps_together = (
+            self._direct
+            and self._params is None
+            and self._stored_gradients is None
+            and not self._choice.states.split_master
+        )
         self._tried: TriedChunks | None = None
         self._trials = self._steps
         if self._choice.states.tries_steps:
@@ -327,7 +334,7 @@ class Rank:
         for unit in units:
             self._scheduler.forward_begins(unit)
             yield from self._do_what_is_to_do()
-            yield from self._call(self._speeds.host.tile_s, self.host)
+            yield from self.host.call(self._speeds.host.tile_s)
             seconds = self._passes.forward_s.get(weight.unit, 0.0) / len(units)
             yield from self._launch(seconds, f"forward {unit.name}", arrived + self._arrived.get(unit, []))
             yield from self._copy_for_tiles(weight.unit, 0, len(units))
@@ -341,7 +348,7 @@ class Rank:
             yield from self._backward_reaches(unit)
             self._scheduler.backward_begins(unit)
             yield from self._do_what_is_to_do()
-            yield from self._call(self._speeds.host.tile_s, self.host)
+            yield from self.host.call(self._speeds.host.tile_s)
             seconds = self._passes.backward_s.get(weight.unit, 0.0) / len(numbers)
             if self._recomputes and not unit.is_root:
                 seconds += self._passes.forward_s.get(weight.unit, 0.0) / len(numbers)
@@ -595,7 +602,9 @@ class Rank:
             size = chunk_bytes(self._layout, chunk)
             yield from line.wait(self._copy(DOWN, size, f"parameters of chunk {chunk.index}"), LINK)
         if not self._states.store.is_resident(chunk.index):
-            yield from self._call(self._speeds.host.chunk_s, line)
+            yield from line.call(self._speeds.host.chunk_s)
+        elif not self._steps_together:
+            yield from line.call(self._speeds.host.resident_s)
         line.begins(KERNELS)
         steps = 1 + self._due.get(chunk.index, 0)
         yield self.kernels.submit(steps * self._step_s(chunk), f"chunk {chunk.index}")
@@ -640,6 +649,8 @@ class Rank:
         states = yield from self._states.lease(number, Use.FILL, self._step, self.host)
         use = Use.FILL if self._choice.states.split_master else Use.REFILL
         values = yield from self._params.lease(number, use, self._step, self.host)
+        in_ram, host = self._states.store.is_resident(number), self._speeds.host
+        yield from self.host.call(host.resident_s if in_ram else host.chunk_s)
         self.host.begins(KERNELS)
         yield self.kernels.submit(count * self._step_s(self._layout.chunks[number]), f"late steps of chunk {number}")
         self.host.begins(NOTHING)
@@ -791,13 +802,6 @@ class Rank:
             self.host.begins(MEMORY)
             yield self.memory.submit(nbytes / self._speeds.memory, f"tile of {weight}")
             self.host.begins(NOTHING)
-
-    def _call(self, seconds: float, line: Line) -> Process:
-        """A process in which Python works for so long."""
-        if seconds:
-            done = Moment()
-            self.clock.at(self.clock.now + seconds, done.happen)
-            yield from line.wait(done, PYTHON)
 
     # What the device does.
 

@@ -57,10 +57,14 @@ class HostCosts:
         tile_s: for a tile that runs forward or backward: its part of the call, its hooks, what brings it and lets it
             go.
         chunk_s: for a chunk of states that is read, stepped and written.
+        resident_s: for a chunk of states in RAM that is stepped alone, as each is where its parameters are elsewhere.
+        moved_s: for a chunk of parameters or gradients that is read from a drive, or written to it.
     """
 
     tile_s: float = 0.0
     chunk_s: float = 0.0
+    resident_s: float = 0.0
+    moved_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from offload.io.engine import IOFuture
 from offload.planner.placement import Placement
 from offload.planner.simulate.clock import Changes, Channel, Clock, Moment
 from offload.planner.simulate.lines import DISK, Line
-from offload.planner.simulate.speeds import DriveSpeed
+from offload.planner.simulate.speeds import Speeds
 from offload.profiling import Timeline, drive_name
 from offload.storage.cached_chunk import Version
 from offload.storage.chunk_cache import Lease, Store, Use
@@ -91,17 +91,21 @@ class TimedStore:
     Args:
         store: the store.
         changes: is told when a chunk was given back, and when one has moved.
+        lease_s: what Python takes for a lease of a chunk that does not stay in RAM.
     """
 
-    def __init__(self, store: Store, changes: Changes) -> None:
+    def __init__(self, store: Store, changes: Changes, lease_s: float) -> None:
         self.store = store
         self._changes = changes
+        self._lease_s = lease_s
 
     def lease(self, chunk: int, use: Use, step: int, line: Line) -> Generator[Moment, None, Lease]:
         """A process, of a line, that waits until a chunk is there, and returns its lease."""
         lease = Lease(self.store, chunk, use, step)
         while not self.store.try_acquire(lease):
             yield from line.wait(self._changes.next, DISK)
+        if not self.store.is_resident(chunk):
+            yield from line.call(self._lease_s)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -143,7 +147,7 @@ class TimedStores:
     Args:
         clock: the virtual time.
         placement: what is where.
-        drives: how fast the drives of its directories are, in their order.
+        speeds: of the machine, with those of the drives of its directories, in their order.
         is_due: tells of a step whether its results are known to be committed.
 
     Attributes:
@@ -152,9 +156,8 @@ class TimedStores:
         by_kind: the stores.
     """
 
-    def __init__(
-        self, clock: Clock, placement: Placement, drives: Sequence[DriveSpeed], is_due: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, clock: Clock, placement: Placement, speeds: Speeds, is_due: Callable[[int], bool]) -> None:
+        drives = speeds.drives
         self.timeline = Timeline()
         self.drives = [
             Channel(clock, drive_name(number), {READ: one.read, WRITE: one.write}, one.both, is_shared=True)
@@ -172,7 +175,9 @@ class TimedStores:
             store = Store(placement.arrays[kind], memory, buffers, found, self.timeline, health, due)
             if kind is not ChunkKind.GRADS:  # values are made before training, and gradients by it
                 store.reset({chunk: Version(0, 0) for chunk in range(len(pool.sizes)) if chunk not in memory})
-            self.by_kind[kind] = TimedStore(store, changes)
+            # What the step of a chunk of states takes is counted with it, in rank.py.
+            lease_s = 0.0 if kind is ChunkKind.STATES else speeds.host.moved_s
+            self.by_kind[kind] = TimedStore(store, changes, lease_s)
 
     def __getitem__(self, kind: ChunkKind) -> TimedStore:
         return self.by_kind[kind]
