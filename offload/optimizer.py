@@ -1156,9 +1156,11 @@ class OffloadZero(torch.optim.Optimizer):
         All have to be taken before the next step. Over several ranks all call it, and each takes all of them.
 
         Args:
-            merged: False: everything that `model.state_dict()` has. True: what `model.merge_and_unload().state_dict()`
-                of a plain copy has, with the same bits. One layer after the other is copied, and peft merges the copy,
-                so the model is not changed, as it is by `merge_adapter()`.
+            merged: False: every tensor that `model.state_dict()` has. True: what
+                `model.merge_and_unload().state_dict()` of a plain copy has, with the same bits. One layer after the
+                other is copied, and peft merges the copy, so the model is not changed, as it is by `merge_adapter()`.
+                What a module saves by `_save_to_state_dict` is handed over; hooks of state dicts, which see all of one,
+                do not run.
             since: leaves out parameters whose values are those after this step, such as `stats()["step"]` at the last
                 hand-over. What was written to after that step is handed over, though it may be the same. Buffers
                 always are. None: leaves out nothing.
@@ -1170,8 +1172,8 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: `merged`, and the model has no adapters of peft, or peft cannot merge them, which the iterator
-                says of a single layer; `since` is no step so far; the ranks call it differently; or, by the iterator,
-                a step was made meanwhile.
+                says of a single layer; `since` is no step so far; the model has a parameter that OffloadZero did not
+                take; the ranks call it differently; or, by the iterator, a step was made meanwhile.
             StaleParameterError: a parameter was written to, through a view from before the last step, while its new
                 value was pending.
             BudgetError: a unit does not fit on the device beside what `gathered` holds.
