@@ -357,6 +357,10 @@ class FlatParameters:
         """Gives spare memory back to the system."""
         self._unit_memory.free_spare()
 
+    def widen(self, limit: int | None) -> None:
+        """Lets streamed units take more bytes of the device than was planned; None: as many as that again."""
+        self._unit_memory.widen(limit)
+
     def return_versions(self, unit: Unit) -> None:
         """Gives the parameters of a unit, whose memory has its values again, the versions that they had."""
         set_versions((self.held[number] for number in unit.streamed), None)
