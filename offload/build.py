@@ -187,6 +187,20 @@ class Plan:
         limit = None if is_parked else placement.device_budget_bytes
         return free if limit is None else min(free, limit - placement.resident_bytes)
 
+    def room_to_generate(self, placement: Placement) -> int:
+        """How many bytes of the device streamed units may take while a text is generated.
+
+        That is what the rest of the plan leaves of the device's budget. Unless `device_memory` was given, it is no more
+        than half of what is free now and, where the device is the CPU, than what the plan leaves of the RAM's budget.
+        """
+        limit = placement.device_budget_bytes
+        free = [] if limit is None else [limit - placement.device_bytes]
+        if placement.device_memory is None:
+            free.append(_free_on_device(self.copier, self.room.ranks_on_node) // 2)
+            if self.copier.direct:
+                free.append(placement.budget_bytes - placement.arena_bytes)
+        return placement.streamed_bytes + max(min(free), 0)
+
 
 def plan_run(
     model: nn.Module,

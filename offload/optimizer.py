@@ -93,7 +93,7 @@ from offload.optim.rules.adam import MOST_OF_CODES
 from offload.options import Options, PathLike, Tuning
 from offload.planner.advice import DeviceAdvice
 from offload.planner.decide import commits_of
-from offload.planner.placement import Most, Placement, place
+from offload.planner.placement import Most, Placement, place, units_that_stay
 from offload.planner.prediction import Prediction
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
@@ -1144,6 +1144,49 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         return self._held.access.gathered(module_or_params, writable=writable)
 
+    def generating(self) -> AbstractContextManager[None]:
+        """`with optimizer.generating():` keeps streamed units on the device from one token of a text to the next.
+
+        Outside, each forward without gradients moves the whole model. Inside, as many units stay from their first use
+        on as there is room for, and the root unit; the others come and go as ever. At the end they leave:
+
+            with optimizer.generating():
+                answers = model.generate(**prompts)
+
+        There is room for what the plan leaves of `device_memory`. If that was not given, it is half of what is free on
+        the device then, within the budget of `stats()["device_budget_bytes"]`; where the model is on the CPU, what the
+        plan leaves of `cpu_memory`. `stats()["generating_units"]` says how many units stayed. Weights in tiles come as
+        ever. `gathered(model)` keeps all units, whatever room they take.
+
+        It changes no value and forbids nothing: writes count, and training inside has the bits that it has outside,
+        but its activations share the device with what stays. A context inside another one changes nothing. Where all
+        parameters are resident, neither does this one. Where several ranks share the parameters, all of them have to
+        enter it and call the model equally often, and as many units stay as all of them have room for.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ConfigError: it is entered by a thread beside the one that trains, which has a pass under way that does not
+                end, or where there are several ranks.
+            TierIOError: the disk failed, when it ends.
+            RankError: another rank does not take part.
+        """
+        self._require_usable()
+        return _Generating(self._begin_generating)
+
+    @exclusive_entry("generating")
+    def _begin_generating(self, stack: ExitStack) -> None:
+        self._require_usable()
+        self._held.units.generate(self._units_to_generate, stack)
+
+    def _units_to_generate(self) -> tuple[frozenset[str], int]:
+        """The names of the units that stay while a text is generated, and the most bytes that units take then."""
+        room = self._plan.room_to_generate(self._placement)
+        if self._plan.held.shard_group_size > 1:  # what stays on some ranks only would be gathered by the others alone
+            room = int(self._comm.shard_group.all_gather(torch.tensor([room], device="cpu")).min())
+        return units_that_stay(self._plan.held, self._choice, room)
+
     def weights(self, *, merged: bool = False, since: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Hands over the weights, tensor by tensor, as they are after the last step: to an engine that generates.
 
@@ -1156,9 +1199,11 @@ class OffloadZero(torch.optim.Optimizer):
         All have to be taken before the next step. Over several ranks all call it, and each takes all of them.
 
         Args:
-            merged: False: everything that `model.state_dict()` has. True: what `model.merge_and_unload().state_dict()`
-                of a plain copy has, with the same bits. One layer after the other is copied, and peft merges the copy,
-                so the model is not changed, as it is by `merge_adapter()`.
+            merged: False: every tensor that `model.state_dict()` has. True: what
+                `model.merge_and_unload().state_dict()` of a plain copy has, with the same bits. One layer after the
+                other is copied, and peft merges the copy, so the model is not changed, as it is by `merge_adapter()`.
+                What a module saves by `_save_to_state_dict` is handed over; hooks of state dicts, which see all of one,
+                do not run.
             since: leaves out parameters whose values are those after this step, such as `stats()["step"]` at the last
                 hand-over. What was written to after that step is handed over, though it may be the same. Buffers
                 always are. None: leaves out nothing.
@@ -1170,8 +1215,8 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: `merged`, and the model has no adapters of peft, or peft cannot merge them, which the iterator
-                says of a single layer; `since` is no step so far; the ranks call it differently; or, by the iterator,
-                a step was made meanwhile.
+                says of a single layer; `since` is no step so far; the model has a parameter that OffloadZero did not
+                take; the ranks call it differently; or, by the iterator, a step was made meanwhile.
             StaleParameterError: a parameter was written to, through a view from before the last step, while its new
                 value was pending.
             BudgetError: a unit does not fit on the device beside what `gathered` holds.
@@ -1263,6 +1308,8 @@ class OffloadZero(torch.optim.Optimizer):
         - host_to_device_bytes, device_to_host_bytes: parameters and gradients copied between RAM and the device, those
           of streamed units, too. gathered_bytes: parameters of streamed units brought to where they are used, wherever
           the model is.
+        - generating_units, generating_bytes: how many streamed units the last `generating()` kept on the device, and
+          their bytes.
         - activation_read_bytes, activation_written_bytes: activations read from disk and written to it.
         - step_s: time spent in `step()`; apply_s: in applying its results later; gradient_s: in backward. adam_s is a
           part of the first two.
@@ -1320,6 +1367,8 @@ class OffloadZero(torch.optim.Optimizer):
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
             "gathered_bytes": counted("gathered_bytes"),
+            "generating_units": self._held.units.kept[0],
+            "generating_bytes": self._held.units.kept[1],
             "parked_bytes": counted("parked_bytes"),
             "peak_cpu_bytes": memory.ram.used + placement.temporary_bytes(CPU),
             "cpu_budget_bytes": placement.budget_bytes,
@@ -2039,6 +2088,29 @@ class OffloadZero(torch.optim.Optimizer):
 
 _Changes = Mapping[StepKind, tuple[Progress, Mapping[str, Any]]]
 """By what decides it: the next progress of parameters, and the options of their group that change with it."""
+
+
+class _Generating(AbstractContextManager[None]):
+    """The context of `OffloadZero.generating`. An interrupt leaves nothing behind, wherever it comes.
+
+    Args:
+        begin: begins it, and gives a stack what ends it.
+    """
+
+    def __init__(self, begin: Callable[[ExitStack], None]) -> None:
+        self._begin = begin
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        try:
+            self._begin(self._stack)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @uninterrupted
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 class _Update(NamedTuple):

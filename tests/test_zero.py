@@ -431,6 +431,7 @@ CLOSED: dict[str, Callable[[OffloadZero, nn.Parameter], object]] = {
     "state": lambda optimizer, param: optimizer.state[param]["exp_avg"].sum(),
     "grad": lambda optimizer, param: optimizer.grad(param),
     "gathered": lambda optimizer, param: optimizer.gathered([param]).__enter__(),
+    "generating": lambda optimizer, _: optimizer.generating().__enter__(),
     "state_of": lambda optimizer, param: optimizer.state_of(param),
     "timeline": lambda optimizer, _: optimizer.timeline("t.json").__enter__(),
     "apply": lambda optimizer, _: optimizer.apply("eval"),

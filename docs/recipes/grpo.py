@@ -51,15 +51,15 @@ class Engine:
         return {"prompt_ids": tokenizer(prompts).input_ids, "completion_ids": answers, "logprobs": None}
 
 
-def with_all_weights(model: Any, optimizer: OffloadZero) -> Callable[..., Any]:
-    """The model's `generate`, with all its parameters on the device: else each token moves all of them."""
+def with_weights_there(model: Any, optimizer: OffloadZero) -> Callable[..., Any]:
+    """The model's `generate`, with as many parameters on the device as fit: else each token moves all of them."""
     generate = model.generate
 
-    def gathered(*args: Any, **options: Any) -> Any:
-        with optimizer.gathered(model):
+    def generating(*args: Any, **options: Any) -> Any:
+        with optimizer.generating():
             return generate(*args, **options)
 
-    return gathered
+    return generating
 
 
 def train(folder: Path, *, by_engine: bool) -> None:
@@ -73,7 +73,7 @@ def train(folder: Path, *, by_engine: bool) -> None:
         options = {"tier": "cpu", "param_tier": "nvme", "commit_every": 0, "compute_dtype": torch.float32}
         optimizer = OffloadZero(model, optimizer, path=folder / "run", **options)
         engine = Engine(lambda since: optimizer.weights(merged=True, since=since))
-        model.generate = with_all_weights(model, optimizer)
+        model.generate = with_weights_there(model, optimizer)
     arguments = GRPOConfig(
         output_dir=str(folder / "trainer"),
         max_steps=6,

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -21,7 +22,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from offload.cli.plan_models import Sized
     from offload.planner.activations import Waiting
@@ -370,8 +371,43 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
     return _measured(measure, options, model)
 
 
+def why_not_measured(options: PlanOptions, model: Sized) -> str:
+    """What a forward raises that does not run on the meta device, and in which module, in a line."""
+    from offload.planner.activations import measure
+
+    try:
+        _measure(measure, options, model)
+    except Exception as error:
+        words, within = str(error).strip().split("\n")[0].rstrip("."), _innermost(error, model.module)
+        return type(error).__name__ + (f" in {within}" if within else "") + (f": {words}" if words else "")
+    return "not always"
+
+
+def _innermost(error: Exception, model: nn.Module) -> str:
+    """The name of the innermost module whose code an error came through, in a copy of a model; "" if none has."""
+    from torch import nn
+
+    names: dict[nn.Module, str] = {}
+    found = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        one = frame.f_locals.get("self")
+        if isinstance(one, nn.Module):
+            if not names and type(one) is type(model):
+                names = {module: name for name, module in one.named_modules()}
+            found = names.get(one, found)
+    return found
+
+
 def _measured(measure: Callable[..., T | None], options: PlanOptions, model: Sized) -> T | None:
     """What a forward of a micro-batch on the meta device keeps; None if the model's does not run there."""
+    try:
+        return _measure(measure, options, model)
+    except Exception:  # whatever a model does not like: the formula is left
+        return None
+
+
+def _measure(measure: Callable[..., T], options: PlanOptions, model: Sized) -> T:
+    """As `_measured`, but it raises what the forward raises."""
     import torch
 
     from offload import torch_private
@@ -379,11 +415,8 @@ def _measured(measure: Callable[..., T | None], options: PlanOptions, model: Siz
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
     given = (tokens,) if model.inputs is None else model.inputs
     given = torch_private.tree_map_only(torch.Tensor, partial(_computed_with, options=options), given)
-    try:
-        with redirect_stdout(sys.stderr):  # what a model prints is not of the plan
-            return measure(model.module, options.compute_dtype, lambda module: module(*given), gpu=options.gpu)
-    except Exception:  # whatever a model does not like: the formula is left
-        return None
+    with redirect_stdout(sys.stderr):  # what a model prints is not of the plan
+        return measure(model.module, options.compute_dtype, lambda module: module(*given), gpu=options.gpu)
 
 
 def _computed_with(given: Tensor, options: PlanOptions) -> Tensor:
@@ -554,6 +587,8 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
+    if waiting is None:
+        found["not_measured"] = why_not_measured(options, model)
     found |= _zero_r(planned, options, model) | speed_of(planned, options, model) | _trials(planned, options, model)
     on_gpu = options.gpu or not planned.direct
     found |= update_figures(

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from offload.cli.console import say, show_table
+from offload.cli.console import printable, say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
 from offload.planner.activations import TILE
@@ -368,7 +369,8 @@ def _activation_line(summary: dict[str, Any], options: PlanOptions, model: Sized
     how = "with fused attention" if options.gpu else "as the CPU computes attention"
     known = f"; all that they save without being recomputed, {format_bytes(saved or 0)} ({how})."
     if saved is None:
-        known = ", by the formula for transformers: this model's forward does not run on the meta device."
+        why = escape(printable(summary["not_measured"]))
+        known = f", by the formula for transformers: this model's forward does not run on the meta device ({why})."
     return (
         f"What enters {model.blocks} blocks in a micro-batch of {options.batch} x {options.seq} takes {entering}{known}"
     )

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from offload.devices.copies import require_not_recorded
 from offload.entries import entry
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.grads.base import GradientBuffer
+from offload.interrupts import uninterrupted
 from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
 from offload.model.generation import TokenWatch
@@ -254,6 +255,20 @@ class HeldUnits:
             self.apply(unit)
         yield
 
+    def generate(self, choose: Callable[[], tuple[Collection[str], int]], stack: ExitStack) -> None:
+        """Makes more units stay on the device until `stack` is closed; see [Note: units that stay] in policy.py.
+
+        Args:
+            choose: returns the names of all units that stay then, and the most bytes that streamed units take at once.
+                It is not called inside another such context.
+            stack: gets what ends this.
+        """
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """How many streamed units the last `generate` made stay on the device, and their bytes."""
+        return 0, 0
+
     def step_begins(self) -> None:
         """Called when the last step was applied, and the next one begins."""
         self._forget_calls()
@@ -323,6 +338,10 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         self._ranks = run.comm.shard_group
         self._replicas = run.layout.replicas
         self._has_warned = False
+        self._generations = 0  # contexts of `generate` that are open
+        self._planned: dict[Unit, bool] = {}  # inside: whether each unit stays outside
+        self._began_in_pass = False
+        self._kept: tuple[int, int] = (0, 0)
 
     # Forward and backward.
 
@@ -351,7 +370,7 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         if is_pass:
             self._forget_calls()
             self._begin_pass()
-            self._tokens.pass_begins()
+            self._tokens.pass_begins(keeps_units=bool(self._planned))
         self._forward_begins(self._root)
 
     @entry
@@ -674,6 +693,63 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         self.leave(unit)
 
     @entry
+    def generate(self, choose: Callable[[], tuple[Collection[str], int]], stack: ExitStack) -> None:
+        if self._parameters.is_parked:
+            return
+        chosen: tuple[Collection[str], int] = ((), 0)
+        if not self._generations:
+            chosen = choose()
+            self._release_unused()  # what was spare has another size than what comes now
+        self._begin_generation(*chosen, stack)
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        return self._kept
+
+    @uninterrupted
+    def _begin_generation(self, names: Collection[str], nbytes: int, stack: ExitStack) -> None:
+        stack.callback(self._generation_ends)
+        self._generations += 1
+        if self._generations > 1:
+            return
+        self._began_in_pass = bool(self.running.units_here)
+        self._planned = {unit: unit.stays for unit in self._units.values()}
+        for unit in self._planned:
+            unit.stays = unit.is_root or unit.name in names
+        kept = [unit.nbytes for unit in self.transfers.units if unit.stays]
+        self._kept = len(kept), sum(kept)
+        self._parameters.widen(nbytes)
+
+    @entry
+    def _generation_ends(self) -> None:
+        if not self._end_generation() or self.entries.is_passing():
+            return
+        if not self._began_in_pass and not in_backward():
+            self._forget_calls()  # that began inside and have not ended
+        if not self._tasks:  # else the next unit that is entered releases what does not stay
+            self._release_unused()
+
+    @uninterrupted
+    def _end_generation(self) -> bool:
+        self._generations = max(self._generations - 1, 0)
+        return not self._generations and self._plan_again()
+
+    @uninterrupted
+    def _plan_again(self) -> bool:
+        """Makes those units stay that stay outside of `generate`.
+
+        Returns:
+            Whether it was under way.
+        """
+        if not self._planned:
+            return False
+        for unit, stays in self._planned.items():
+            unit.stays = stays
+        self._planned = {}
+        self._parameters.widen(None)
+        return True
+
+    @entry
     def visit(self, units: Iterable[Unit]) -> None:
         if self.entries.is_beside():
             return
@@ -777,8 +853,9 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         self.transfers.expect_same_order()
 
     def move(self, device: torch.device) -> None:
-        if self._policy.holds_any:
-            raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
+        if self._policy.holds_any or self._planned:
+            within = "gathered(...)" if self._policy.holds_any else "generating()"
+            raise ConfigError(f"the model is moved to {device} inside `with optimizer.{within}`: leave that first")
         self._forget_graphs()
         self._release_all_but()
         self.drain()
@@ -800,4 +877,5 @@ class StreamedUnits(HeldUnits, UnitScheduler):
         self.transfers.abandon()
 
     def close(self) -> None:
+        self._plan_again()
         self.transfers.close()

@@ -84,6 +84,7 @@ class FlatParameters:
         home: the device to train on.
         device: where the parameters are now, which is the CPU if the model is parked.
         peak_bytes: the most bytes that all took at home, with what is kept for units to come.
+        moves: how often they were moved to the CPU, or home.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class FlatParameters:
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
+        self.moves = 0
         self._unit_memory = UnitMemory(device, copier, streaming.limit)
         self.tiles: dict[int, Tensor] = {
             one.index: _leaf(inners[layout.flats[one.flat].params[0]], layout.flats[one.flat].dtype, device)
@@ -355,6 +357,10 @@ class FlatParameters:
         """Gives spare memory back to the system."""
         self._unit_memory.free_spare()
 
+    def widen(self, limit: int | None) -> None:
+        """Lets streamed units take more bytes of the device than was planned; None: as many as that again."""
+        self._unit_memory.widen(limit)
+
     def return_versions(self, unit: Unit) -> None:
         """Gives the parameters of a unit, whose memory has its values again, the versions that they had."""
         set_versions((self.held[number] for number in unit.streamed), None)
@@ -426,6 +432,7 @@ class FlatParameters:
         with torch_private.PastSubclasses():
             slices = [one.index for one in self.layout.slices if one.is_tile or not self._is_in_ram(one.flat)]
             self._take_memory({index: self._memory_at(index, device) for index in slices}, device)
+        self.moves += 1
         self._unit_memory.free_spare()
 
     def _memory_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:

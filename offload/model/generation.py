@@ -19,6 +19,15 @@ TOKENS = 16
 """After so many in a row the warning comes. Fewer are nobody's concern."""
 NAME = "generate"
 
+_OUTSIDE = (
+    "generate inside `with optimizer.generating():`, which keeps as many units there as the budgets have room for, or "
+    "`with optimizer.gathered(model):`, which keeps all of them"
+)
+_WITHIN = (
+    "more units stay if you give more device_memory, and all of them inside `with optimizer.gathered(model):`, which "
+    "takes what it needs"
+)
+
 
 class TokenWatch:
     """Counts the passes in a row that are a token's, and what they move.
@@ -33,8 +42,12 @@ class TokenWatch:
         self._moved_before = 0
         self._is_settled = False
 
-    def pass_begins(self) -> None:
-        """Called when a pass of the whole model begins."""
+    def pass_begins(self, *, keeps_units: bool) -> None:
+        """Called when a pass of the whole model begins.
+
+        Args:
+            keeps_units: whether as many units stay as there is room for.
+        """
         if self._is_settled:
             return
         frame = None if torch.is_grad_enabled() else _caller()
@@ -42,18 +55,16 @@ class TokenWatch:
             self._passes = 0
             return
         moved = self._timeline.counted("gathered_bytes")
-        if not self._passes:
+        if self._passes <= 1:  # with the first token comes what stays
             self._moved_before = moved
         elif self._passes == TOKENS and moved > self._moved_before:
             self._is_settled = True
-            self._warn(frame, (moved - self._moved_before) // TOKENS)
+            self._warn(frame, (moved - self._moved_before) // (TOKENS - 1), _WITHIN if keeps_units else _OUTSIDE)
         self._passes += 1
 
-    def _warn(self, frame: FrameType, nbytes: int) -> None:
+    def _warn(self, frame: FrameType, nbytes: int, way_out: str) -> None:
         warnings.warn_explicit(
-            f"each token moves {format_bytes(nbytes)} of parameters to where they are used: generate inside "
-            "`with optimizer.gathered(model):`, which keeps all of them there, or give more device_memory, by which "
-            "some units stay",
+            f"each token moves {format_bytes(nbytes)} of parameters to where they are used: {way_out}",
             UserWarning,
             frame.f_code.co_filename,
             frame.f_lineno,

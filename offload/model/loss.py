@@ -93,11 +93,16 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: for shapes, dtypes or devices that do not go together, a label out of range, an option out of
-            range, or a `head` that is more than a linear layer. In the backward, if that makes a graph of its own
-            (`create_graph=True`).
+            range, or a `head` that is more than a linear layer, or has no shape yet. In the backward, if that makes a
+            graph of its own (`create_graph=True`).
         AccumulationError: in the backward, if it runs a second time through gradients that were made in the forward.
     """
     weight, bias = _weight_and_bias(head)
+    if nn.parameter.is_lazy(weight):
+        raise ConfigError(
+            f"linear_cross_entropy got a head ({type(head).__name__}) whose weight has no shape before its first "
+            "forward: call the module once before, or give nn.Linear(in_features, out_features)"
+        )
     _check_options(chunk, ignore_index, num_items, softcap, logit_scale, z_loss, reduction)
     _check_tensors(hidden, weight, bias, labels)
     dtype = hidden.dtype

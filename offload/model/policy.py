@@ -14,6 +14,10 @@ behind more than one unit's compute. The plan says which (planner/placement.py, 
 a unit with new values leaves like the others, and its memory is its own until it comes back with them. If an operation
 has no room otherwise, units that stay leave, too.
 
+Inside `generating` the root unit stays, and as many others as the same function finds room for then: no activations
+wait beside them, and where `device_memory` was not given none may stay outside. All else there meets units that stay,
+as it does outside.
+
 Two kinds of nodes announce nothing, and what they need stays until the next step: in a backward with
 `create_graph=True` whatever was fetched, and the units of parameters that somebody's `autograd.Function` or checkpoint
 was given (`keep`).

@@ -188,9 +188,10 @@ class TiledForward:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node.name() == "_AnchorBackward":  # a weight runs in tiles of its own, whose leaves are no parameters
+            kind = type(node).__name__  # a Function may have given its node an attribute `name`
+            if kind == "_AnchorBackward":  # a weight runs in tiles of its own, whose leaves are no parameters
                 return
-            leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+            leaf = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
             if leaf is not None and id(leaf) not in known:
                 foreign.append(leaf)
             left += [one for one, _ in node.next_functions]

@@ -19,7 +19,8 @@ A unit that does not find its buffer, because the order has changed, gets memory
 buffers are given back. A smaller unit in a larger buffer keeps what it does not need; so there may be more than planned
 then, by what the largest unit takes more than the next, and only if no unit is prefetched. What was not planned
 (`gathered` of a whole model, a backward with create_graph=True) is allocated as it is needed, and given back when it is
-not.
+not. While a text is generated, more units stay than in a step (`widen`): each has memory of its own size then, and what
+they have at the same time says nothing of a step.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class UnitMemory:
     def __init__(self, device: torch.device, copier: Copier, limit: int) -> None:
         self._device = device
         self._copier = copier
-        self._limit = limit
+        self._planned = self._limit = limit
+        self._is_wide = False
         self._spare: list[_Buffer] = []  # the oldest first
         self._lent: dict[Unit, _Buffer] = {}
         self._own: dict[Unit, _Buffer] = {}  # of each unit, as arranged
@@ -152,7 +154,7 @@ class UnitMemory:
         Args:
             staying: units that keep the memory that they have.
         """
-        if self._is_arranged or any(unit not in staying for unit in self._lent):
+        if self._is_arranged or self._is_wide or any(unit not in staying for unit in self._lent):
             return
         limit = self._limit - sum(buffer.nbytes for buffer in self._lent.values())
         sizes = {unit: nbytes for unit, nbytes in self._sizes.items() if unit not in self._lent}
@@ -184,6 +186,16 @@ class UnitMemory:
         self._own, self._is_arranged = {}, False
         self._trim(0)
 
+    def widen(self, limit: int | None) -> None:
+        """Lets all buffers together take more than was planned, until it is called again, and gives spare ones back.
+
+        Args:
+            limit: how many bytes they may take; None: as many as was planned.
+        """
+        self._limit = self._planned if limit is None else limit
+        self._is_wide = limit is not None
+        self.free_spare()
+
     def _buffer_for(self, unit: Unit, nbytes: int) -> _Buffer:
         found = self._own.get(unit)
         if found is None or found not in self._spare:
@@ -212,6 +224,8 @@ class UnitMemory:
 
     def _note(self, unit: Unit, nbytes: int) -> None:
         """Records which units have memory while this one gets some, unless together they take more than was planned."""
+        if self._is_wide:
+            return
         others = [other for other, buffer in self._lent.items() if buffer.is_shared]
         self._sizes[unit] = nbytes
         if nbytes + sum(self._sizes[other] for other in others) <= self._limit:

@@ -17,10 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import torch_private
 from offload.errors import ConfigError
@@ -52,7 +53,8 @@ class Changes:
         for one in parameters.held:
             one.changed_after = step - 1
         others = (param for param in params if not parameters.numbers_of(param))
-        self._others = {param: (_version_of(param), step - 1) for param in others}
+        self._others = {param: _Seen(_version_of(param), _memory_of(param), step - 1) for param in others}
+        self._moves = parameters.moves
 
     def step_ends(self, numbers: Iterable[int], step: int) -> None:
         """Called when a step was made of trained parameters.
@@ -80,11 +82,34 @@ class Changes:
         """
         if numbers := self._parameters.numbers_of(param):
             return max(self._parameters.held[number].changed_after for number in numbers)
-        version, after = self._others.get(param, (-1, step))
-        if _version_of(param) != version:
-            after = max(after, step)
-            self._others[param] = _version_of(param), after
-        return after
+        if self._moves != self._parameters.moves:  # which gives others new memory, with the same values
+            self._moves = self._parameters.moves
+            self._others = {other: seen._replace(memory=_memory_of(other)) for other, seen in self._others.items()}
+        seen, version, memory = self._others[param], _version_of(param), _memory_of(param)
+        if seen.version != version or [one.cdata for one in seen.memory] != [one.cdata for one in memory]:
+            seen = self._others[param] = _Seen(version, memory, max(seen.after, step))
+        return seen.after
+
+
+class _Seen(NamedTuple):
+    """What is known of a parameter that is not held.
+
+    Attributes:
+        version: when it was looked at last.
+        memory: where its values were then, which `p.data = x` changes without a new version. While a storage is known
+            here, no other one has its address.
+        after: see [Note: changed after].
+    """
+
+    version: int
+    memory: Sequence[StorageWeakRef]
+    after: int
+
+
+def _memory_of(param: Tensor) -> list[StorageWeakRef]:
+    with torch_private.PastSubclasses():
+        plain = (leaf for leaf in leaves_of(param) if leaf.layout is torch.strided)
+        return [StorageWeakRef(leaf.untyped_storage()) for leaf in plain]
 
 
 def _version_of(param: Tensor) -> int:
@@ -142,8 +167,10 @@ class Weights:
             merged: whether adapters of peft are merged.
 
         Raises:
-            ConfigError: adapters are to be merged, and the model has none, or peft refuses.
+            ConfigError: adapters are to be merged, and the model has none, or peft refuses; or the model has a
+                parameter that it did not have when it was taken.
         """
+        self._require_known()
         parts = []
         merger = Merger(self._model) if merged else None
         modules = self._model.named_modules(remove_duplicate=False) if merger is None else merger.others
@@ -163,6 +190,15 @@ class Weights:
         )
         order = {name: number for number, name in enumerate(self._parameters.units)}
         return sorted(parts, key=lambda part: order[part.unit.name])
+
+    def _require_known(self) -> None:
+        """Requires that the model has no parameters beside those that it had when it was taken."""
+        added = next((name for name, param in self._model.named_parameters() if param not in self._unit_of), None)
+        if added is not None:
+            raise ConfigError(
+                f"weights() hands over the parameters that OffloadZero took, and {added} was added to the model after "
+                "that, or replaced: add modules and parameters before, or make a state_dict() of the model"
+            )
 
     def _unit_at(self, path: str) -> Unit:
         """The innermost unit around a module."""

@@ -461,3 +461,16 @@ def test_a_wrapper_that_keeps_its_device_is_refused_before_it_is_moved() -> None
     with pytest.raises(ConfigError, match=r"blocks\.1\.down\.weight is a Fixed, which keeps the device"):
         OffloadZero(model, torch.optim.AdamW(trained), device=DEVICE, tuning=TUNING, tier="cpu", param_tier="cpu")
     assert {one.codes.device for one in weights_of(model)} == {CPU}
+
+
+def test_moving_away_and_back_hands_no_frozen_weight_over_again(tmp_path: Path) -> None:
+    """It gets other memory, as by `p.data = x`, which does hand it over."""
+    model = Mixed().to(DEVICE)
+    with taken(model, options_of("ram", tmp_path, "run")) as optimizer:
+        step(model, optimizer, 0)
+        assert {"scale", "table"}.isdisjoint(dict(optimizer.weights(since=1)))
+        model.cpu()
+        model.to(DEVICE)
+        assert {"scale", "table"}.isdisjoint(dict(optimizer.weights(since=1)))
+        model.scale.data = model.scale.data.clone()
+        assert "scale" in dict(optimizer.weights(since=1))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import BudgetError, OffloadError, OffloadZero, OtherRankError, Tuning
+from offload import BudgetError, ConfigError, OffloadError, OffloadZero, OtherRankError, Tuning
 from offload.devices.copies import copier_for
 from offload.planner.explain import plan_of
 from offload.sizes import parse_bytes
@@ -605,3 +605,31 @@ def test_memory_that_one_rank_is_refused_is_told_to_the_other(worlds: Worlds, tm
     assert "lower device_memory" in says
     assert says in told
     assert worlds(2).run(undisturbed_on_ranks, "states", str(tmp_path), timeout_s=170)[0][0]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_while_a_text_is_generated_what_is_free_is_used_and_given_back(delay: int) -> None:
+    """The device has room for all units, though as little as possible is there in training."""
+    simulated_device.set_delays(delay)
+    model = blocks().to(DEVICE)
+    x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.bfloat16).view(4, WIDTH).to(DEVICE)
+    with a_device_of(64 * MIB), OffloadZero(model, device=DEVICE, tuning=SMALL, param_tier="cpu") as optimizer:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            expected = model(x).cpu()
+            taken = torch.accelerator.memory_allocated(DEVICE)
+            moved = []
+            with optimizer.generating():
+                for _ in range(3):
+                    before = optimizer.stats()["gathered_bytes"]
+                    assert torch.equal(model(x).cpu(), expected)
+                    moved.append(optimizer.stats()["gathered_bytes"] - before)
+                with pytest.raises(ConfigError, match=r"inside `with optimizer.generating\(\)`: leave that first"):
+                    model.cpu()
+            assert moved == [BLOCKS * 2 * (WIDTH * WIDTH + WIDTH), 0, 0]
+            left = torch.accelerator.memory_allocated(DEVICE) - taken
+            assert left <= optimizer._placement.streamed_bytes < optimizer.stats()["generating_bytes"]
+            assert torch.equal(model(x).cpu(), expected)
+        assert optimizer.stats()["generating_units"] == BLOCKS

@@ -23,7 +23,7 @@ from offload import BudgetError, OffloadZero, Tuning, tiers
 from offload.cli import plan_models, plan_updates
 from offload.cli.main import app
 from offload.cli.plan import SHARES
-from offload.demo.gpt import GPT, PRESETS, GPTConfig
+from offload.demo.gpt import GPT, PRESETS, Block, GPTConfig
 from offload.devices.copies import accelerator
 from offload.io.select import Settings
 from offload.optim.flops import newton_schulz_flops
@@ -708,6 +708,15 @@ def test_activations_of_a_model_that_looks_at_values_are_counted_by_formula(monk
     found = run_json("--batch", "3", "--seq", "100", "--activation-tier", "nvme")
     assert (found["entering_bytes"], found["saved_bytes"]) == (2 * 3 * 100 * 128 * 4, None)
     assert "saved" not in run("--batch", "3", "--seq", "100").stdout
+
+
+def test_a_forward_that_does_not_run_on_the_meta_device_says_why_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: nn.Module, x: object) -> None:
+        raise ValueError("no [bold]word[/bold] of this.\nMore words.")
+
+    monkeypatch.setattr(Block, "forward", refuses)
+    assert run_json()["not_measured"] == "ValueError in blocks.0: no [bold]word[/bold] of this"
+    assert "meta device (ValueError in blocks.0: no [bold]word[/bold] of this)." in run().stdout
 
 
 def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_many_tokens_warn_once_with_what_each_moves(held: tuple[Words, OffloadZe
     model, optimizer = held
     model.generate(TOKENS)
     before = optimizer.stats()["gathered_bytes"]
-    with pytest.warns(UserWarning, match=r"generate inside `with optimizer.gathered\(model\):`") as caught:
+    with pytest.warns(UserWarning, match=r"generate inside `with optimizer.generating\(\):`") as caught:
         model.generate(TOKENS + 1)
     (warning,) = caught
     of_a_token = (optimizer.stats()["gathered_bytes"] - before) // (TOKENS + 1)

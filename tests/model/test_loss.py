@@ -384,6 +384,19 @@ def test_a_head_whose_weight_is_made_by_a_hook_is_refused(change: Callable[[nn.L
         linear_cross_entropy(hidden, head, labels)
 
 
+def test_a_head_without_a_shape_is_refused() -> None:
+    hidden, labels = torch.ones(2, 3), torch.zeros(2, dtype=torch.long)
+    head = nn.LazyLinear(4)
+    for one in (head, head.weight, (head.weight, None)):
+        with pytest.raises(
+            ConfigError, match="whose weight has no shape before its first forward: call the module once"
+        ):
+            linear_cross_entropy(hidden, one, labels)
+    head(hidden)
+    found = linear_cross_entropy(hidden, head, labels)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(head(hidden), labels))
+
+
 def test_a_parametrized_head_is_computed_anew() -> None:
     torch.manual_seed(0)
     hidden, _, _, labels = tensors(torch.float32)

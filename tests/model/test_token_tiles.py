@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import ConfigError, StaleActivationError, Tuning, tile_tokens
+from offload import ConfigError, OffloadZero, StaleActivationError, Tuning, tile_tokens
 from offload.planner import activations, verdict
 from tests.support.streamed import Streams, finish
 
@@ -342,6 +342,21 @@ def test_gradients_of_a_held_model_are_those_of_the_plain_one(streams: Streams, 
         model(batch(0)).backward()
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+
+
+def test_a_weight_may_run_in_tiles_of_its_own() -> None:
+    """Whose leaves are no parameters of the module, and yet get their gradients."""
+    torch.manual_seed(0)
+    mlp = tile_tokens(nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32)), 5)
+    model = nn.Sequential(nn.Linear(32, 32), mlp)
+    plain, inputs = copy.deepcopy(model), torch.randn(12, 32)
+    plain(inputs).square().sum().backward()
+    tuning = Tuning(chunk="4KiB", tile="4KiB", threads=1)
+    with OffloadZero(model, param_tier="cpu", compute_dtype=torch.float32, tuning=tuning) as optimizer:
+        assert len(optimizer._parts.parameters.tiles) == 2 * 4
+        model(inputs).square().sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_tier", [False, True])

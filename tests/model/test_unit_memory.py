@@ -90,6 +90,30 @@ def test_memory_of_its_own_goes_back_at_once() -> None:
     assert memory.nbytes == 0
 
 
+def test_more_may_be_kept_for_a_while_and_says_nothing_of_a_step() -> None:
+    memory, tensors = memory_of(20), {"one": emptied(7), "other": emptied(6), "third": emptied(5)}
+
+    def use(*names: str) -> None:
+        for name in names:
+            memory.give(UNITS[name], [tensors[name]])
+        for name in names:
+            memory.take(UNITS[name], [tensors[name]])
+
+    memory.widen(40)
+    use(*tensors)
+    assert memory.nbytes == 36, "what is spare is kept"
+    memory.arrange()
+    assert memory.nbytes == 36
+    memory.widen(None)
+    assert memory.nbytes == 0
+    for name in tensors:  # of a step, in which they come one after the other
+        use(name)
+    memory.arrange()
+    assert memory.nbytes == 14, "of the largest, for all"
+    use(*tensors)
+    assert memory.nbytes <= 20, "as was planned"
+
+
 def test_what_has_no_memory_is_taken_as_often_as_one_likes() -> None:
     memory, tensor, nothing = memory_of(1000), emptied(5), torch.empty(0)
     memory.take(UNITS["unit"], [tensor])

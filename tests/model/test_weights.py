@@ -170,6 +170,21 @@ def test_since_a_step_there_is_what_changed_after_it(place: str, tmp_path: Path)
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
+def test_frozen_parameters_that_are_given_other_memory_have_changed(tmp_path: Path) -> None:
+    """`p.data = x` counts no version."""
+    model = Mixed()
+    frozen = model.blocks[1].up.weight
+    with hold(model, "resident", tmp_path) as optimizer:
+        step(model, optimizer, 0)
+        for count in (1, 2, 1):  # the second may get the memory that the first has left
+            assert changed_since(optimizer, optimizer.stats()["step"]) == set()
+            for _ in range(count):
+                frozen.data = torch.zeros_like(frozen)
+            for _ in range(2):
+                assert changed_since(optimizer, optimizer.stats()["step"]) == {"blocks.1.up.weight"}
+            step(model, optimizer, count)
+
+
 def test_a_resumed_run_does_not_know_what_changed_before_it(tmp_path: Path) -> None:
     model = Mixed()
     with hold(model, "streamed from nvme", tmp_path) as optimizer:
@@ -212,6 +227,9 @@ def test_what_cannot_be_handed_over_is_refused_before_anything_is_moved(tmp_path
         next(left)
     left = optimizer.weights()
     next(left)
+    model.blocks[3].extra = nn.Parameter(torch.ones(1), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"blocks.3.extra was added .* make a state_dict\(\) of the model"):
+        optimizer.weights()
     optimizer.close()
     with pytest.raises(ClosedError):
         next(left)
