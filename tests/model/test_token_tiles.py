@@ -344,6 +344,21 @@ def test_gradients_of_a_held_model_are_those_of_the_plain_one(streams: Streams, 
             assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
 
 
+def test_weights_that_run_in_tiles_have_the_gradients_of_plain_ones(streams: Streams) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), nn.Linear(16, 1))
+    model = copy.deepcopy(plain)
+    tile_tokens(model[0], 5)
+    tuning = Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1, tile=1)
+    options: dict[str, Any] = {"param_tier": "cpu", "compute_dtype": torch.float32, "tuning": tuning}
+    with streams.optimizer(model, tier="cpu", **options) as optimizer:
+        assert optimizer._parts.parameters.tiles
+        for one in (plain, model):
+            one(torch.linspace(-1, 1, 12 * 16).view(12, 16)).square().sum().backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(optimizer.grad(param), other.grad)
+
+
 @pytest.mark.parametrize("has_tier", [False, True])
 def test_activations_are_planned_with_the_mlps_of_blocks_in_tiles(
     has_tier: bool, monkeypatch: pytest.MonkeyPatch
