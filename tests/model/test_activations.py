@@ -287,6 +287,18 @@ def test_retained_graphs_are_used_again(pair: Make) -> None:
     both.same(run)
 
 
+def test_a_backward_that_names_its_inputs(pair: Make) -> None:
+    def run(model: nn.Module) -> None:
+        assert isinstance(model, RichNet)
+        params = list(model.blocks[1].parameters())
+        squares(model, rows(0)).backward(inputs=params)
+        outputs = model(rows(1))
+        torch.autograd.backward([outputs], [torch.ones_like(outputs)], inputs=[model.embed.weight])
+
+    both = pair(RichNet)
+    both.same(run)
+
+
 def test_gradients_of_gradients(pair: Make) -> None:
     def run(model: nn.Module) -> None:
         x = rows(1).requires_grad_()
