@@ -449,7 +449,7 @@ def test_changes_in_place_are_errors_or_make_no_difference(where: str, tmp_path:
         both.optimizer.close()
 
 
-@pytest.mark.parametrize("change", ["step", "eval", "buffer"])
+@pytest.mark.parametrize("change", ["step", "eval", "buffer", "freeze"])
 def test_changes_of_a_unit_before_its_recomputation_are_refused(change: str, tmp_path: Path) -> None:
     both = Pair(RichNet, options_of("nvme", tmp_path))
     loss = squares(both.model, rows(0))
@@ -457,6 +457,8 @@ def test_changes_of_a_unit_before_its_recomputation_are_refused(change: str, tmp
         take_step(both.optimizer, squares(both.model, rows(1)))
     elif change == "eval":
         both.model.eval()
+    elif change == "freeze":
+        both.model.blocks[0].requires_grad_(False)
     else:
         both.model.blocks[0].scale.mul_(2)
     with pytest.raises(StaleActivationError, match="blocks"):
