@@ -698,6 +698,7 @@ class OffloadZero(torch.optim.Optimizer):
         if self._adopted:
             self._consume()
             self._held.answers.become_zeros([] if set_to_none else had)
+            self._held.answers.drop()
             _tell(self._advice.gradients_are_dropped())
 
     # Other methods of the optimizer's class.

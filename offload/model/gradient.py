@@ -14,6 +14,10 @@
 Where `p.grad` has a stand-in, the next gradient is added to the one that it stands for; where it is None, the next
 gradient replaces it. Over several ranks norms are of the whole gradient, and reading values raises GradientMovedError,
 because no rank has all of them.
+
+Autograd makes a new tensor where `p.grad` is None. So a gradient that begins anew gets a new stand-in. One that
+somebody has kept, `kept = [p.grad for p in params]`, stands for a gradient that is gone: it raises GradientMovedError,
+and never answers for the new one.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,7 +43,7 @@ from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
 from offload.model.pending import PendingUpdates
-from offload.model.torch_functions import Kind, answer_without_values, counting, kind_of
+from offload.model.torch_functions import Kind, answer_without_values, changed, counting, kind_of, takes_lists
 from offload.model.torch_helpers import bits_of, call_eagerly, in_backward, instances_in, tensors_in
 from offload.optim.scale import StepScale
 from offload.ranks.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
@@ -63,6 +68,8 @@ _SCALER_FILE = torch.amp.grad_scaler.__file__
 class StandIn(Tensor):
     """A tensor without storage in the place of a gradient; see [Note: a stand-in].
 
+    Its `age` is the number of gradients that the parameter had before this one.
+
     A GradScaler refuses fp16 gradients, because unscaling them in place would lose the small ones. Ours are multiplied
     in fp32, by the step. So a GradScaler that asks for the dtype gets fp32.
     """
@@ -70,21 +77,22 @@ class StandIn(Tensor):
     number: int
     parameter: str
     answers: weakref.ref[Answers]
+    age: int
 
     @staticmethod
-    def of(param: Tensor, number: int, name: str, answers: Answers) -> StandIn:
-        """A stand-in with the shape, dtype and device of `param`."""
+    def of(like: Tensor, number: int, name: str, answers: Answers, age: int) -> StandIn:
+        """A stand-in with the shape, dtype and device of `like`, the parameter or another stand-in of it."""
         made: StandIn = Tensor._make_wrapper_subclass(
-            StandIn, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            StandIn, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.number, made.parameter, made.answers = number, name, weakref.ref(answers)
+        made.number, made.parameter, made.answers, made.age = number, name, weakref.ref(answers), age
         return made
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         answers = self.answers()
-        if answers is None or not answers.is_readable(self.number):
+        if answers is None or not answers.can_read(self):
             return f"<the gradient of {self.parameter}, which the optimizer has used>"
-        return repr(answers.read(self.number))
+        return repr(answers.read(self))
 
     @classmethod
     def __torch_function__(
@@ -115,17 +123,64 @@ def _alive(one: StandIn) -> Answers:
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first = next(iter(instances_in((args, kwargs), StandIn)))
-    return call_eagerly(_alive(first).answer, func, args, kwargs)
+    return call_eagerly(_answer_eagerly, func, args, kwargs)
 
 
-def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
-    """`tree` with each stand-in replaced by its values."""
+def _answer_eagerly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    owners = _owners_in((args, kwargs))
+    if len(owners) == 1:
+        return owners[0].answer(func, args, kwargs)
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
+    if takes_lists(func) and lists and all(len(one) == len(lists[0]) for one in lists):
+        of_each = [_owners_in([one[at] for one in lists]) for at in range(len(lists[0]))]
+        if any(one != of_each[0] for one in of_each):  # as where the gradients of two models are clipped together
+            return _answer_in_pieces(func, args, kwargs, of_each)
+    written = _owners_in(changed(func, args, kwargs))
+    if len(written) > 1:
+        raise GradientMovedError(
+            f"{getattr(func, '__name__', func)} would write to gradients that several OffloadZero have: call it for "
+            "those of one model after the other"
+        )
+    owner = (written or owners)[0]
+
+    def value_of(one: StandIn) -> Tensor:
+        return one if (other := _alive(one)) is owner else other.read(one)
+
+    return owner.answer(func, _replaced(args, value_of), _replaced(kwargs, value_of))
+
+
+def _answer_in_pieces(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of_each: Sequence[Sequence[Answers]]
+) -> Any:
+    """Answers a function of lists in which gradients of several optimizers are.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its keywords.
+        of_each: for each place in the lists, whose gradients are there.
+    """
+    results: list[Any] = []
+    for _, group in groupby(range(len(of_each)), of_each.__getitem__):
+        first, *others = group
+        piece = slice(first, first + 1 + len(others))
+        cut = {key: one[piece] if isinstance(one, list | tuple) else one for key, one in kwargs.items()}
+        results.extend(func(*(one[piece] if isinstance(one, list | tuple) else one for one in args), **cut) or ())
+    return results or None
+
+
+def _owners_in(tree: Any) -> list[Answers]:
+    """Whose the stand-ins in nested lists, tuples and dicts are."""
+    return list(dict.fromkeys(map(_alive, instances_in(tree, StandIn))))
+
+
+def _replaced(tree: Any, value_of: Callable[[StandIn], Tensor]) -> Any:
+    """`tree` with each stand-in replaced by what `value_of` has for it."""
     if isinstance(tree, StandIn):
-        return values[tree.number]
+        return value_of(tree)
     if type(tree) in (list, tuple):
-        return type(tree)(_replaced(one, values) for one in tree)
-    return {key: _replaced(one, values) for key, one in tree.items()} if type(tree) is dict else tree
+        return type(tree)(_replaced(one, value_of) for one in tree)
+    return {key: _replaced(one, value_of) for key, one in tree.items()} if type(tree) is dict else tree
 
 
 def is_stand_in(grad: Tensor | None) -> bool:
@@ -164,7 +219,21 @@ class Answers:
         self._factor: tuple[Tensor, int, float] | None = None
 
     def _make_stand_in(self, held: HeldParam) -> None:
-        held.gradient.stand_in = StandIn.of(held.tensor, held.number, held.spec.name, self)
+        age = held.gradient.stand_in.age if isinstance(held.gradient.stand_in, StandIn) else 0
+        held.gradient.stand_in = StandIn.of(held.tensor, held.number, held.spec.name, self, age)
+
+    def _show(self, held: HeldParam) -> None:
+        """Puts the stand-in into `p.grad`."""
+        held.grad = held.gradient.stand_in
+        held.gradient.is_shown = True
+
+    def _renew(self, held: HeldParam) -> None:
+        """Makes the stand-in of a gradient that begins anew, unless nobody has got the last one."""
+        last = held.gradient.stand_in
+        if held.gradient.is_shown and isinstance(last, StandIn):
+            with torch_private.PastSubclasses():
+                held.gradient.stand_in = StandIn.of(last, held.number, held.spec.name, self, last.age + 1)
+            held.gradient.is_shown = False
 
     # What hooks call. Autograd holds these functions where the garbage collector cannot look: they must not keep an
     # optimizer alive that nobody refers to, with its memory and files.
@@ -203,6 +272,8 @@ class Answers:
         self._require_home()
         with torch_private.PastSubclasses():
             held = self._held[number]
+            if is_stand_in(held.grad) and not held.is_marked:
+                self._read_others()  # autograd adds to what the user assigned, another parameter's gradient
             if held.spec.tile and held.grad is not None and not held.is_marked:
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
             self._require_no_factors()
@@ -215,6 +286,7 @@ class Answers:
                 self._store_copy(number)
             else:
                 self._gradients.clear(number)
+                self._renew(held)
             held.gradient.forget()
 
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -246,7 +318,7 @@ class Answers:
             self._forget_norms_of(number)
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
-            held.grad = held.gradient.stand_in
+            self._show(held)
             local = local_gradient(param, grad.detach())
             is_tile = leaf is not param
             values = flattened_like(leaf, local) if is_tile else held.flattened(local)
@@ -284,19 +356,37 @@ class Answers:
                         like = held.local
                         zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
                         self._gradients.accumulate(held.number, zeros)
-        for held in changed:
-            number, grad = held.number, held.grad
-            if grad is not None and not held.is_marked:
+        given = [held for held in changed if (grad := held.grad) is not None and grad is not held.gradient.stand_in]
+        if any(is_stand_in(held.grad) for held in given):
+            self._read_others()
+        for held in given:
+            if held.grad is not None and not held.is_marked:
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
                 self._require_no_factors()
-                if isinstance(grad, StandIn):  # another parameter's
-                    grad = self.values_of(grad.number)
-                held.grad = grad
-                self._gradients.clear(number)
+                self._gradients.clear(held.number)
+                self._renew(held)
                 held.gradient.used_by = None
                 held.gradient.is_zeroed = False
-                self.pass_on(number, held.tensor)
+                self.pass_on(held.number, held.tensor)
+
+    def _read_others(self) -> None:
+        """Puts values wherever `p.grad` is the stand-in of another parameter, or of an earlier gradient.
+
+        All of them at once, before any is taken: in `a.grad, b.grad = b.grad, a.grad` each one is needed for the other.
+        """
+        ones = [(held, held.grad) for held in self._held if not held.is_marked]
+        values = [(held, grad, self._value_of_any(grad)) for held, grad in ones if isinstance(grad, StandIn)]
+        for held, grad, value in values:
+            if held.grad is grad:  # reading has not taken it
+                held.grad = value
+
+    def _value_of_any(self, one: StandIn) -> Tensor:
+        """The values that a stand-in has, which may be one of another optimizer."""
+        if (other := _alive(one)) is not self:
+            return other.read(one)
+        self._require_now(one)
+        return self.values_of(one.number)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
         """Makes the next gradients begin anew.
@@ -319,8 +409,14 @@ class Answers:
                 with torch_private.PastSubclasses():
                     param.grad = torch.zeros_like(param)
             else:
-                self._held[number].grad = self._held[number].gradient.stand_in
+                self._show(self._held[number])
                 self.zero(number)
+
+    def drop(self) -> None:
+        """Makes stand-ins that somebody has kept stand for nothing: `zero_grad()` has dropped the gradients."""
+        for held in self._held:
+            if not held.is_marked:
+                self._renew(held)
 
     def move(self) -> None:
         """Makes new stand-ins, when the parameters are on another device."""
@@ -329,7 +425,7 @@ class Answers:
             held.gradient.copy = None
             self._make_stand_in(held)
             if was_marked:
-                held.grad = held.gradient.stand_in
+                self._show(held)
 
     def remove(self) -> None:
         """Takes the stand-ins away. Those that somebody still has give no answers any more."""
@@ -344,6 +440,15 @@ class Answers:
     def is_live(self, number: int) -> bool:
         """Whether a parameter has a gradient that no step has used."""
         return not self._is_removed and (self._held[number].gradient.is_zeroed or self._gradients.has(number))
+
+    def is_of_now(self, one: StandIn) -> bool:
+        """Whether a stand-in, which somebody may have kept, stands for the gradient that there is now."""
+        now = self._held[one.number].gradient.stand_in
+        return isinstance(now, StandIn) and one.age == now.age
+
+    def can_read(self, one: StandIn) -> bool:
+        """Whether what a stand-in stands for has values that can be read."""
+        return self.is_of_now(one) and self.is_readable(one.number)
 
     def is_readable(self, number: int) -> bool:
         """Whether the values of a gradient can be read. A step may have used it, if it has left it in its memory."""
@@ -363,17 +468,29 @@ class Answers:
         self.entries.pause()
         return result
 
-    def read(self, number: int) -> Tensor:
-        """As `values_of`, for any thread."""
+    def read(self, one: StandIn) -> Tensor:
+        """As `values_of` for what a stand-in stands for, for any thread."""
         with self.entries.lock:
             self.entries.wait_for_turn("a gradient was used")
-            return self.values_of(number)
+            self._require_now(one)
+            return self.values_of(one.number)
+
+    def _require_now(self, tree: Any) -> None:
+        """Requires that no stand-in in nested lists, tuples and dicts is that of an earlier gradient.
+
+        Raises:
+            GradientMovedError: naming the parameter of the first one.
+        """
+        for one in instances_in(tree, StandIn):
+            if not self.is_of_now(one):
+                raise self._used_up(one.number)
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # A tiled weight is in RAM, and counts as being on the model's device.
         answer = answer_without_values(func, args, kwargs, StandIn, self._parameters.device)
         if answer is not NotImplemented:
             return answer
+        self._require_now((args, kwargs))
         if func == _DATA.__set__:
             if args[1] is args[0]:
                 return None
@@ -418,7 +535,8 @@ class Answers:
         copies = {n: self._held[n].gradient.copy for n in numbers}
         values = {n: self.values_of(n) if copy is None else copy[0] for n, copy in copies.items()}
         versions = {n: one._version for n, one in values.items()}
-        result = counting(func)(*_replaced(args, values), **_replaced(kwargs, values))
+        args, kwargs = (_replaced(tree, lambda one: values[one.number]) for tree in (args, kwargs))
+        result = counting(func)(*args, **kwargs)
         for n, one in values.items():
             if one._version != versions[n] and not self.is_live(n):
                 raise self._used_up(n)
