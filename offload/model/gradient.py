@@ -346,6 +346,28 @@ class Answers:
         """
         self._require_home()
         changed = self._held if numbers is None else [self._held[number] for number in sorted(numbers)]
+        self._take_writes(changed)
+        given = [held for held in changed if (grad := held.grad) is not None and grad is not held.gradient.stand_in]
+        if any(is_stand_in(held.grad) for held in given):
+            self._read_others()
+        for held in given:
+            if held.grad is not None and not held.is_marked:
+                # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
+                self._pending.apply_all()
+                self._require_no_factors(is_assigned=True)
+                self._gradients.clear(held.number)
+                self._renew(held)
+                held.gradient.used_by = None
+                held.gradient.is_zeroed = False
+                self.pass_on(held.number, held.tensor)
+                self._scale.use_as_is(held.number)  # factors that there are were for the one before
+
+    def _take_writes(self, changed: Sequence[HeldParam]) -> None:
+        """Takes over zeros, and writes to views of values, of these parameters.
+
+        What was assigned stays in `p.grad`: whoever has a list of all gradients, as torch's clipping has, goes on to
+        write to it.
+        """
         for held in changed:
             self._store_copy(held.number)
         for held in changed:
@@ -356,19 +378,6 @@ class Answers:
                         like = held.local
                         zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
                         self._gradients.accumulate(held.number, zeros)
-        given = [held for held in changed if (grad := held.grad) is not None and grad is not held.gradient.stand_in]
-        if any(is_stand_in(held.grad) for held in given):
-            self._read_others()
-        for held in given:
-            if held.grad is not None and not held.is_marked:
-                # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
-                self._pending.apply_all()
-                self._require_no_factors()
-                self._gradients.clear(held.number)
-                self._renew(held)
-                held.gradient.used_by = None
-                held.gradient.is_zeroed = False
-                self.pass_on(held.number, held.tensor)
 
     def _read_others(self) -> None:
         """Puts values wherever `p.grad` is the stand-in of another parameter, or of an earlier gradient.
@@ -516,7 +525,7 @@ class Answers:
     def _current(self, number: int) -> Tensor:
         """A copy of the gradient as the step would use it: 1-D, in the dtype in which it waits."""
         if self._held[number].gradient.is_zeroed:
-            self.take_changes()
+            self._take_writes([self._held[number]])
         self._gradients.finalize([number])
         values, factor = self._gradients.values(number), self._factor_of(number)
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
@@ -628,9 +637,11 @@ class Answers:
                 self._require_values(number)
         if not self._unknown(order, numbers):
             return
-        self.take_changes()
+        if self._ranks > 1:
+            self.take_changes()
         every: Sequence[int] = numbers
         if self._ranks == 1:
+            self._take_writes(self._held)
             every = self._unknown(order, numbers if in_backward() else self._with_live(numbers))
             self._gradients.finalize([n for n in every if self.is_live(n)])
         elif any(map(self.is_live, range(len(self._held)))):
@@ -776,8 +787,11 @@ class Answers:
                 "before it goes on; its gradients and states are kept"
             )
 
-    def _require_no_factors(self) -> None:
+    def _require_no_factors(self, *, is_assigned: bool = False) -> None:
         """Requires that a gradient may come. Factors of gradients that the user has dropped are dropped, too.
+
+        Args:
+            is_assigned: whether the user has assigned it, so that it is used as it is.
 
         Raises:
             ClosedError: in a forked child, which has no memory for gradients.
@@ -788,7 +802,7 @@ class Answers:
         if self._scale.is_set:
             if not self.active:
                 self._scale.reset()  # the user dropped the gradients that it was for
-            elif self._scale.is_fixed:
+            elif self._scale.is_fixed and not (is_assigned and self._scale.common):
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"

@@ -393,6 +393,26 @@ def test_a_gradient_is_added_to_the_one_of_another_parameter(tmp_path: Path) -> 
             torch.testing.assert_close(optimizer.grad(param), expected.grad)
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_reaches_a_gradient_that_was_assigned(made: Made, foreach: bool) -> None:
+    for model in (made.model, made.plain):
+        model.blocks[1].after.grad = torch.full_like(model.blocks[1].after, 0.25)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        other = model.blocks[0].after
+        other.grad = other.grad + 1
+    made.same(rounds=True)
+
+
+def test_own_clipping_of_a_list_reaches_a_gradient_that_was_assigned(made: Made) -> None:
+    for model in (made.model, made.plain):
+        model.blocks[1].after.grad = torch.full_like(model.blocks[1].after, 0.25)
+        grads = [param.grad for param in model.parameters()]
+        factor = 0.5 / torch.stack([grad.float().norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.mul_(factor)
+    made.same(rounds=True)
+
+
 def test_gradients_of_two_models_are_used_in_one_call() -> None:
     held, plain = [], []
     for number in range(4):
