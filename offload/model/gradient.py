@@ -10,6 +10,8 @@
 |                                       |                                                  | memory is not used anew |
 | any other change, also through a view | the copy is written back where the gradient is   | GradientMovedError      |
 | `zero_()`                             | the gradient is zeros, and counts                | the same                |
+| its graph, of a backward with         | values have a node, of which a backward raises   | the same                |
+| `create_graph=True`                   | GradientMovedError                               |                         |
 
 Where `p.grad` has a stand-in, the next gradient is added to the one that it stands for; where it is None, the next
 gradient replaces it. Over several ranks norms are of the whole gradient, and reading values raises GradientMovedError,
@@ -28,7 +30,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -188,6 +190,26 @@ def is_stand_in(grad: Tensor | None) -> bool:
     return type(grad) is StandIn
 
 
+class _LostGraph(torch.autograd.Function):
+    """Stands where plain torch has the graph of a gradient, and raises when a gradient is to go through it.
+
+    Without it a loss that was computed from `p.grad` would train as if that were a constant, and nothing would say so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, name: str) -> Tensor:
+        ctx.parameter = name
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise GradientMovedError(
+            f"a loss was computed from the gradient of {ctx.parameter}, whose graph was not kept when it left the "
+            "device: get gradients to compute with from torch.autograd.grad(loss, params, create_graph=True) instead "
+            "of loss.backward(create_graph=True); to compute without a graph, read p.grad.detach()"
+        )
+
+
 class Answers:
     """Passes gradients on to the gradient buffer as autograd makes them, and answers for them in `p.grad`."""
 
@@ -281,6 +303,7 @@ class Answers:
             self._pending.before_gradients()
             self._forget_norms_of(number)
             # With a stand-in there the gradient is added; without, the user dropped what was there.
+            held.gradient.has_graph = held.gradient.has_graph and held.is_marked and self.is_live(number)
             if held.is_marked:
                 held.grad = None
                 self._store_copy(number)
@@ -319,6 +342,7 @@ class Answers:
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             self._show(held)
+            held.gradient.has_graph = held.gradient.has_graph or grad.requires_grad
             local = local_gradient(param, grad.detach())
             is_tile = leaf is not param
             values = flattened_like(leaf, local) if is_tile else held.flattened(local)
@@ -358,7 +382,7 @@ class Answers:
                 self._gradients.clear(held.number)
                 self._renew(held)
                 held.gradient.used_by = None
-                held.gradient.is_zeroed = False
+                held.gradient.is_zeroed = held.gradient.has_graph = False
                 self.pass_on(held.number, held.tensor)
                 self._scale.use_as_is(held.number)  # factors that there are were for the one before
 
@@ -405,6 +429,7 @@ class Answers:
         """
         for held in self._held:
             held.gradient.forget()
+            held.gradient.has_graph = held.gradient.has_graph and held.is_marked
         for number in used:
             self._held[number].gradient.used_by = self._scale.of(number)
         self._knows_norms = False
@@ -495,6 +520,8 @@ class Answers:
                 raise self._used_up(one.number)
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if kind_of(func) is Kind.DETACH and isinstance(args[0], StandIn) and self._has_graph(args[0].number):
+            return self._detached(func, args[0])
         # A tiled weight is in RAM, and counts as being on the model's device.
         answer = answer_without_values(func, args, kwargs, StandIn, self._parameters.device)
         if answer is not NotImplemented:
@@ -509,6 +536,29 @@ class Answers:
         result = NotImplemented if answer is None else answer(self, func, args, kwargs)
         return self._on_values(func, args, kwargs) if result is NotImplemented else result
 
+    def _has_graph(self, number: int) -> bool:
+        """Whether plain torch would have a graph for what is computed with this gradient now."""
+        return self._held[number].gradient.has_graph and torch.is_grad_enabled()
+
+    def _detached(self, func: Any, one: StandIn) -> Tensor:
+        """Answers a call for a gradient without its graph."""
+        if func in (Tensor.detach_, torch.detach_):
+            self._held[one.number].gradient.has_graph = False
+            return one
+        self._require_now(one)
+        with torch.no_grad():
+            made: Tensor = self._on_values(Tensor.detach, (one,), {})  # writes to it count
+        return made
+
+    def _as_read(self, number: int, values: Tensor) -> Tensor:
+        """What was computed from a gradient, with a node where plain torch has its graph."""
+        if not self._has_graph(number):
+            return values
+        anchor = torch.zeros((), device=values.device, requires_grad=True)
+        name = self._held[number].spec.name
+        with_node: Tensor = _LostGraph.apply(anchor, values, name)  # type: ignore[no-untyped-call]
+        return with_node
+
     def values_of(self, number: int) -> Tensor:
         """A copy of the gradient as it is now, in the parameter's shape, dtype and device."""
         self._require_home()
@@ -516,11 +566,11 @@ class Answers:
         self._store_copy(number)
         held = self._held[number]
         if held.gradient.copy is not None:
-            return held.gradient.copy[0].clone()
+            return self._as_read(number, held.gradient.copy[0].clone())
         param, values = held.tensor, self._current(number)
         with torch_private.PastSubclasses():
             local = held.shaped(values.to(param.dtype)).to(param.device).clone()
-            return whole_like(param, local)
+            return self._as_read(number, whole_like(param, local))
 
     def _current(self, number: int) -> Tensor:
         """A copy of the gradient as the step would use it: 1-D, in the dtype in which it waits."""
@@ -542,7 +592,11 @@ class Answers:
         """
         numbers = list(dict.fromkeys(one.number for one in instances_in((args, kwargs), StandIn)))
         copies = {n: self._held[n].gradient.copy for n in numbers}
-        values = {n: self.values_of(n) if copy is None else copy[0] for n, copy in copies.items()}
+        reads = kind_of(func) is Kind.READ
+        values = {
+            n: self.values_of(n) if copy is None or (reads and self._has_graph(n)) else copy[0]
+            for n, copy in copies.items()
+        }
         versions = {n: one._version for n, one in values.items()}
         args, kwargs = (_replaced(tree, lambda one: values[one.number]) for tree in (args, kwargs))
         result = counting(func)(*args, **kwargs)
@@ -623,7 +677,10 @@ class Answers:
         if isinstance(order, str) or (order != 2 and self._ranks == 1):
             return NotImplemented
         self._learn_norms(numbers, float(order))
-        made = [self._norm_on(one.device, float(order), one.number) for one in stand_ins]
+        made = [
+            self._as_read(number, self._norm_on(one.device, float(order), number))
+            for number, one in zip(numbers, stand_ins, strict=True)
+        ]
         return made if is_list else made[0]
 
     def _learn_norms(self, numbers: Sequence[int], order: float) -> None:

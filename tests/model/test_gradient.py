@@ -445,6 +445,27 @@ def test_gradients_of_two_models_are_used_in_one_call() -> None:
             )
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_loss_of_a_gradient_with_a_graph_is_refused_in_its_backward(made: Made) -> None:
+    made.optimizer.zero_grad()
+    made.model(batch(0)).float().square().sum().backward(create_graph=True)
+    made.same()
+    for penalty in (made.grad.square().sum(), made.grad.norm(), made.grad.view(-1)[0]):
+        with pytest.raises(GradientMovedError, match=r"from the gradient of blocks\.1\.after.*create_graph=True"):
+            penalty.backward()
+    for read in (made.grad.detach(), made.grad.data):
+        assert torch.equal(read, made.plain_grad)
+        assert not read.requires_grad
+    made.grad.data.mul_(2.0)
+    made.plain_grad.mul_(2.0)
+    nn.utils.clip_grad_norm_(made.model.parameters(), math.inf)
+    made.same()
+    made.optimizer.step()
+    made.optimizer.zero_grad()
+    made.model(batch(1)).float().square().sum().backward()
+    assert not made.grad.sum().requires_grad
+
+
 def test_a_gradient_that_joins_a_multiplied_one_is_refused(made: Made) -> None:
     made.grad.mul_(0.5)
     with pytest.raises(AccumulationError, match="multiplying the gradients"):
