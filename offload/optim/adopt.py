@@ -46,7 +46,8 @@ def optimizers_of(given: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
         model: the model.
 
     Raises:
-        ConfigError: `require_adoptable` refuses one of them, or two train the same parameter.
+        ConfigError: `require_adoptable` refuses one of them, two train the same parameter, or one has it twice, or has
+            something else in its place.
     """
     if given is None:
         return [torch.optim.AdamW(model.parameters())]
@@ -56,13 +57,19 @@ def optimizers_of(given: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
         require_adoptable(one)
     trained: dict[Any, str] = {}
     for one in found:
-        for param in {param: None for group in one.param_groups for param in group["params"]}:
-            if param in trained:
-                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+        own: set[Any] = set()
+        for param in (param for group in one.param_groups for param in group["params"]):
+            if not isinstance(param, Tensor):
                 raise ConfigError(
-                    f"{name} is in {trained[param]} and in {type(one).__name__}: leave it out of one of the optimizers"
+                    f"a param group of {type(one).__name__} holds {param!r}, which is no tensor: leave it out"
                 )
-            trained[param] = type(one).__name__
+            if param in trained or param in own:
+                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+                where = "is twice in the param groups of" if param in own else f"is in {trained[param]} and in"
+                out = "take it out of one place" if param in own else "leave it out of one of the optimizers"
+                raise ConfigError(f"{name} {where} {type(one).__name__}: {out}")
+            own.add(param)
+        trained |= dict.fromkeys(own, type(one).__name__)
     return found
 
 
