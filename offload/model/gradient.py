@@ -246,8 +246,8 @@ class Answers:
 
     def _show(self, held: HeldParam) -> None:
         """Puts the stand-in into `p.grad`."""
+        held.gradient.is_shown = True  # first: an interrupt may come in between
         held.grad = held.gradient.stand_in
-        held.gradient.is_shown = True
 
     def _renew(self, held: HeldParam) -> None:
         """Makes the stand-in of a gradient that begins anew, unless nobody has got the last one."""
