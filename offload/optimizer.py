@@ -568,6 +568,10 @@ class OffloadZero(torch.optim.Optimizer):
             self._require_usable()
             loss = None
             if closure is not None:
+                if not callable(closure):
+                    raise ConfigError(
+                        f"step({closure!r}): give a function that evaluates the model and returns the loss, or nothing"
+                    )
                 with torch.enable_grad():
                     loss = closure()
             self._attached.step_begins(self.param_groups)
@@ -698,6 +702,7 @@ class OffloadZero(torch.optim.Optimizer):
         if self._adopted:
             self._consume()
             self._held.answers.become_zeros([] if set_to_none else had)
+            self._held.answers.drop()
             _tell(self._advice.gradients_are_dropped())
 
     # Other methods of the optimizer's class.
@@ -785,7 +790,11 @@ class OffloadZero(torch.optim.Optimizer):
             RankError: another rank does not take part.
         """
         self._require_usable()
-        if not float(max_norm) >= 0:
+        try:
+            is_limit = float(max_norm) >= 0
+        except (TypeError, ValueError, RuntimeError):
+            is_limit = False
+        if not is_limit:
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
         gradients, scale, active = self._parts.gradients, self._parts.scale, self._finalize_gradients()
         if scale.unscaled is None:
@@ -1496,6 +1505,10 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"attach({kind}): each object needs a name, as in attach(scheduler=scheduler)")
         if RNG in objects or not isinstance(rng, bool):
             raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
+        if own := [name for name, one in objects.items() if one is self]:
+            raise ConfigError(
+                f"attach({own[0]}=...) is the OffloadZero itself, whose state is what its commits are: leave it out"
+            )
         given = {RNG: None, **objects} if rng else objects
         self._attach(given, self._undo)
         self._is_loop_resumed = True
@@ -1646,6 +1659,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
+        if path is not None:
+            _require_path("snapshot", path)
         with self._together():
             # Where it leads now: the copy goes on while the working directory may change.
             return self._commits.snapshot(keep, None if path is None else Path(path).absolute())
@@ -1744,6 +1759,7 @@ class OffloadZero(torch.optim.Optimizer):
             OtherRankError: where all ranks call it, another one failed, and this one did not.
         """
         self._require_usable()
+        _require_path("export", directory)
         self._held.synchronize()
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
@@ -2140,6 +2156,16 @@ class _First(NamedTuple):
 def _own_bytes(resident_bytes: int, parts: Parts) -> int:
     """How many bytes a run has on the model's device now."""
     return resident_bytes + parts.parameters.nbytes + parts.run.memory.device_bytes
+
+
+def _require_path(method: str, given: object) -> None:
+    """Requires that a method was given the name of a directory.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{method}({given!r}): give the name of a directory, a string or a Path")
 
 
 def _tell(line: str | None) -> None:

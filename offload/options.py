@@ -513,6 +513,13 @@ def absolute(path: PathLike) -> Path:
         ) from error
 
 
+def _is_too_long(name: Any) -> bool:
+    """Whether Linux has no file of this name: with more than 255 bytes in one part, or 4,095 in all."""
+    return isinstance(name, str) and (
+        len(os.fsencode(name)) >= 4096 or any(len(os.fsencode(part)) > 255 for part in name.split(os.sep))
+    )
+
+
 def _paths(option: str, given: Any) -> tuple[Path, ...]:
     several = given if isinstance(given, list | tuple) else () if given is None else (given,)
     names = [os.fspath(one) if isinstance(one, str | os.PathLike) else one for one in several]
@@ -521,6 +528,10 @@ def _paths(option: str, given: Any) -> tuple[Path, ...]:
     _refuse(
         (given is not None and not names, f"{option}={given!r} names no directory: {fix}"),
         (not all(is_name), f"{option}={given!r} names no directory: {fix}"),
+        *(
+            (_is_too_long(name), f"{option} has a name that is too long for a directory: {name[:80]!r}...")
+            for name in names
+        ),
     )
     # Absolute now: where a relative one leads changes with the working directory.
     paths = tuple(map(absolute, names))

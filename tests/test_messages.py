@@ -31,6 +31,14 @@ def test_hyper_parameters_belong_to_the_optimizer() -> None:
         OffloadZero(net(), lr=0.001)  # type: ignore[call-overload]
 
 
+def with_params(change: Callable[[list[nn.Parameter]], object]) -> OffloadZero:
+    """Holds a model with an optimizer whose first param group was changed."""
+    model = net()
+    given = torch.optim.AdamW(model.parameters())
+    change(given.param_groups[0]["params"])
+    return OffloadZero(model, given)
+
+
 class Given(NamedTuple):
     """What a mistake may be made with."""
 
@@ -88,6 +96,51 @@ MISTAKES: dict[str, tuple[Callable[[Given], object], type[Exception], str]] = {
         lambda given: given.optimizer.gathered("0.weight"),  # type: ignore[arg-type]
         ConfigError,
         r"gathered\('0\.weight'\): give a module, a parameter",
+    ),
+    "nothing to be gathered": (
+        lambda given: given.optimizer.gathered(None),  # type: ignore[arg-type]
+        ConfigError,
+        r"gathered\(None\): give a module, a parameter",
+    ),
+    "a parameter that is there twice": (
+        lambda _: with_params(lambda params: params.append(params[0])),
+        ConfigError,
+        r"0\.weight is twice in the param groups of AdamW: take it out of one place",
+    ),
+    "a number for a parameter": (
+        lambda _: with_params(lambda params: params.append(3)),  # type: ignore[arg-type]
+        ConfigError,
+        "a param group of AdamW holds 3, which is no tensor",
+    ),
+    "a name that is too long": (
+        lambda given: OffloadZero(net(), path=given.folder / ("a" * 256)),
+        ConfigError,
+        "path has a name that is too long for a directory",
+    ),
+    "a loss for a closure": (
+        lambda given: given.optimizer.step(3.0),  # type: ignore[call-overload]
+        ConfigError,
+        r"step\(3\.0\): give a function that evaluates the model",
+    ),
+    "a norm that is none": (
+        lambda given: given.optimizer.clip_grad_norm_(None),  # type: ignore[arg-type]
+        ConfigError,
+        "max_norm=None: give a number, at least 0",
+    ),
+    "an export to a number": (
+        lambda given: given.optimizer.export(3),  # type: ignore[arg-type]
+        ConfigError,
+        r"export\(3\): give the name of a directory",
+    ),
+    "a snapshot in a number": (
+        lambda given: given.optimizer.snapshot(path=3),  # type: ignore[arg-type]
+        ConfigError,
+        r"snapshot\(3\): give the name of a directory",
+    ),
+    "an optimizer in its own commits": (
+        lambda given: given.optimizer.attach(optimizer=given.optimizer),
+        ConfigError,
+        r"attach\(optimizer=\.\.\.\) is the OffloadZero itself, whose state is what its commits are: leave it out",
     ),
     "a snapshot of nothing": (
         lambda given: given.optimizer.snapshot(),

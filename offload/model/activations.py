@@ -190,9 +190,12 @@ class _Unit:
         return [(buffer, buffer._version) for buffer in buffers if buffer is not None]
 
     def state(self) -> list[tuple[Any, int]]:
-        """What a recomputation depends on beside what enters the unit, each with its version or mode."""
-        params = [(param, param._version) for param in self.params if param is not None]
-        return [*params, *self.buffers(), *((None, module.training) for module in self._modules)]
+        """What a recomputation depends on beside what enters the unit, each with its version, or with its mode."""
+        params = [param for param in self.params if param is not None]
+        versions = ((param, param._version) for param in params)
+        # Of what was frozen or unfrozen a recomputation would save other tensors.
+        trained = ((param, param.requires_grad) for param in params)
+        return [*versions, *trained, *self.buffers(), *((None, module.training) for module in self._modules)]
 
 
 def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -> bool:

@@ -553,7 +553,7 @@ class FlatParameters:
 
         Raises:
             ConfigError: if a parameter was replaced, added or unfrozen since then, so that a gradient would never be
-                used.
+                used; or if one was taken out of its param group, which would be trained as before.
         """
         with torch_private.PastSubclasses():
             swapped = [one.spec.name for one in self.held if one.is_swapped]
@@ -576,13 +576,21 @@ class FlatParameters:
                     f"{name} was added to the model after OffloadZero took it, and has no states: add modules and "
                     "parameters before, or drop its gradient (p.grad = None) before step() if something else trains it"
                 )
-        for param in (param for group in groups for param in group["params"]):
-            if self.index.get(param, self.trained) >= self.trained and param.grad is not None:
-                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+        group_of: list[int | None] = [None] * self.trained
+        for group_number, group in enumerate(groups):
+            for param in group["params"]:
+                number = self.index.get(param, self.trained)
+                if number < self.trained:
+                    group_of[number] = group_number
+                elif param.grad is not None:
+                    raise _untrained(param, group_number, model)
+        for one, now, before in zip(self.held, group_of, self.layout.groups, strict=False):
+            if now != before:
+                where = "in none" if now is None else f"in param group {now}"
                 raise ConfigError(
-                    f"{name} was frozen when OffloadZero took the model, and has no states: unfreeze it before, "
-                    "and freeze it again afterwards if it is to be trained only later; or commit, and resume with it "
-                    "unfrozen"
+                    f"{one.spec.name} is {where}, and was in param group {before} when OffloadZero took the model: "
+                    'leave each group\'s "params" as they were; to leave a parameter out of a step, set p.grad = None, '
+                    "or call p.requires_grad_(False) before the forward; nothing was changed"
                 )
 
     def bump_versions(self, numbers: Iterable[int]) -> None:
@@ -625,6 +633,20 @@ class FlatParameters:
     def unit_of(self, number: int) -> Unit:
         """The unit of a parameter."""
         return self.held[number].unit
+
+
+def _untrained(param: Tensor, group: int, model: nn.Module) -> ConfigError:
+    """The error for a parameter of a param group that has a gradient, and no states."""
+    name = next((name for name, other in model.named_parameters() if other is param), None)
+    if name is None:
+        return ConfigError(
+            f"param group {group} holds a parameter of shape {tuple(param.shape)} that is not in the model, and has no "
+            "states: put it into the model before OffloadZero takes it, or give it to an optimizer of its own"
+        )
+    return ConfigError(
+        f"{name} was frozen when OffloadZero took the model, and has no states: unfreeze it before, and freeze it "
+        "again afterwards if it is to be trained only later; or commit, and resume with it unfrozen"
+    )
 
 
 def _leaf(inner: Inner, dtype: torch.dtype, device: torch.device) -> Tensor:

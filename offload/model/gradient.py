@@ -10,10 +10,16 @@
 |                                       |                                                  | memory is not used anew |
 | any other change, also through a view | the copy is written back where the gradient is   | GradientMovedError      |
 | `zero_()`                             | the gradient is zeros, and counts                | the same                |
+| its graph, of a backward with         | values have a node, of which a backward raises   | the same                |
+| `create_graph=True`                   | GradientMovedError                               |                         |
 
 Where `p.grad` has a stand-in, the next gradient is added to the one that it stands for; where it is None, the next
 gradient replaces it. Over several ranks norms are of the whole gradient, and reading values raises GradientMovedError,
 because no rank has all of them.
+
+Autograd makes a new tensor where `p.grad` is None. So a gradient that begins anew gets a new stand-in. One that
+somebody has kept, `kept = [p.grad for p in params]`, stands for a gradient that is gone: it raises GradientMovedError,
+and never answers for the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +29,8 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,7 +45,7 @@ from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.held_param import HeldParam
 from offload.model.pending import PendingUpdates
-from offload.model.torch_functions import Kind, answer_without_values, counting, kind_of
+from offload.model.torch_functions import Kind, answer_without_values, changed, counting, kind_of, takes_lists
 from offload.model.torch_helpers import bits_of, call_eagerly, in_backward, instances_in, tensors_in
 from offload.optim.scale import StepScale
 from offload.ranks.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
@@ -63,6 +70,8 @@ _SCALER_FILE = torch.amp.grad_scaler.__file__
 class StandIn(Tensor):
     """A tensor without storage in the place of a gradient; see [Note: a stand-in].
 
+    Its `age` is the number of gradients that the parameter had before this one.
+
     A GradScaler refuses fp16 gradients, because unscaling them in place would lose the small ones. Ours are multiplied
     in fp32, by the step. So a GradScaler that asks for the dtype gets fp32.
     """
@@ -70,21 +79,22 @@ class StandIn(Tensor):
     number: int
     parameter: str
     answers: weakref.ref[Answers]
+    age: int
 
     @staticmethod
-    def of(param: Tensor, number: int, name: str, answers: Answers) -> StandIn:
-        """A stand-in with the shape, dtype and device of `param`."""
+    def of(like: Tensor, number: int, name: str, answers: Answers, age: int) -> StandIn:
+        """A stand-in with the shape, dtype and device of `like`, the parameter or another stand-in of it."""
         made: StandIn = Tensor._make_wrapper_subclass(
-            StandIn, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            StandIn, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.number, made.parameter, made.answers = number, name, weakref.ref(answers)
+        made.number, made.parameter, made.answers, made.age = number, name, weakref.ref(answers), age
         return made
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         answers = self.answers()
-        if answers is None or not answers.is_readable(self.number):
+        if answers is None or not answers.can_read(self):
             return f"<the gradient of {self.parameter}, which the optimizer has used>"
-        return repr(answers.read(self.number))
+        return repr(answers.read(self))
 
     @classmethod
     def __torch_function__(
@@ -115,22 +125,89 @@ def _alive(one: StandIn) -> Answers:
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first = next(iter(instances_in((args, kwargs), StandIn)))
-    return call_eagerly(_alive(first).answer, func, args, kwargs)
+    return call_eagerly(_answer_eagerly, func, args, kwargs)
 
 
-def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
-    """`tree` with each stand-in replaced by its values."""
+def _answer_eagerly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    owners = _owners_in((args, kwargs))
+    if len(owners) == 1:
+        return owners[0].answer(func, args, kwargs)
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
+    if takes_lists(func) and lists and all(len(one) == len(lists[0]) for one in lists):
+        of_each = [_owners_in([one[at] for one in lists]) for at in range(len(lists[0]))]
+        if any(one != of_each[0] for one in of_each):  # as where the gradients of two models are clipped together
+            return _answer_in_pieces(func, args, kwargs, of_each)
+    written = _owners_in(changed(func, args, kwargs))
+    if len(written) > 1:
+        raise GradientMovedError(
+            f"{getattr(func, '__name__', func)} would write to gradients that several OffloadZero have: call it for "
+            "those of one model after the other"
+        )
+    owner = (written or owners)[0]
+
+    def value_of(one: StandIn) -> Tensor:
+        return one if (other := _alive(one)) is owner else other.read(one)
+
+    return owner.answer(func, _replaced(args, value_of), _replaced(kwargs, value_of))
+
+
+def _answer_in_pieces(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of_each: Sequence[Sequence[Answers]]
+) -> Any:
+    """Answers a function of lists in which gradients of several optimizers are.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its keywords.
+        of_each: for each place in the lists, whose gradients are there.
+    """
+    results: list[Any] = []
+    for _, group in groupby(range(len(of_each)), of_each.__getitem__):
+        first, *others = group
+        piece = slice(first, first + 1 + len(others))
+        cut = {key: one[piece] if isinstance(one, list | tuple) else one for key, one in kwargs.items()}
+        results.extend(func(*(one[piece] if isinstance(one, list | tuple) else one for one in args), **cut) or ())
+    return results or None
+
+
+def _owners_in(tree: Any) -> list[Answers]:
+    """Whose the stand-ins in nested lists, tuples and dicts are."""
+    return list(dict.fromkeys(map(_alive, instances_in(tree, StandIn))))
+
+
+def _replaced(tree: Any, value_of: Callable[[StandIn], Tensor]) -> Any:
+    """`tree` with each stand-in replaced by what `value_of` has for it."""
     if isinstance(tree, StandIn):
-        return values[tree.number]
+        return value_of(tree)
     if type(tree) in (list, tuple):
-        return type(tree)(_replaced(one, values) for one in tree)
-    return {key: _replaced(one, values) for key, one in tree.items()} if type(tree) is dict else tree
+        return type(tree)(_replaced(one, value_of) for one in tree)
+    return {key: _replaced(one, value_of) for key, one in tree.items()} if type(tree) is dict else tree
 
 
 def is_stand_in(grad: Tensor | None) -> bool:
     """Whether `grad` is a stand-in."""
     return type(grad) is StandIn
+
+
+class _LostGraph(torch.autograd.Function):
+    """Stands where plain torch has the graph of a gradient, and raises when a gradient is to go through it.
+
+    Without it a loss that was computed from `p.grad` would train as if that were a constant, and nothing would say so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, name: str) -> Tensor:
+        ctx.parameter = name
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise GradientMovedError(
+            f"a loss was computed from the gradient of {ctx.parameter}, whose graph was not kept when it left the "
+            "device: get gradients to compute with from torch.autograd.grad(loss, params, create_graph=True) instead "
+            "of loss.backward(create_graph=True); to compute without a graph, read p.grad.detach()"
+        )
 
 
 class Answers:
@@ -164,7 +241,21 @@ class Answers:
         self._factor: tuple[Tensor, int, float] | None = None
 
     def _make_stand_in(self, held: HeldParam) -> None:
-        held.gradient.stand_in = StandIn.of(held.tensor, held.number, held.spec.name, self)
+        age = held.gradient.stand_in.age if isinstance(held.gradient.stand_in, StandIn) else 0
+        held.gradient.stand_in = StandIn.of(held.tensor, held.number, held.spec.name, self, age)
+
+    def _show(self, held: HeldParam) -> None:
+        """Puts the stand-in into `p.grad`."""
+        held.gradient.is_shown = True  # first: an interrupt may come in between
+        held.grad = held.gradient.stand_in
+
+    def _renew(self, held: HeldParam) -> None:
+        """Makes the stand-in of a gradient that begins anew, unless nobody has got the last one."""
+        last = held.gradient.stand_in
+        if held.gradient.is_shown and isinstance(last, StandIn):
+            with torch_private.PastSubclasses():
+                held.gradient.stand_in = StandIn.of(last, held.number, held.spec.name, self, last.age + 1)
+            held.gradient.is_shown = False
 
     # What hooks call. Autograd holds these functions where the garbage collector cannot look: they must not keep an
     # optimizer alive that nobody refers to, with its memory and files.
@@ -203,6 +294,8 @@ class Answers:
         self._require_home()
         with torch_private.PastSubclasses():
             held = self._held[number]
+            if is_stand_in(held.grad) and not held.is_marked:
+                self._read_others()  # autograd adds to what the user assigned, another parameter's gradient
             if held.spec.tile and held.grad is not None and not held.is_marked:
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
             self._require_no_factors()
@@ -210,11 +303,13 @@ class Answers:
             self._pending.before_gradients()
             self._forget_norms_of(number)
             # With a stand-in there the gradient is added; without, the user dropped what was there.
+            held.gradient.has_graph = held.gradient.has_graph and held.is_marked and self.is_live(number)
             if held.is_marked:
                 held.grad = None
                 self._store_copy(number)
             else:
                 self._gradients.clear(number)
+                self._renew(held)
             held.gradient.forget()
 
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -246,7 +341,8 @@ class Answers:
             self._forget_norms_of(number)
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
-            held.grad = held.gradient.stand_in
+            self._show(held)
+            held.gradient.has_graph = held.gradient.has_graph or grad.requires_grad
             local = local_gradient(param, grad.detach())
             is_tile = leaf is not param
             values = flattened_like(leaf, local) if is_tile else held.flattened(local)
@@ -274,6 +370,28 @@ class Answers:
         """
         self._require_home()
         changed = self._held if numbers is None else [self._held[number] for number in sorted(numbers)]
+        self._take_writes(changed)
+        given = [held for held in changed if (grad := held.grad) is not None and grad is not held.gradient.stand_in]
+        if any(is_stand_in(held.grad) for held in given):
+            self._read_others()
+        for held in given:
+            if held.grad is not None and not held.is_marked:
+                # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
+                self._pending.apply_all()
+                self._require_no_factors(is_assigned=True)
+                self._gradients.clear(held.number)
+                self._renew(held)
+                held.gradient.used_by = None
+                held.gradient.is_zeroed = held.gradient.has_graph = False
+                self.pass_on(held.number, held.tensor)
+                self._scale.use_as_is(held.number)  # factors that there are were for the one before
+
+    def _take_writes(self, changed: Sequence[HeldParam]) -> None:
+        """Takes over zeros, and writes to views of values, of these parameters.
+
+        What was assigned stays in `p.grad`: whoever has a list of all gradients, as torch's clipping has, goes on to
+        write to it.
+        """
         for held in changed:
             self._store_copy(held.number)
         for held in changed:
@@ -284,19 +402,24 @@ class Answers:
                         like = held.local
                         zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
                         self._gradients.accumulate(held.number, zeros)
-        for held in changed:
-            number, grad = held.number, held.grad
-            if grad is not None and not held.is_marked:
-                # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
-                self._pending.apply_all()
-                self._require_no_factors()
-                if isinstance(grad, StandIn):  # another parameter's
-                    grad = self.values_of(grad.number)
-                held.grad = grad
-                self._gradients.clear(number)
-                held.gradient.used_by = None
-                held.gradient.is_zeroed = False
-                self.pass_on(number, held.tensor)
+
+    def _read_others(self) -> None:
+        """Puts values wherever `p.grad` is the stand-in of another parameter, or of an earlier gradient.
+
+        All of them at once, before any is taken: in `a.grad, b.grad = b.grad, a.grad` each one is needed for the other.
+        """
+        ones = [(held, held.grad) for held in self._held if not held.is_marked]
+        values = [(held, grad, self._value_of_any(grad)) for held, grad in ones if isinstance(grad, StandIn)]
+        for held, grad, value in values:
+            if held.grad is grad:  # reading has not taken it
+                held.grad = value
+
+    def _value_of_any(self, one: StandIn) -> Tensor:
+        """The values that a stand-in has, which may be one of another optimizer."""
+        if (other := _alive(one)) is not self:
+            return other.read(one)
+        self._require_now(one)
+        return self.values_of(one.number)
 
     def begin_anew(self, used: Sequence[int] = ()) -> None:
         """Makes the next gradients begin anew.
@@ -306,6 +429,7 @@ class Answers:
         """
         for held in self._held:
             held.gradient.forget()
+            held.gradient.has_graph = held.gradient.has_graph and held.is_marked
         for number in used:
             self._held[number].gradient.used_by = self._scale.of(number)
         self._knows_norms = False
@@ -319,8 +443,14 @@ class Answers:
                 with torch_private.PastSubclasses():
                     param.grad = torch.zeros_like(param)
             else:
-                self._held[number].grad = self._held[number].gradient.stand_in
+                self._show(self._held[number])
                 self.zero(number)
+
+    def drop(self) -> None:
+        """Makes stand-ins that somebody has kept stand for nothing: `zero_grad()` has dropped the gradients."""
+        for held in self._held:
+            if not held.is_marked:
+                self._renew(held)
 
     def move(self) -> None:
         """Makes new stand-ins, when the parameters are on another device."""
@@ -329,7 +459,7 @@ class Answers:
             held.gradient.copy = None
             self._make_stand_in(held)
             if was_marked:
-                held.grad = held.gradient.stand_in
+                self._show(held)
 
     def remove(self) -> None:
         """Takes the stand-ins away. Those that somebody still has give no answers any more."""
@@ -344,6 +474,15 @@ class Answers:
     def is_live(self, number: int) -> bool:
         """Whether a parameter has a gradient that no step has used."""
         return not self._is_removed and (self._held[number].gradient.is_zeroed or self._gradients.has(number))
+
+    def is_of_now(self, one: StandIn) -> bool:
+        """Whether a stand-in, which somebody may have kept, stands for the gradient that there is now."""
+        now = self._held[one.number].gradient.stand_in
+        return isinstance(now, StandIn) and one.age == now.age
+
+    def can_read(self, one: StandIn) -> bool:
+        """Whether what a stand-in stands for has values that can be read."""
+        return self.is_of_now(one) and self.is_readable(one.number)
 
     def is_readable(self, number: int) -> bool:
         """Whether the values of a gradient can be read. A step may have used it, if it has left it in its memory."""
@@ -363,17 +502,31 @@ class Answers:
         self.entries.pause()
         return result
 
-    def read(self, number: int) -> Tensor:
-        """As `values_of`, for any thread."""
+    def read(self, one: StandIn) -> Tensor:
+        """As `values_of` for what a stand-in stands for, for any thread."""
         with self.entries.lock:
             self.entries.wait_for_turn("a gradient was used")
-            return self.values_of(number)
+            self._require_now(one)
+            return self.values_of(one.number)
+
+    def _require_now(self, tree: Any) -> None:
+        """Requires that no stand-in in nested lists, tuples and dicts is that of an earlier gradient.
+
+        Raises:
+            GradientMovedError: naming the parameter of the first one.
+        """
+        for one in instances_in(tree, StandIn):
+            if not self.is_of_now(one):
+                raise self._used_up(one.number)
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if kind_of(func) is Kind.DETACH and isinstance(args[0], StandIn) and self._has_graph(args[0].number):
+            return self._detached(func, args[0])
         # A tiled weight is in RAM, and counts as being on the model's device.
         answer = answer_without_values(func, args, kwargs, StandIn, self._parameters.device)
         if answer is not NotImplemented:
             return answer
+        self._require_now((args, kwargs))
         if func == _DATA.__set__:
             if args[1] is args[0]:
                 return None
@@ -383,6 +536,29 @@ class Answers:
         result = NotImplemented if answer is None else answer(self, func, args, kwargs)
         return self._on_values(func, args, kwargs) if result is NotImplemented else result
 
+    def _has_graph(self, number: int) -> bool:
+        """Whether plain torch would have a graph for what is computed with this gradient now."""
+        return self._held[number].gradient.has_graph and torch.is_grad_enabled()
+
+    def _detached(self, func: Any, one: StandIn) -> Tensor:
+        """Answers a call for a gradient without its graph."""
+        if func in (Tensor.detach_, torch.detach_):
+            self._held[one.number].gradient.has_graph = False
+            return one
+        self._require_now(one)
+        with torch.no_grad():
+            made: Tensor = self._on_values(Tensor.detach, (one,), {})  # writes to it count
+        return made
+
+    def _as_read(self, number: int, values: Tensor) -> Tensor:
+        """What was computed from a gradient, with a node where plain torch has its graph."""
+        if not self._has_graph(number):
+            return values
+        anchor = torch.zeros((), device=values.device, requires_grad=True)
+        name = self._held[number].spec.name
+        with_node: Tensor = _LostGraph.apply(anchor, values, name)  # type: ignore[no-untyped-call]
+        return with_node
+
     def values_of(self, number: int) -> Tensor:
         """A copy of the gradient as it is now, in the parameter's shape, dtype and device."""
         self._require_home()
@@ -390,16 +566,16 @@ class Answers:
         self._store_copy(number)
         held = self._held[number]
         if held.gradient.copy is not None:
-            return held.gradient.copy[0].clone()
+            return self._as_read(number, held.gradient.copy[0].clone())
         param, values = held.tensor, self._current(number)
         with torch_private.PastSubclasses():
             local = held.shaped(values.to(param.dtype)).to(param.device).clone()
-            return whole_like(param, local)
+            return self._as_read(number, whole_like(param, local))
 
     def _current(self, number: int) -> Tensor:
         """A copy of the gradient as the step would use it: 1-D, in the dtype in which it waits."""
         if self._held[number].gradient.is_zeroed:
-            self.take_changes()
+            self._take_writes([self._held[number]])
         self._gradients.finalize([number])
         values, factor = self._gradients.values(number), self._factor_of(number)
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
@@ -416,9 +592,14 @@ class Answers:
         """
         numbers = list(dict.fromkeys(one.number for one in instances_in((args, kwargs), StandIn)))
         copies = {n: self._held[n].gradient.copy for n in numbers}
-        values = {n: self.values_of(n) if copy is None else copy[0] for n, copy in copies.items()}
+        reads = kind_of(func) is Kind.READ
+        values = {
+            n: self.values_of(n) if copy is None or (reads and self._has_graph(n)) else copy[0]
+            for n, copy in copies.items()
+        }
         versions = {n: one._version for n, one in values.items()}
-        result = counting(func)(*_replaced(args, values), **_replaced(kwargs, values))
+        args, kwargs = (_replaced(tree, lambda one: values[one.number]) for tree in (args, kwargs))
+        result = counting(func)(*args, **kwargs)
         for n, one in values.items():
             if one._version != versions[n] and not self.is_live(n):
                 raise self._used_up(n)
@@ -496,7 +677,10 @@ class Answers:
         if isinstance(order, str) or (order != 2 and self._ranks == 1):
             return NotImplemented
         self._learn_norms(numbers, float(order))
-        made = [self._norm_on(one.device, float(order), one.number) for one in stand_ins]
+        made = [
+            self._as_read(number, self._norm_on(one.device, float(order), number))
+            for number, one in zip(numbers, stand_ins, strict=True)
+        ]
         return made if is_list else made[0]
 
     def _learn_norms(self, numbers: Sequence[int], order: float) -> None:
@@ -510,9 +694,11 @@ class Answers:
                 self._require_values(number)
         if not self._unknown(order, numbers):
             return
-        self.take_changes()
+        if self._ranks > 1:
+            self.take_changes()
         every: Sequence[int] = numbers
         if self._ranks == 1:
+            self._take_writes(self._held)
             every = self._unknown(order, numbers if in_backward() else self._with_live(numbers))
             self._gradients.finalize([n for n in every if self.is_live(n)])
         elif any(map(self.is_live, range(len(self._held)))):
@@ -658,8 +844,11 @@ class Answers:
                 "before it goes on; its gradients and states are kept"
             )
 
-    def _require_no_factors(self) -> None:
+    def _require_no_factors(self, *, is_assigned: bool = False) -> None:
         """Requires that a gradient may come. Factors of gradients that the user has dropped are dropped, too.
+
+        Args:
+            is_assigned: whether the user has assigned it, so that it is used as it is.
 
         Raises:
             ClosedError: in a forked child, which has no memory for gradients.
@@ -670,7 +859,7 @@ class Answers:
         if self._scale.is_set:
             if not self.active:
                 self._scale.reset()  # the user dropped the gradients that it was for
-            elif self._scale.is_fixed:
+            elif self._scale.is_fixed and not (is_assigned and self._scale.common):
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"

@@ -457,6 +457,9 @@ class Guards:
     def _grad(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._gradients(*args, **kwargs)  # it may run modules again, so their guards stay
 
+    def _backward(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._accumulate(*args, **kwargs)  # as for `_grad`
+
     def _detach(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_made = self._is_ours(args[0]) and _is_for_a_parameter()
         return self._detached(args[0]) if is_made else NotImplemented
@@ -564,6 +567,17 @@ class Guards:
                 )
             grads.append(grad)
         return tuple(grads)
+
+    def _accumulate(self, tensors: Any, grad_tensors: Any = None, *, inputs: Any = None, **options: Any) -> None:
+        """Runs `torch.autograd.backward`, which may run units again.
+
+        So nothing is opened meanwhile, and autograd gets gradient edges of guarded tensors, as from `_gradients`.
+        """
+        if isinstance(grad_tensors, list | tuple):
+            grad_tensors = tuple(map(self._copy_of, grad_tensors))
+        else:
+            grad_tensors = self._copy_of(grad_tensors)
+        torch.autograd.backward(_as_edges(tensors), grad_tensors, inputs=_as_edges(inputs), **options)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward_uses: bool = True) -> Any:
         used = list(self._guarded_in((args, kwargs)))
@@ -815,6 +829,7 @@ _ANSWERS: dict[Any, Callable[[Guards, Any, Sequence[Any], Mapping[str, Any]], An
     _DATA.__set__: Guards._set_data,
     _VERSION.__get__: Guards._version,
     torch.autograd.grad: Guards._grad,
+    torch.autograd.backward: Guards._backward,
     Tensor.detach: Guards._detach,
     **dict.fromkeys(SERVED, Guards._in_tiles),
     cells_of_linear: Guards._loss,

@@ -53,7 +53,10 @@ class HeldGrad:
     """What is known of the gradient of one held parameter, beside its values. gradient.py alone changes it.
 
     Attributes:
-        stand_in: what `p.grad` is while the gradient is elsewhere; None for a parameter that is not trained.
+        stand_in: what `p.grad` is while the gradient is elsewhere; None for a parameter that is not trained. Each
+            gradient that begins anew has one of its own.
+        is_shown: whether anybody got the stand-in, and may have kept it.
+        has_graph: whether a backward with `create_graph=True` made it: plain torch has a graph there.
         copy: a copy of the values, of which somebody has a view, and its version when it was last written back; None:
             nobody has one.
         is_zeroed: whether it was made zeros, which the gradient buffer does not have yet.
@@ -62,10 +65,12 @@ class HeldGrad:
         norms_on: the same as fp32 tensors of shape (), by their order and device.
     """
 
-    __slots__ = ("copy", "is_zeroed", "norms", "norms_on", "stand_in", "used_by")
+    __slots__ = ("copy", "has_graph", "is_shown", "is_zeroed", "norms", "norms_on", "stand_in", "used_by")
 
     def __init__(self) -> None:
         self.stand_in: Tensor | None = None
+        self.is_shown = False
+        self.has_graph = False
         self.copy: tuple[Tensor, int] | None = None
         self.is_zeroed = False
         self.used_by: float | None = None

@@ -221,6 +221,8 @@ class Access:
             found: Iterable[Tensor] = target.parameters()
         else:
             found = [target] if isinstance(target, Tensor) else target
+        if not isinstance(found, Iterable):
+            raise ConfigError(f"gathered({target!r}): give a module, a parameter, or several of these parameters")
         for param in found:
             if not isinstance(param, Tensor):
                 raise ConfigError(f"gathered({target!r}): give a module, a parameter, or several of these parameters")

@@ -885,20 +885,21 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weight: nn.Parameter, tile: nn.Parameter, name: str) -> Tensor:
-        ctx.weight, ctx.tile, ctx.name = weight, tile, name
+        # Not `name`: a node has a method of that name, which others ask.
+        ctx.weight, ctx.tile, ctx.parameter = weight, tile, name
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if has_hooks(ctx.weight):
             raise ConfigError(
-                f"{ctx.name} runs in tiles, and got a hook for its gradient after its forward: register the hook "
+                f"{ctx.parameter} runs in tiles, and got a hook for its gradient after its forward: register the hook "
                 "before the forward, or give Tuning(tile=0)"
             )
         if _is_asked_for(ctx.weight) and not _is_asked_for(ctx.tile):
             raise ConfigError(
-                f"backward(inputs=...) names {ctx.name}, which runs in tiles: leave inputs out, take the gradients "
-                "from torch.autograd.grad, or give Tuning(tile=0)"
+                f"backward(inputs=...) names {ctx.parameter}, which runs in tiles: leave inputs out, take the "
+                "gradients from torch.autograd.grad, or give Tuning(tile=0)"
             )
         return grad, None, None, None
 

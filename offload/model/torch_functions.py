@@ -113,7 +113,7 @@ _SORTED: dict[Kind, tuple[Any, ...]] = {
         *_methods("share_memory_ set_ resize_ resize_as_ resize_as_sparse_"),
         *_methods("resize_as_ resize_as_sparse_", torch),
     ),
-    Kind.BACKWARD: (torch.autograd.grad, Tensor.backward),
+    Kind.BACKWARD: (torch.autograd.grad, torch.autograd.backward, Tensor.backward),
     Kind.WRITE: (*_setters("data real imag"), Tensor.module_load, *_WRITES_ELSEWHERE),
 }
 """The functions that are sorted by hand."""

@@ -46,7 +46,8 @@ def optimizers_of(given: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
         model: the model.
 
     Raises:
-        ConfigError: `require_adoptable` refuses one of them, or two train the same parameter.
+        ConfigError: `require_adoptable` refuses one of them, two train the same parameter, or one has it twice, or has
+            something else in its place.
     """
     if given is None:
         return [torch.optim.AdamW(model.parameters())]
@@ -56,13 +57,19 @@ def optimizers_of(given: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
         require_adoptable(one)
     trained: dict[Any, str] = {}
     for one in found:
-        for param in {param: None for group in one.param_groups for param in group["params"]}:
-            if param in trained:
-                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+        own: set[Any] = set()
+        for param in (param for group in one.param_groups for param in group["params"]):
+            if not isinstance(param, Tensor):
                 raise ConfigError(
-                    f"{name} is in {trained[param]} and in {type(one).__name__}: leave it out of one of the optimizers"
+                    f"a param group of {type(one).__name__} holds {param!r}, which is no tensor: leave it out"
                 )
-            trained[param] = type(one).__name__
+            if param in trained or param in own:
+                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+                where = "is twice in the param groups of" if param in own else f"is in {trained[param]} and in"
+                out = "take it out of one place" if param in own else "leave it out of one of the optimizers"
+                raise ConfigError(f"{name} {where} {type(one).__name__}: {out}")
+            own.add(param)
+        trained |= dict.fromkeys(own, type(one).__name__)
     return found
 
 
@@ -211,8 +218,14 @@ def require_sound(rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) ->
         groups: an optimizer's param_groups.
 
     Raises:
-        ConfigError: a rule refuses an option. Nothing was changed.
+        ConfigError: a rule refuses an option, or there are more groups, or fewer, than the optimizer began with.
+            Nothing was changed.
     """
+    if len(groups) != len(rules):
+        raise ConfigError(
+            f"the optimizer has {len(groups)} param groups, and had {len(rules)} when OffloadZero took it: leave its "
+            "list param_groups as it was, and make a new OffloadZero for others; nothing was changed"
+        )
     for number, (rule, group) in enumerate(zip(rules, groups, strict=True)):
         rule.require_sound(number, group)
 
@@ -229,15 +242,22 @@ class _TakenStates(defaultdict[Any, Any]):
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the step() and the states of an optimizer that was taken over.
+    """Replaces step(), add_param_group() and the states of an optimizer that was taken over.
 
-    The first would change nothing, and methods of the class that go through states would find none. Both raise
-    GradientMovedError now, which says what to call instead.
+    The first two would change nothing that is trained, and methods of the class that go through states would find none.
+    All raise GradientMovedError now, which says what to do instead.
     """
 
     def step(*args: Any, **kwargs: Any) -> NoReturn:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
 
+    def add_param_group(*args: Any, **kwargs: Any) -> NoReturn:
+        raise GradientMovedError(
+            "this optimizer was taken over by OffloadZero, and nothing would train these parameters: give them to an "
+            "optimizer of their own, or have them in it before OffloadZero takes it"
+        )
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     step.taken_over = True  # type: ignore[attr-defined]
     # A scheduler that was made from it before asks whether this was called, and would warn that it was not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -251,7 +271,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Retires an optimizer as `retire` does. If the body raises, the optimizer is what it was."""
-    names: tuple[str, ...] = ("step", "_opt_called", "state")
+    names: tuple[str, ...] = ("step", "_opt_called", "state", "add_param_group")
     before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
     alive = weakref.ref(optimizer)
     try:

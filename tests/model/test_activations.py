@@ -287,6 +287,18 @@ def test_retained_graphs_are_used_again(pair: Make) -> None:
     both.same(run)
 
 
+def test_a_backward_that_names_its_inputs(pair: Make) -> None:
+    def run(model: nn.Module) -> None:
+        assert isinstance(model, RichNet)
+        params = list(model.blocks[1].parameters())
+        squares(model, rows(0)).backward(inputs=params)
+        outputs = model(rows(1))
+        torch.autograd.backward([outputs], [torch.ones_like(outputs)], inputs=[model.embed.weight])
+
+    both = pair(RichNet)
+    both.same(run)
+
+
 def test_gradients_of_gradients(pair: Make) -> None:
     def run(model: nn.Module) -> None:
         x = rows(1).requires_grad_()
@@ -437,7 +449,7 @@ def test_changes_in_place_are_errors_or_make_no_difference(where: str, tmp_path:
         both.optimizer.close()
 
 
-@pytest.mark.parametrize("change", ["step", "eval", "buffer"])
+@pytest.mark.parametrize("change", ["step", "eval", "buffer", "freeze"])
 def test_changes_of_a_unit_before_its_recomputation_are_refused(change: str, tmp_path: Path) -> None:
     both = Pair(RichNet, options_of("nvme", tmp_path))
     loss = squares(both.model, rows(0))
@@ -445,6 +457,8 @@ def test_changes_of_a_unit_before_its_recomputation_are_refused(change: str, tmp
         take_step(both.optimizer, squares(both.model, rows(1)))
     elif change == "eval":
         both.model.eval()
+    elif change == "freeze":
+        both.model.blocks[0].requires_grad_(False)
     else:
         both.model.blocks[0].scale.mul_(2)
     with pytest.raises(StaleActivationError, match="blocks"):

@@ -337,6 +337,135 @@ def test_one_that_is_dropped_is_none_and_the_next_begins_anew(made: Made) -> Non
     made.same()
 
 
+@pytest.mark.parametrize("drops", ["all", "one"])
+def test_one_that_was_kept_does_not_answer_for_the_next_gradient(made: Made, drops: str) -> None:
+    kept = made.grad
+    if drops == "all":
+        made.optimizer.zero_grad()
+    made.model.blocks[1].after.grad = None
+    if drops == "all":
+        made.model(batch(1)).float().square().sum().backward()
+    else:
+        made.model(batch(1)).float().square().sum().backward(inputs=[made.model.blocks[1].after])
+    assert made.grad is not kept
+    for use in (kept.clone, kept.norm, lambda: kept.mul_(2), lambda: made.grad.add_(kept), lambda: kept.zero_()):
+        with pytest.raises(GradientMovedError, match=r"blocks\.1\.after was used by step\(\), or dropped"):
+            use()
+    assert repr(kept) == "<the gradient of blocks.1.after, which the optimizer has used>"
+    plain = made.plain.blocks[1].after
+    expected = torch.autograd.grad(made.plain(batch(1).bfloat16()).float().square().sum(), plain)
+    assert torch.equal(made.grad.clone(), *expected)
+
+
+def test_one_that_was_kept_and_dropped_is_not_put_back(made: Made) -> None:
+    kept = made.grad
+    made.optimizer.zero_grad()
+    made.model.blocks[1].after.grad = kept
+    with pytest.raises(GradientMovedError, match=r"blocks\.1\.after was used by step\(\), or dropped"):
+        made.optimizer.step()
+
+
+def test_one_that_becomes_zeros_stays_the_same(made: Made) -> None:
+    kept = made.grad
+    made.optimizer.zero_grad(set_to_none=False)
+    assert made.grad is kept
+    assert kept.eq(0).all()
+
+
+def test_gradients_change_places(made: Made) -> None:
+    for model in (made.model, made.plain):
+        one, other = model.blocks[0].after, model.blocks[1].after
+        one.grad, other.grad = other.grad, one.grad
+    assert torch.equal(made.model.blocks[0].after.grad, made.plain.blocks[0].after.grad)
+    made.optimizer.grad(made.model.blocks[0].after)  # takes this one over, and not yet the other
+    made.same()
+
+
+def test_a_gradient_is_added_to_the_one_of_another_parameter(tmp_path: Path) -> None:
+    model, plain = Net(), Net()
+    with OffloadZero(model, tier="cpu", compute_dtype=torch.float32, accumulation="auto") as optimizer:
+        for one in (model, plain):
+            one(batch(0)).square().sum().backward()
+            first, second = one.blocks[0].after, one.blocks[1].after
+            first.grad, second.grad = second.grad, first.grad
+            one(batch(1)).square().sum().backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(optimizer.grad(param), expected.grad)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_reaches_a_gradient_that_was_assigned(made: Made, foreach: bool) -> None:
+    for model in (made.model, made.plain):
+        model.blocks[1].after.grad = torch.full_like(model.blocks[1].after, 0.25)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        other = model.blocks[0].after
+        other.grad = other.grad + 1
+    made.same(rounds=True)
+
+
+def test_own_clipping_of_a_list_reaches_a_gradient_that_was_assigned(made: Made) -> None:
+    for model in (made.model, made.plain):
+        model.blocks[1].after.grad = torch.full_like(model.blocks[1].after, 0.25)
+        grads = [param.grad for param in model.parameters()]
+        factor = 0.5 / torch.stack([grad.float().norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.mul_(factor)
+    made.same(rounds=True)
+
+
+def test_gradients_of_two_models_are_used_in_one_call() -> None:
+    held, plain = [], []
+    for number in range(4):
+        torch.manual_seed(number % 2)
+        (held if number < 2 else plain).append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    options: dict[str, Any] = {"tier": "cpu", "compute_dtype": torch.float32, "tuning": Tuning(threads=1)}
+    with OffloadZero(held[0], **options), OffloadZero(held[1], **options):
+        norms = []
+        for one, other in (held, plain):
+            one(torch.ones(2, 3)).square().sum().backward()
+            other(torch.ones(2, 3) * 2).square().sum().backward()
+            params = [*one.parameters(), *other.parameters()]
+            norms.append(nn.utils.clip_grad_norm_(params, 0.5))
+            of_one, of_other = one[0].weight.grad, other[1].weight.grad
+            of_other.add_(of_one, alpha=2.0)
+            one[1].bias.grad.copy_(of_other[0])
+            torch._foreach_add_([one[0].bias.grad], [other[0].bias.grad])
+            norms.append(torch.stack([of_one, of_other]).sum())
+        for found, expected in zip(norms[:2], norms[2:], strict=True):
+            torch.testing.assert_close(found, expected)
+        for param, expected in zip(
+            [*held[0].parameters(), *held[1].parameters()],
+            [*plain[0].parameters(), *plain[1].parameters()],
+            strict=True,
+        ):
+            torch.testing.assert_close(param.grad.clone(), expected.grad)
+        with pytest.raises(GradientMovedError, match="gradients that several OffloadZero have"):
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [held[0][0].bias.grad, held[1][0].bias.grad], torch.zeros(()), torch.ones(())
+            )
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_loss_of_a_gradient_with_a_graph_is_refused_in_its_backward(made: Made) -> None:
+    made.optimizer.zero_grad()
+    made.model(batch(0)).float().square().sum().backward(create_graph=True)
+    made.same()
+    for penalty in (made.grad.square().sum(), made.grad.norm(), made.grad.view(-1)[0]):
+        with pytest.raises(GradientMovedError, match=r"from the gradient of blocks\.1\.after.*create_graph=True"):
+            penalty.backward()
+    for read in (made.grad.detach(), made.grad.data):
+        assert torch.equal(read, made.plain_grad)
+        assert not read.requires_grad
+    made.grad.data.mul_(2.0)
+    made.plain_grad.mul_(2.0)
+    nn.utils.clip_grad_norm_(made.model.parameters(), math.inf)
+    made.same()
+    made.optimizer.step()
+    made.optimizer.zero_grad()
+    made.model(batch(1)).float().square().sum().backward()
+    assert not made.grad.sum().requires_grad
+
+
 def test_a_gradient_that_joins_a_multiplied_one_is_refused(made: Made) -> None:
     made.grad.mul_(0.5)
     with pytest.raises(AccumulationError, match="multiplying the gradients"):

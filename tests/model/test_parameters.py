@@ -201,9 +201,10 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 def test_a_parameter_that_moved_or_left_is_named() -> None:
     parameters = taken(torch.zeros(3), torch.zeros(4))
     model = nn.ParameterList(parameters.params)
-    parameters.require_unchanged(model, [])
+    groups = [{"params": parameters.params}]
+    parameters.require_unchanged(model, groups)
     with pytest.raises(ConfigError, match="p1 is no longer in the model"):
-        parameters.require_unchanged(nn.ParameterList(parameters.params[:1]), [])
+        parameters.require_unchanged(nn.ParameterList(parameters.params[:1]), groups)
     for value in (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)):
         parameters.params[1].data = value
         parameters.return_repointed([0])

@@ -26,7 +26,8 @@ NOT_LISTED = {
     *(_ATTRIBUTES[name].__set__ for name in ("grad", "requires_grad", "data", "real", "imag")),
     *(_ATTRIBUTES["grad"].__delete__, Tensor.__hash__, Tensor.stride, Tensor._is_zerotensor),
     *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, torch.rand_like, torch.randn_like, torch.result_type),
-    *(torch.detach_, torch.resize_as_, torch.resize_as_sparse_, torch.autograd.grad),
+    *(torch.detach_, torch.resize_as_, torch.resize_as_sparse_),
+    *(torch.autograd.grad, torch.autograd.backward),
     *(torch_private.to_dlpack, torch_private.has_compatible_type),
 }
 """Functions that torch hands to `__torch_function__`, and does not list as overridable."""

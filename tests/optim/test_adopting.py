@@ -164,4 +164,54 @@ def test_methods_of_a_taken_optimizer_that_need_its_states_are_refused() -> None
         assert given.state_dict()["state"] == {}
         with pytest.raises(GradientMovedError, match="taken over by OffloadZero and has no states"):
             given.swap()
+        with pytest.raises(GradientMovedError, match="nothing would train these parameters"):
+            given.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def take_out(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"] = groups[0]["params"][1:]
+
+
+def move_over(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def add_another(groups: list[dict[str, Any]]) -> None:
+    groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(3))]})
+
+
+def add_to_one(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].append(nn.Parameter(torch.zeros(3)))
+    groups[1]["params"][-1].grad = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (take_out, r"0\.weight is in none, and was in param group 0"),
+        (move_over, r"0\.bias is in param group 1, and was in param group 0"),
+        (list.reverse, r"0\.weight is in param group 1, and was in param group 0"),
+        (list.clear, r"0\.weight is in none"),
+        (add_another, "has 3 param groups, and had 2"),
+        (add_to_one, r"param group 1 holds a parameter of shape \(3,\) that is not in the model"),
+    ],
+    ids=lambda one: one.__name__ if callable(one) else "",
+)
+def test_parameters_that_have_left_their_param_groups_are_refused(
+    change: Callable[[list[dict[str, Any]]], None], fault: str
+) -> None:
+    """Plain torch trains them otherwise from then on, or not at all."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    given = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}], lr=0.1)
+    before = [param.detach().clone() for param in model.parameters()]
+    with OffloadZero(model, given, tier="cpu", compute_dtype=torch.float32) as optimizer:
+        model(torch.ones(1, 3)).sum().backward()
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        change(optimizer.param_groups)
+        with pytest.raises(ConfigError, match=fault):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+        optimizer.param_groups[:] = groups
+        optimizer.step()
+        assert not any(map(torch.equal, model.parameters(), before))
