@@ -157,7 +157,10 @@ def test_a_model_that_needs_more_than_tokens_is_planned_by_the_formula(tmp_path:
     assert result.exit_code == 0, result.output
     said = next(line for line in result.output.splitlines() if line.startswith("What enters"))
     assert said.startswith("What enters 4 blocks in a micro-batch of 3 x 32 takes 48 KiB")
-    assert said.endswith("by the formula for transformers: this model's forward does not run on the meta device.")
+    assert (
+        "by the formula for transformers: this model's forward does not run on the meta device (ValueError in " in said
+    )
+    assert "decoder: You must specify " in said
 
 
 def test_what_is_no_configuration(tmp_path: Path) -> None:
