@@ -45,8 +45,8 @@ OF_RANKS = (
     "tests/threads/test_beside.py::test_what_needs_all_ranks",
 )
 """What uses `worlds`."""
-SHARING = ("tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
-"""Where the tests of a file compare with the same few trainings, each of which a process keeps."""
+SHARING = ("tests/cli/test_plan", "tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
+"""Where the tests of a file need the same few trainings, or measures of a model, which a process keeps."""
 PRODUCTS = (
     "tests/accelerator/",
     "tests/checkpoint/",
