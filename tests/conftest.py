@@ -42,9 +42,15 @@ settings.load_profile("offload")
 OF_RANKS = (
     "tests/distributed/",
     "tests/checkpoint/test_stored_runs_of_ranks.py",
+    "tests/cli/test_benchmarks.py::test_predict_compares_a_simulated_rank_with_two",
+    "tests/planner/test_simulated_ranks.py::test_a_simulated_rank_sends_and_moves",
+    "tests/planner/test_simulated_ranks.py::test_steps_that_a_simulated_rank_tries",
+    "tests/planner/test_trying.py::test_all_ranks_do",
     "tests/threads/test_beside.py::test_what_needs_all_ranks",
 )
-"""What uses `worlds`."""
+"""What uses `worlds`. Whoever runs the first of them starts ranks, which import what they need."""
+OWN_RANKS = ("tests/accelerator/", "tests/gpu/", "tests/peers/")
+"""Their ranks have devices, or other libraries, and are started by each file."""
 SHARING = ("tests/cli/test_plan", "tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
 """Where the tests of a file need the same few trainings, or measures of a model, which a process keeps."""
 PRODUCTS = (
@@ -216,6 +222,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     make test it runs as few of them as have each value of each list."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
+        if "worlds" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith((*OF_RANKS, *OWN_RANKS)):
+            raise pytest.UsageError(f"{item.nodeid} uses `worlds`, and OF_RANKS does not name it")
         name = item.nodeid.partition("[")[0]
         if name.startswith(PRODUCTS) and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(name, []).append(item)
