@@ -66,6 +66,7 @@ PRODUCTS = (
     "tests/oracle/",
     "tests/parity/",
     "tests/planner/",
+    "tests/threads/",
 )
 """Where not all combinations of values run in make test: see `covering`."""
 
@@ -225,6 +226,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "worlds" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith((*OF_RANKS, *OWN_RANKS)):
             raise pytest.UsageError(f"{item.nodeid} uses `worlds`, and OF_RANKS does not name it")
         name = item.nodeid.partition("[")[0]
+        if item.nodeid in DEAR or name in DEAR:
+            item.add_marker("slow")  # before some are chosen: others have to have its values
         if name.startswith(PRODUCTS) and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(name, []).append(item)
     for cases in tests.values():
@@ -233,9 +236,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(often):
             if number not in chosen:
                 item.add_marker("slow")
-    for item in items:
-        if item.nodeid in DEAR or item.nodeid.partition("[")[0] in DEAR:
-            item.add_marker("slow")
 
 
 def _values(item: pytest.Function) -> list[tuple[int, ...]]:
