@@ -9,14 +9,15 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h ker
 # Where it is set, each process that tests start compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types bytecode unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers recipes docs wheel fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types bytecode simulator unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers recipes docs wheel fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
 
-# Types are checked on one core. Beside it pytest writes the tests' bytecode, which each of its workers would make else.
+# Types are checked on one core. Beside it pytest writes the tests' bytecode, which each of its workers would make else,
+# and the simulated accelerator is compiled, for which `device` would wait with both of its workers.
 test:
-	$(MAKE) -j 2 lint types bytecode
+	$(MAKE) -j 2 lint types bytecode simulator
 	$(MAKE) unit device
 
 lint: $(VENV)/installed
@@ -28,6 +29,9 @@ types: $(VENV)/installed
 
 bytecode: $(VENV)/installed
 	$(BIN)/python -m pytest -qq --collect-only > /dev/null || true  # what is wrong with them `unit` says
+
+simulator: $(VENV)/installed
+	$(BIN)/python -c "from tests import simulated_device as one; one.compiler() and one.build()"
 
 # In more processes than CI has cores: half of a test's time is spent waiting for disks, and for Pythons that start.
 unit: $(VENV)/installed

@@ -42,11 +42,17 @@ settings.load_profile("offload")
 OF_RANKS = (
     "tests/distributed/",
     "tests/checkpoint/test_stored_runs_of_ranks.py",
+    "tests/cli/test_benchmarks.py::test_predict_compares_a_simulated_rank_with_two",
+    "tests/planner/test_simulated_ranks.py::test_a_simulated_rank_sends_and_moves",
+    "tests/planner/test_simulated_ranks.py::test_steps_that_a_simulated_rank_tries",
+    "tests/planner/test_trying.py::test_all_ranks_do",
     "tests/threads/test_beside.py::test_what_needs_all_ranks",
 )
-"""What uses `worlds`."""
-SHARING = ("tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
-"""Where the tests of a file compare with the same few trainings, each of which a process keeps."""
+"""What uses `worlds`. Whoever runs the first of them starts ranks, which import what they need."""
+OWN_RANKS = ("tests/accelerator/", "tests/gpu/", "tests/peers/")
+"""Their ranks have devices, or other libraries, and are started by each file."""
+SHARING = ("tests/cli/test_plan", "tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
+"""Where the tests of a file need the same few trainings, or measures of a model, which a process keeps."""
 PRODUCTS = (
     "tests/accelerator/",
     "tests/checkpoint/",
@@ -60,6 +66,7 @@ PRODUCTS = (
     "tests/oracle/",
     "tests/parity/",
     "tests/planner/",
+    "tests/threads/",
 )
 """Where not all combinations of values run in make test: see `covering`."""
 
@@ -216,7 +223,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     make test it runs as few of them as have each value of each list."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
+        if "worlds" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith((*OF_RANKS, *OWN_RANKS)):
+            raise pytest.UsageError(f"{item.nodeid} uses `worlds`, and OF_RANKS does not name it")
         name = item.nodeid.partition("[")[0]
+        if item.nodeid in DEAR or name in DEAR:
+            item.add_marker("slow")  # before some are chosen: others have to have its values
         if name.startswith(PRODUCTS) and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(name, []).append(item)
     for cases in tests.values():
@@ -225,9 +236,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(often):
             if number not in chosen:
                 item.add_marker("slow")
-    for item in items:
-        if item.nodeid in DEAR or item.nodeid.partition("[")[0] in DEAR:
-            item.add_marker("slow")
 
 
 def _values(item: pytest.Function) -> list[tuple[int, ...]]:
