@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from offload.cli.main import app
+from offload.planner.placement import life_in_words
 from offload.sizes import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,7 +114,7 @@ def cells(plan: dict[str, Any]) -> list[str]:
         *map(format_bytes, sizes),
         format_bytes(moved) if moved else "-",
         f"{plan['step_seconds']:.3g} s",
-        "-" if life is None else f"{life:,.0f} steps",
+        life_in_words(life),
     ]
 
 

@@ -171,4 +171,5 @@ def written(page: str, tables: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(), {model: table(model) for model in sys.argv[1:] or MODELS}))
+    for model in sys.argv[1:] or MODELS:  # one after the other: what is made is kept if the next one is not
+        PAGE.write_text(written(PAGE.read_text(), {model: table(model)}))

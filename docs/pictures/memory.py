@@ -43,7 +43,7 @@ TEXT = 'font-family="sans-serif" font-size="{size}" fill="#222" text-anchor="{an
 def planned(options: list[str]) -> dict[str, Any]:
     """The object that `offload plan --json` prints with these options."""
     run = "from offload.cli.main import run; run()"
-    machine = ["--no-commits", "--ram", "64GiB"]
+    machine = ["--no-commits", "--gpu", "--ram", "64GiB"]
     command = [sys.executable, "-c", run, "plan", "--preset", PRESET, "--json", *machine, *options]
     return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
@@ -84,7 +84,9 @@ def picture(plans: dict[str, dict[str, Any]]) -> str:
     most = max(sum(kinds.values()) for one in tiers.values() for kinds in one.values())
     scale = (WIDTH - LEFT - RIGHT) / most
     parameters = next(iter(plans.values()))["parameters"]
-    drawn = [text(12, 24, f"Memory by tier: a GPT of {parameters / 1e9:.2f} billion parameters, bf16", size=16)]
+    drawn = [
+        text(12, 24, f"Memory by tier: a GPT of {parameters / 1e9:.2f} billion parameters in bf16 on a GPU", size=16)
+    ]
     x = float(LEFT)
     for kind, (colour, _) in KINDS.items():
         drawn += [f'<rect x="{x:.1f}" y="38" width="12" height="12" fill="{colour}"/>', text(x + 17, 49, kind)]

@@ -689,6 +689,7 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "disk_bytes": placement.disk_bytes,
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
+        "commit_bytes": placement.commit_bytes,
         "staying_units": len(placement.staying),
         "link_up_bytes": None if link is None else link.up,
         "link_down_bytes": None if link is None else link.down,
@@ -916,10 +917,7 @@ def endurance_of(options: PlanOptions) -> float | None:
 
 def life_of(placement: Placement, options: PlanOptions) -> float | None:
     """After how many steps the drives have been written as much as their warranty covers; None: never."""
-    endurance = endurance_of(options)
-    if endurance is None or not placement.written_bytes:
-        return placement.drive_life_steps
-    return endurance / placement.written_bytes
+    return placement.life_steps(endurance_of(options))
 
 
 def bytes_an_element(options: PlanOptions) -> float | None:

@@ -13,7 +13,7 @@ from offload.cli.console import printable, say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
 from offload.planner.activations import TILE
-from offload.planner.placement import TYPICAL_TBW, in_words
+from offload.planner.placement import TYPICAL_TBW, in_words, life_in_words
 from offload.sizes import format_bytes, option_bytes
 from offload.tiers import CPU, DEVICE, NVME, TIERS
 
@@ -119,12 +119,14 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
         yield _update_line(summary)
     if summary["drive_life_steps"] is not None:
         full = summary.get("budgets", [{}])[-1].get("cpu_bytes")
-        way_out = "" if full is None else f"; with --cpu-memory {option_bytes(full)} no states are written"
+        at_commits = "states are written at commits only" if summary["commit_every"] else "no states are written"
+        has_way_out = full is not None and summary["written_bytes"]
+        way_out = f"; with --cpu-memory {option_bytes(full)} {at_commits}" if has_way_out else ""
         endurance = summary["endurance_bytes"]
-        warranted, last = f"A drive warranted for {TYPICAL_TBW / 1e12:.0f} TB written lasts", "steps"
+        warranted = f"A drive warranted for {TYPICAL_TBW / 1e12:.0f} TB written lasts"
         if endurance is not None:
             warranted = f"Its drives, warranted for {endurance / 1e12:,.0f} TB written together, last"
-        yield f"{warranted} {summary['drive_life_steps']:,.0f} {last}{way_out}."
+        yield f"{warranted} {life_in_words(summary['drive_life_steps'])}{way_out}."
 
 
 def _predicted_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -384,13 +386,13 @@ def _budget_table(summary: dict[str, Any]) -> Table:
     table.add_column("--cpu-memory")
     for one in budgets:
         table.add_column(format_bytes(one["cpu_bytes"]), justify="right")
-    lives = (one["drive_life_steps"] for one in budgets)
+    lives = (life_in_words(one["drive_life_steps"]) for one in budgets)
     table.add_row("states in RAM", *(f"{one['share']:.0%}" for one in budgets))
     table.add_row("moved by the disk", *(format_bytes(one["moved_bytes"]) for one in budgets))
     if has_time:
         table.add_row("step, computed", *(_seconds(one["step_seconds"]) for one in budgets))
     endurance = summary["endurance_bytes"]
     whose = f"of a {TYPICAL_TBW / 1e12:.0f} TB drive" if endurance is None else "that its drives last"
-    table.add_row(f"steps {whose}", *("-" if one is None else f"{one:,.0f}" for one in lives))
+    table.add_row(f"steps {whose}", *(life.removesuffix(" steps") for life in lives))
     table.add_row("fits", *("yes" if one["fits"] else "no" for one in budgets))
     return table

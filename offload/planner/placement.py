@@ -169,10 +169,30 @@ class Placement:
         """Bytes reserved for activations, on all tiers."""
         return total_of(self.regions, (ACTIVATIONS, SPILLED))
 
+    @cached_property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit writes beside those that steps write: of chunks that stay in RAM or on the device."""
+        tiers, nbytes = tiers_of(self.choice), 0
+        for kind, pool in self.pools.items():
+            stay, streams = pool.resident | pool.on_device, tiers[kind].is_durable
+            committed = self.slots.committed_chunks(kind)
+            nbytes += sum(pool.sizes[chunk] for chunk in committed if chunk in stay or not streams)
+        return nbytes
+
     @property
-    def drive_life_steps(self) -> float | None:
-        """After how many steps a common drive has been written as much as its warranty covers; None: never."""
-        return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
+    def worn_bytes(self) -> float:
+        """Bytes that a step writes to the disk, with its share of a commit. Activations are not known, nor counted."""
+        every = self.choice.commits.every
+        return self.written_bytes + (self.commit_bytes / every if every else 0)
+
+    def life_steps(self, endurance: float | None = None) -> float | None:
+        """After how many steps drives have been written as much as their warranty covers; None: never.
+
+        Args:
+            endurance: the bytes that it covers; None: those of a common drive.
+        """
+        covered = TYPICAL_TBW if endurance is None else endurance
+        return covered / self.worn_bytes if self.worn_bytes else None
 
     def describe(
         self,
@@ -246,7 +266,18 @@ class Placement:
         every = {None: "nothing is committed", 0: "a commit when commit() is called", 1: "a commit after each step"}
         steps = self.choice.commits.every
         commits = every.get(steps, f"a commit every {steps} steps")
-        return f"; {format_bytes(self.disk_bytes)} in {' and '.join(map(str, paths))}: {moved}{commits}"
+        where = " and ".join(map(str, paths))
+        return f"; {format_bytes(self.disk_bytes)} in {where}: {moved}{commits}{self._wear(len(paths))}"
+
+    def _wear(self, drives: int) -> str:
+        """In words: how long common drives last, so many."""
+        steps = self.life_steps()
+        if steps is None:
+            return ""
+        tb, last = f"{TYPICAL_TBW / 1e12:.0f} TB", life_in_words(steps)
+        lasts = f"a drive warranted for {tb} lasts" if drives == 1 else f"drives warranted for {tb} together last"
+        tier = self.choice.activations.tier
+        return f", so {lasts} {last}{' (activations not counted)' if tier and tier.is_durable else ''}"
 
     def _frozen(self, layout: Layout) -> str:
         """In words: which frozen parameters stream, and which stay on the device."""
@@ -262,6 +293,13 @@ class Placement:
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
         where = choice.params.frozen_tier.words + (", kept for other runs" if choice.params.base_bytes else "")
         return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
+
+
+def life_in_words(steps: float | None) -> str:
+    """In words: for how many steps a drive lasts; None: nothing is written."""
+    if steps is None:
+        return "-"
+    return f"{steps:,.0f} steps" if steps < 1e9 else "over a billion steps"
 
 
 def in_words(nbytes: int, names: Sequence[str]) -> str:

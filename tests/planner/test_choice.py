@@ -300,6 +300,70 @@ def test_the_line_says_where_states_are_and_what_moves(
     assert ("nothing is committed" in line) is (has_files and every is None)
 
 
+@pytest.mark.parametrize("tuning", [SMALL, replace(SMALL, split_master=True)], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tier": "cpu", "param_tier": "cpu"},
+        {"tier": "device"},
+        {"cpu_memory": "least", "param_tier": "device", "grad_tier": "cpu"},
+        {"cpu_memory": "some", "param_tier": "device", "grad_tier": "cpu"},
+        {"cpu_memory": "some", "param_tier": "nvme"},
+    ],
+    ids=["RAM", "parameters in RAM", "device", "NVMe", "partly", "parameters on NVMe"],
+)
+def test_the_wear_that_is_said_is_what_steps_and_their_commits_write(
+    options: dict[str, Any], tuning: Tuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if tuning.split_master and options.get("tier") == "device":
+        pytest.skip("refused")
+    model = Net(8)
+    given: dict[str, Any] = {"commit_every": 1, "path": tmp_path / "run", "tuning": tuning, **options}
+    if memory := given.pop("cpu_memory", None):
+        free = {name: value for name, value in given.items() if name != "path"}
+        given["cpu_memory"] = least_cpu_memory(model, **free) + (40_000 if memory == "some" else 0)
+    placement = plan_of(model, direct=True, **given).place()
+    stay = len(placement.states.resident), len(placement.states.on_device)
+    assert (sum(stay) == 0) is (memory == "least")
+    assert (placement.commit_bytes == 0) is (memory == "least" and not tuning.split_master)
+    assert bool(placement.states.streamed) is (memory is not None)
+    with OffloadZero(model, **given) as optimizer:
+        line = capsys.readouterr().err
+        train(model, optimizer, 1)
+        optimizer.synchronize()
+        before = optimizer.stats()["nvme_written_bytes"]
+        train(model, optimizer, 4)
+        optimizer.synchronize()
+        written = optimizer.stats()["nvme_written_bytes"] - before
+    assert written == 4 * placement.worn_bytes
+    assert "a commit after each step, so a drive warranted for 600 TB lasts over a billion steps" in line
+
+
+def test_the_life_of_drives_is_in_the_line_where_something_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.planner.placement.TYPICAL_TBW", 3e12)
+
+    def line(**options: Any) -> str:
+        given = {"path": tmp_path / "run", "tuning": SMALL, **options}
+        OffloadZero(Net(8), **given).close()
+        return capsys.readouterr().err
+
+    def worn(every: int) -> float:
+        return plan_of(Net(8), direct=True, path=tmp_path / "run", tuning=SMALL, commit_every=every).place().worn_bytes
+
+    assert worn(100) == worn(1) / 100
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert f"so a drive warranted for 3 TB lasts {3e12 / worn(1):,.0f} steps" in line(commit_every=1)
+    assert f"so drives warranted for 3 TB together last {3e12 / worn(1):,.0f} steps" in line(
+        commit_every=1, path=[one, two]
+    )
+    assert line(commit_every=1, activation_tier="nvme").count(" steps (activations not counted)") == 1
+    for nothing in ({"commit_every": 0}, {"tier": "cpu", "path": None}, {"commit_every": None}):
+        assert "warranted" not in line(**nothing)
+
+
 @pytest.mark.parametrize(
     ("dtype", "words"),
     [
