@@ -514,7 +514,7 @@ def absolute(path: PathLike) -> Path:
 
 
 def _is_too_long(name: Any) -> bool:
-    """Whether Linux has no file of this name: with more than 255 bytes in one part, or 4,095 in all."""
+    """Whether a name has more than 255 bytes in one part, or 4,095 in all, as no file on Linux has."""
     return isinstance(name, str) and (
         len(os.fsencode(name)) >= 4096 or any(len(os.fsencode(part)) > 255 for part in name.split(os.sep))
     )
@@ -529,7 +529,7 @@ def _paths(option: str, given: Any) -> tuple[Path, ...]:
         (given is not None and not names, f"{option}={given!r} names no directory: {fix}"),
         (not all(is_name), f"{option}={given!r} names no directory: {fix}"),
         *(
-            (_is_too_long(name), f"{option} has a name that is too long for a directory: {name[:80]!r}...")
+            (_is_too_long(name), f"{option} has a name that is too long for a directory: {str(name)[:80]!r}...")
             for name in names
         ),
     )
