@@ -11,8 +11,9 @@ the device's memory), as long as that brings better ones.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -61,6 +62,8 @@ FIRST_CHUNK = "64MiB"
 ACCUMULATIONS = (1, 4, 16)
 ROUNDS, CHANGED = 3, 6
 """How often rows are changed in one thing, and how many: the best ones."""
+OBJECTS = 1 << 16
+"""That are made between two looks for garbage in cycles: simulations make few."""
 MOST_ROWS = 24
 """That people are shown."""
 OPEN = ("tier", "param_tier", "grad_tier", "activation_tier", "states", "chunk", "accumulation", "split_master")
@@ -437,6 +440,25 @@ def searched(options: PlanOptions, given: frozenset[str], console: Console) -> F
         raise ConfigError(f"--search: no time can be predicted: {speeds.reason}")
     if search._flops is None:
         raise ConfigError("--search: how fast this device computes is not known: --flops gives it, or `offload probe`")
+    with _few_collections():
+        return _found(search, options, model, console)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Inside, Python looks for garbage in cycles less often, and not in what imports have made: that is most of it."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def _found(search: Search, options: PlanOptions, model: Sized, console: Console) -> Found:
+    """What a search finds; see `searched`."""
     fitting: list[Candidate] = []
     for chunk in (FIRST_CHUNK, *CHUNKS):
         variants = search.placements(chunk)

@@ -656,9 +656,10 @@ class Needs:
             return [self.layout.flats[chunk.flat].array_kinds for chunk in self.layout.chunks]
         return [(ARRAYS[kind],)] * len(self.arrays[kind])
 
-    def _sizes(self, kind: ChunkKind) -> list[int]:
-        """Bytes of each chunk of a kind."""
-        return [one.nbytes for one in self.arrays[kind]]
+    @cached_property
+    def _sizes(self) -> dict[ChunkKind, list[int]]:
+        """Bytes of each chunk, by kind."""
+        return {kind: [one.nbytes for one in arrays] for kind, arrays in self.arrays.items()}
 
     @property
     def state_bytes(self) -> int:
@@ -681,7 +682,7 @@ class Needs:
     @cached_property
     def states_in_memory(self) -> Pool:
         """The pool of the states if none stream."""
-        sizes = self._sizes(ChunkKind.STATES)
+        sizes = self._sizes[ChunkKind.STATES]
         return Pool(sizes, frozenset(range(len(sizes))) - self.on_device, self.staged, self.on_device)
 
     def states_within(self, room: int) -> Pool:
@@ -700,7 +701,7 @@ class Needs:
         """
         found = {}
         for kind in (ChunkKind.PARAMS, ChunkKind.GRADS, ChunkKind.FROZEN):
-            tier, sizes = self.tiers[kind], self._sizes(kind)
+            tier, sizes = self.tiers[kind], self._sizes[kind]
             if tier.is_durable:
                 pool = self._few(sizes)
                 if kind is ChunkKind.FROZEN and spare_bytes is not None and self._memory_of(kind) == CPU:
@@ -781,6 +782,11 @@ class Needs:
             found.append(Region(DEVICE, TOKEN_SUMS, choice.model.token_sum_bytes, is_lent=False))
         return found + matrices
 
+    @cached_property
+    def fixed(self) -> list[Region]:
+        """What everything takes but states and activations, with as few buffers for what streams as work."""
+        return [*self.regions, *self.of_pools(self.pools())]
+
     @property
     def _gradients(self) -> list[Region]:
         if self.reduction is not None:
@@ -854,7 +860,7 @@ class Needs:
     @cached_property
     def device_bytes(self) -> int:
         """What is reserved on the device, states included."""
-        fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
+        fixed = [*self.fixed, *self.of_activations(self.activation_bytes, 0)]
         return total_bytes([*fixed, *self.of_states(self.states_in_memory)], DEVICE)
 
     def with_states_on_device(self, room: int, most: Collection[int] | None = None) -> Needs:
@@ -899,7 +905,7 @@ class Needs:
         That is for everything but the states, and for as few buffers as the states can stream through.
         """
         largest = max((slot.nbytes for slot in self.states), default=0)
-        fixed = [*self.regions, *self.of_pools(self.pools()), *self.of_activations(self.activation_bytes, 0)]
+        fixed = [*self.fixed, *self.of_activations(self.activation_bytes, 0)]
         return total_bytes(fixed, CPU) + self.tried_bytes + min(LEAST_IN_FLIGHT * largest, self.states_in_memory.nbytes)
 
     def of_files(self, states: Pool) -> list[Region]:
@@ -971,7 +977,7 @@ class Needs:
         if streamed[ChunkKind.GRADS]:  # those of states on the device are there, and their slots are not used
             streamed[ChunkKind.GRADS] -= sum(pools[ChunkKind.GRADS].sizes[chunk] for chunk in self.on_device)
         micro_batches, new = self.choice.grads.micro_batches, streamed[ChunkKind.PARAMS]
-        sizes = zip(self.layout.param_chunks, self._sizes(ChunkKind.PARAMS), strict=True) if new else ()
+        sizes = zip(self.layout.param_chunks, self._sizes[ChunkKind.PARAMS], strict=True) if new else ()
         found = sum(size for chunk, size in sizes if not self.layout.tile_of(chunk.flat))
         both = streamed[ChunkKind.STATES] + micro_batches * streamed[ChunkKind.GRADS]
         reads = 2 * micro_batches
@@ -1141,12 +1147,11 @@ def place_in_ram(there: OnDevice, room: Room, reserved: int = 0) -> Placement:
     needs = there.needs
     choice, direct, streams = needs.choice, needs.direct, needs.choice.states.tier.is_durable
     activations = needs.of_activations(needs.activation_bytes, 0)
-    fixed = [*needs.regions, *needs.of_pools(needs.pools())]
     given = room.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // room.ranks_on_node if given is None else given
     # Of RAM: all but the states.
-    beside = total_bytes(fixed, CPU)
+    beside = total_bytes(needs.fixed, CPU)
     all_states = needs.states_in_memory.nbytes
     least = reserved + (needs.least_bytes if streams else beside + all_states + total_bytes(activations, CPU))
     if least > min(budget, free):

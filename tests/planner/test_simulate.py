@@ -727,6 +727,91 @@ def test_efficiency_is_that_of_zero_infinity_where_nothing_overlaps() -> None:
         assert found == pytest.approx(compute_s + moved / bandwidth - hidden)
 
 
+def test_what_is_planned_for_the_present_comes_behind_what_was_planned_for_it_before() -> None:
+    clock = Clock()
+    called: list[str] = []
+
+    def first() -> None:
+        called.append("first")
+        clock.at(clock.now, partial(called.append, "for the present"))
+        clock.at(clock.now - 1.0, partial(called.append, "for the past"))
+
+    clock.at(1.0, first)
+    clock.at(1.0 + 1e-9, partial(called.append, "a little later"))
+    clock.at(1.0, partial(called.append, "second"))
+    clock.run_out()
+    assert called == ["first", "second", "for the present", "for the past", "a little later"]
+    assert clock.now == 1.0 + 1e-9
+
+
+def ends_of(
+    submitted: Sequence[tuple[float, str, int]], rates: Mapping[str, float], both: float, *, is_shared: bool
+) -> list[float]:
+    """When each of these transfers ends, of all of which everything is computed anew whenever one begins or ends.
+
+    Args:
+        submitted: when each is submitted, in that order, which way, and its bytes.
+        rates: see `Channel`.
+        both: likewise.
+        is_shared: likewise.
+    """
+    ends, now = [math.inf] * len(submitted), 0.0
+    coming = list(range(len(submitted)))
+    left: dict[int, float] = {}
+    while coming or left:
+        queues = {way: [one for one in left if submitted[one][1] == way] for way in rates}
+        share = both / sum(rates.values()) if all(queues.values()) else 1.0
+        speeds = {
+            one: share * rates[way] / (len(queue) if is_shared else 1)
+            for way, queue in queues.items()
+            for one in (queue if is_shared else queue[:1])
+        }
+        soonest = min((left[one] / speed for one, speed in speeds.items()), default=math.inf)
+        comes = bool(coming) and submitted[coming[0]][0] <= now + soonest
+        ended = [] if comes else [one for one in speeds if left[one] / speeds[one] <= soonest * (1 + 1e-12)]
+        until = submitted[coming[0]][0] if comes else now + soonest
+        left |= {one: max(left[one] - (until - now) * speed, 0.0) for one, speed in speeds.items()}
+        now = until
+        for one in ended:
+            ends[one] = now
+            del left[one]
+        if comes:
+            left[coming[0]] = float(submitted[coming[0]][2])
+            del coming[0]
+    return ends
+
+
+@given(
+    gaps=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.1, 1.0, 2.5]), st.booleans(), st.sampled_from([0, 1, 7, 100, 300])),
+        min_size=1,
+        max_size=30,
+    ),
+    is_shared=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_transfers_end_when_they_do_if_all_are_computed_anew_at_each_change(
+    gaps: list[tuple[float, bool, int]], is_shared: bool
+) -> None:
+    rates, both, now = {"read": 70.0, "write": 30.0}, 90.0, 0.0
+    submitted = []
+    for gap, is_read, nbytes in gaps:
+        now += gap
+        submitted.append((now, "read" if is_read else "write", nbytes))
+    clock = Clock()
+    found: dict[int, float] = {}
+    drive = Channel(clock, "drive", rates, both, is_shared=is_shared)
+
+    def submit(number: int, way: str, nbytes: int) -> None:
+        drive.submit(way, nbytes, f"{number}").then(lambda: found.setdefault(number, clock.now))
+
+    for number, (when, way, nbytes) in enumerate(submitted):
+        clock.at(when, partial(submit, number, way, nbytes))
+    clock.run_out()
+    assert [found[number] for number in range(len(submitted))] == ends_of(submitted, rates, both, is_shared=is_shared)
+    assert drive.moved == {way: sum(one[2] for one in submitted if one[1] == way) for way in rates}
+
+
 class _Counting(Clock):
     """Attributes: planned: how much was to happen; more than 50 of it fails."""
 

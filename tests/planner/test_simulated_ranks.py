@@ -311,6 +311,46 @@ def test_units_that_ranks_share_come_for_each_pass_and_share_the_link_with_gradi
     assert seconds_of(two_units(3), taking(3.0, 1.0)) == pytest.approx(23.0)
 
 
+def two_chunks_a_shard(blocks: int, **options: Any) -> Planned:
+    """The plan of units of which each of two ranks has two chunks, and keeps all parameters in RAM."""
+    tuning = Tuning(chunk=UNIT, bucket=4 * UNIT, prefetch_units=0, speculate=options.pop("speculate", False))
+    planned = plan_of(
+        TwoUnits(blocks), direct=True, ranks=2, stage=2, param_tier="cpu", cpus=1, tuning=tuning, **options
+    )
+    assert [chunk.numel for chunk in planned.layout.chunks] == [UNIT // 4] * 2 * blocks
+    return planned
+
+
+def test_new_values_of_a_chunk_travel_beside_the_step_of_the_next() -> None:
+    """Forward to 1, backward to 3. Gradients travel until 7. The first chunk is stepped until 10, the second until 13;
+    the values of the first travel until 12, those of the second until 15."""
+    planned = two_chunks_a_shard(1, tier="cpu")
+    speeds = Speeds(UNIT / 4 / 3.0, network=NetworkSpeed(SENT_BYTES / 2 / 2.0))
+    assert seconds_of(planned, speeds, Passes({"": 1.0}, {"": 2.0})) == pytest.approx(15.0)
+
+
+def test_values_of_a_step_that_was_tried_travel_beside_the_copy_of_the_next_chunk() -> None:
+    """A chunk is copied in RAM in 1/4, and travels in 1, a unit's gradients in 2. Nothing else takes time but passes.
+
+    New values of a chunk go to the model and into a window; those of the other rank, out of one, and to the model. The
+    first unit's are stepped: 1/2, and 1 on the way, beside which the next is copied to the model; then 1/2 and 1/4, 1
+    on the way, 1/2. Of the second unit the first chunk was tried, and is first copied to the parameters in RAM: 3/4,
+    and then as before. Forwards take 2.
+
+    Backward of the second unit 2, its gradients are sent, 4/4. The first unit is copied to the model, 4/4; its
+    backward 2. The averages of the second have come, 4/4, with their squares; those of the first are sent, 4/4, travel,
+    2, and are averaged, 4/4."""
+    planned = two_chunks_a_shard(2, tier="nvme", path=".", commit_every=None, speculate=True)
+    planned = planned.with_memory(planned.least())
+    fast = DriveSpeed(1e18, 1e18, 1e18)
+    copied = 2 * 2 * (UNIT / 4) / 0.25
+    speeds = Speeds(math.inf, copied, (fast,), network=NetworkSpeed(SENT_BYTES / 2))
+    found = iteration_of(planned, speeds, UNIT_S)
+    assert found.kept_bytes == planned.place().states.streamed[0]
+    values_s = (0.5 + 1.0 + 0.75 + 1.0 + 0.5) + (0.75 + 1.0 + 0.75 + 1.0 + 0.5)
+    assert found.seconds == pytest.approx(values_s + 2.0 + (2.0 + 1.0) + (1.0 + 2.0) + (1.0 + 1.0 + 2.0 + 1.0))
+
+
 def test_each_collective_takes_its_delay() -> None:
     """Two of gradients, of which one is beside the backward; three questions; one of new parameters. Bytes and steps
     take next to nothing."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 
@@ -34,6 +35,8 @@ class Span(NamedTuple):
 
 class Moment:
     """Something that happens once. Processes wait for it, and what is called `then`."""
+
+    __slots__ = ("_calls", "is_past")
 
     def __init__(self) -> None:
         self.is_past = False
@@ -68,12 +71,18 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.spans: list[Span] = []
+        # Of two calls at the same time the one that was planned first comes first. Those that are planned for the
+        # present are therefore behind those that were planned for it before it came.
         self._coming: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = count()  # of two at the same time the one that was planned first comes first
+        self._number = count()
+        self._present: deque[Callable[[], None]] = deque()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Calls `call` at a time."""
-        heapq.heappush(self._coming, (max(when, self.now), next(self._number), call))
+        """Calls `call` at a time; now, behind what is to happen now, if that has passed."""
+        if when > self.now:
+            heapq.heappush(self._coming, (when, next(self._number), call))
+        else:
+            self._present.append(call)
 
     def start(self, process: Process) -> Moment:
         """Starts a process now.
@@ -81,16 +90,9 @@ class Clock:
         Returns:
             When it has ended.
         """
-        ended = Moment()
-        self.at(self.now, lambda: self._go_on(process, ended))
-        return ended
-
-    def _go_on(self, process: Process, ended: Moment) -> None:
-        for moment in process:
-            if not moment.is_past:
-                moment.then(lambda: self.at(self.now, lambda: self._go_on(process, ended)))
-                return
-        ended.happen()
+        started = _Started(self, process)
+        started.wake()
+        return started.ended
 
     def run_until(self, moment: Moment) -> None:
         """Lets time pass until something has happened.
@@ -99,16 +101,53 @@ class Clock:
             RuntimeError: nothing is left that could make it happen.
         """
         while not moment.is_past:
-            if not self._coming:
+            if not self._call_next():
                 raise RuntimeError("a simulation waits for what never comes")
-            self.now, _, call = heapq.heappop(self._coming)
-            call()
 
     def run_out(self) -> None:
         """Lets time pass until nothing is coming."""
-        while self._coming:
-            self.now, _, call = heapq.heappop(self._coming)
+        while self._call_next():
+            pass
+
+    def _call_next(self) -> bool:
+        """Calls what comes next, and returns whether there was anything."""
+        coming, present = self._coming, self._present
+        if present and not (coming and coming[0][0] <= self.now):
+            present.popleft()()
+        elif coming:
+            self.now, _, call = heapq.heappop(coming)
             call()
+        else:
+            return False
+        return True
+
+
+class _Started:
+    """A process that has started.
+
+    Args:
+        clock: the virtual time.
+        process: the process.
+
+    Attributes:
+        ended: when it has ended.
+    """
+
+    __slots__ = ("_clock", "_process", "ended")
+
+    def __init__(self, clock: Clock, process: Process) -> None:
+        self._clock, self._process, self.ended = clock, process, Moment()
+
+    def wake(self) -> None:
+        """What it waits for has happened: it goes on at this time, behind what is to happen now."""
+        self._clock.at(self._clock.now, self._go_on)
+
+    def _go_on(self) -> None:
+        for moment in self._process:
+            if not moment.is_past:
+                moment.then(self.wake)
+                return
+        self.ended.happen()
 
 
 class Changes:
@@ -170,14 +209,79 @@ class Server:
         return done
 
 
-@dataclass(eq=False)
 class _Transfer:
-    way: str
-    what: str
-    nbytes: int
-    left: float
-    start_s: float
-    done: Moment
+    """A transfer that was submitted, and has not ended.
+
+    Attributes:
+        what: of its span.
+        nbytes: see `Channel.submit`.
+        start_s: when it began to move, or was submitted.
+        done: when it has ended.
+    """
+
+    __slots__ = ("done", "nbytes", "start_s", "what")
+
+    def __init__(self, what: str, nbytes: int, start_s: float) -> None:
+        self.what, self.nbytes, self.start_s, self.done = what, nbytes, start_s, Moment()
+
+
+class _Way:
+    """One way of a channel.
+
+    Args:
+        name: of its spans.
+        rate: bytes a second of this way alone.
+        is_shared: see `Channel`.
+
+    Attributes:
+        name: see above.
+        rate: see above.
+        transfers: what was submitted and has not ended, in that order.
+        left: the bytes of each of them that have not moved.
+        speed: bytes a second of each that moves, since the last change.
+        busy_s: see `Channel.way_busy_s`.
+    """
+
+    __slots__ = ("_is_shared", "busy_s", "left", "name", "rate", "speed", "transfers")
+
+    def __init__(self, name: str, rate: float, *, is_shared: bool) -> None:
+        self.name, self.rate, self._is_shared = name, rate, is_shared
+        self.transfers: list[_Transfer] = []
+        self.left: list[float] = []
+        self.speed = self.busy_s = 0.0
+
+    def expect(self, share: float) -> float:
+        """Says how fast each transfer moves with this share of the rate, and returns when the first of them ends."""
+        left = self.left
+        if self._is_shared:
+            self.speed = share * self.rate / len(left)
+            return min(left) / self.speed
+        self.speed = share * self.rate
+        return left[0] / self.speed
+
+    def move(self, passed: float) -> None:
+        """Lets transfers move for so many seconds."""
+        self.busy_s += passed
+        left, nbytes = self.left, passed * self.speed
+        # Rounded, it may be more than is left.
+        if self._is_shared:
+            self.left = [one - nbytes if one > nbytes else 0.0 for one in left]
+        else:
+            left[0] = left[0] - nbytes if left[0] > nbytes else 0.0
+
+    def ending(self, most: float) -> list[int]:
+        """The places of the transfers that end in so many seconds at most."""
+        speed = self.speed
+        moving = self.left if self._is_shared else self.left[:1]
+        return [place for place, left in enumerate(moving) if left / speed <= most]
+
+    def take(self, place: int, now: float) -> _Transfer:
+        """Takes out a transfer that has ended."""
+        del self.left[place]
+        one = self.transfers.pop(place)
+        if self.transfers and not self._is_shared:
+            self.transfers[0].start_s = now
+        return one
 
 
 class Channel:
@@ -201,15 +305,16 @@ class Channel:
     def __init__(self, clock: Clock, name: str, rates: dict[str, float], both: float, *, is_shared: bool) -> None:
         self._clock = clock
         self.name = name
-        self._rates = rates
         self._share = both / sum(rates.values())
-        self._is_shared = is_shared
-        self._under_way: dict[str, deque[_Transfer]] = {way: deque() for way in rates}
+        self._ways = {way: _Way(f"{name}: {way}", rate, is_shared=is_shared) for way, rate in rates.items()}
         self._at = 0.0
         self._plan = 0
         self.moved = dict.fromkeys(rates, 0)
         self.busy_s = 0.0
-        self.way_busy_s = dict.fromkeys(rates, 0.0)
+
+    @property
+    def way_busy_s(self) -> dict[str, float]:
+        return {name: way.busy_s for name, way in self._ways.items()}
 
     def submit(self, way: str, nbytes: int, what: str) -> Moment:
         """Moves bytes.
@@ -218,57 +323,51 @@ class Channel:
             When they have arrived.
         """
         self._advance()
-        one = _Transfer(way, what, nbytes, float(nbytes), self._clock.now, Moment())
-        self._under_way[way].append(one)
+        one, into = _Transfer(what, nbytes, self._clock.now), self._ways[way]
+        into.transfers.append(one)
+        into.left.append(float(nbytes))
         self.moved[way] += nbytes
         self._expect()
         return one.done
 
-    def _speeds(self) -> list[tuple[_Transfer, float]]:
-        """Bytes a second of each transfer that moves now."""
-        busy = [(queue, self._rates[way]) for way, queue in self._under_way.items() if queue]
-        share = self._share if len(busy) > 1 else 1.0
-        found = []
-        for queue, rate in busy:
-            if self._is_shared:
-                speed = share * rate / len(queue)
-                found += [(one, speed) for one in queue]
-            else:
-                found.append((queue[0], share * rate))
-        return found
-
     def _advance(self) -> None:
         """Moves what has moved since the last change."""
-        passed, self._at = self._clock.now - self._at, self._clock.now
+        now = self._clock.now
+        passed, self._at = now - self._at, now
         if not passed:
             return
-        speeds = self._speeds()
-        if speeds:
+        is_busy = False
+        for way in self._ways.values():
+            if way.left:
+                is_busy = True
+                way.move(passed)
+        if is_busy:
             self.busy_s += passed
-            for way in {one.way for one, _ in speeds}:
-                self.way_busy_s[way] += passed
-        for one, speed in speeds:
-            one.left = max(one.left - passed * speed, 0.0)  # rounded, it may be less than nothing
 
     def _expect(self) -> None:
-        """Plans the end of the transfer that ends first."""
+        """Says how fast each transfer is from now on, and plans the end of those that end first."""
         self._plan = plan = self._plan + 1
-        ends = [(one.left / speed, one) for one, speed in self._speeds()]
-        if ends:
-            soonest = min(end for end, _ in ends)
-            ending = [one for end, one in ends if end <= soonest * (1 + 1e-12)]
-            self._clock.at(self._clock.now + soonest, lambda: self._end(plan, ending))
+        busy = [way for way in self._ways.values() if way.left]
+        if not busy:
+            return
+        share, soonest = self._share if len(busy) > 1 else 1.0, inf
+        for way in busy:
+            ends = way.expect(share)
+            if ends < soonest:
+                soonest = ends
+        self._clock.at(self._clock.now + soonest, partial(self._end, plan, soonest))
 
-    def _end(self, plan: int, ending: list[_Transfer]) -> None:
+    def _end(self, plan: int, soonest: float) -> None:
+        """Ends the transfers that end in so many seconds from the last change on, if nothing has changed since."""
         if plan != self._plan:
-            return  # something else began or ended meanwhile
+            return
+        most, now = soonest * (1 + 1e-12), self._clock.now
+        ending = [(way, way.ending(most)) for way in self._ways.values() if way.left]
         self._advance()
-        for one in ending:
-            self._under_way[one.way].remove(one)
-            name = f"{self.name}: {one.way}"
-            self._clock.spans.append(Span(name, one.what, one.start_s, self._clock.now, one.nbytes))
-            for behind in () if self._is_shared else list(self._under_way[one.way])[:1]:
-                behind.start_s = self._clock.now
+        # Behind one that has ended, the others are a place further to the front.
+        ended = [(way, way.take(place - before, now)) for way, places in ending for before, place in enumerate(places)]
+        for way, one in ended:
+            self._clock.spans.append(Span(way.name, one.what, one.start_s, now, one.nbytes))
         self._expect()
-        for one in ending:
+        for _, one in ended:
             one.done.happen()
