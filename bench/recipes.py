@@ -64,7 +64,10 @@ CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
     "llama3-8B": ("LlamaConfig", {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}),
     "mixtral-8x7B": ("MixtralConfig", {"intermediate_size": 14336}),
 }
-"""Stand for the `config.json` of downloaded models: the class of transformers, and what differs from its defaults."""
+"""Stand for the `config.json` of downloaded models: the class of transformers, and what differs from its defaults.
+
+They have no cache for generation, as the scripts have none: the plan would count its keys and values.
+"""
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,8 @@ def planned(recipe: Recipe) -> dict[str, Any]:
             at = given.index("--config") + 1
             kind, sizes = CONFIGS[given[at]]
             model = kind.replace("Config", "ForCausalLM")
-            getattr(transformers, kind)(architectures=[model], **sizes).save_pretrained(Path(scratch) / given[at])
+            config = getattr(transformers, kind)(architectures=[model], use_cache=False, **sizes)
+            config.save_pretrained(Path(scratch) / given[at])
             given[at] = str(Path(scratch) / given[at])
         done = CliRunner().invoke(app, ["plan", "--json", *given])
     if done.exit_code:
@@ -316,16 +320,20 @@ def planned_row(recipe: Recipe) -> str:
     return row((f"{recipe.real}, planned", *sizes, moved, f"{plan['step_seconds']:.3g} s, predicted"))
 
 
+def measured_row(found: Compared) -> str:
+    sizes = [format_bytes(found.tiers[tier]) for tier in ("device", "RAM", "disk")]
+    return f"{row(('the script, measured', *sizes))} | |"
+
+
 def figures(name: str, found: Compared) -> str:
     """The lines of a page that are written."""
     recipe = RECIPES[name]
-    toy = [format_bytes(found.tiers[tier]) for tier in ("device", "RAM", "disk")]
     used = ", ".join(f"{one} {version_of(one)}" for one in ("torch", *recipe.needs))
     lines = [
         "| | device | RAM | disk | disk moves a step | a step |",
         "|---|---:|---:|---:|---:|---:|",
         planned_row(recipe),
-        f"{row(('the script, measured', *toy))} | |",
+        measured_row(found),
         "",
         textwrap.fill(f"The script was run on a CPU, with {used}. {verdict(recipe, found)}", COLUMNS),
         "",

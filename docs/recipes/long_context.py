@@ -31,7 +31,8 @@ def train(folder: Path, *, steps: int) -> None:
     losses = {}
     for step in range(twin.first_step(optimizer), steps):
         rows = text[step : step + 1]
-        loss = model(input_ids=rows, labels=rows).loss
+        # A cache for generation would keep the keys and values of all blocks on the device.
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

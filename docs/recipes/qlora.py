@@ -32,7 +32,7 @@ def train(base: Path, folder: Path, *, steps: int) -> None:
     losses = {}
     for step in range(twin.first_step(optimizer), steps):
         batch = rows[torch.arange(4 * step, 4 * step + 4) % len(rows)]
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -20,6 +20,7 @@ def train(folder: Path, *, steps: int, resume: bool) -> None:
     if not twin.PLAIN:
         # `accumulation` is what `gradient_accumulation_steps` says.
         options = {"tier": "nvme", "param_tier": "nvme", "accumulation": 2, "resume": "auto"}
+        options["activation_tier"] = "cpu"  # what enters a block waits in RAM
         small = Tuning(chunk="64KiB")  # a small model needs small chunks to stream at all
         options |= {"cpu_memory": "2MiB", "compute_dtype": torch.float32, "tuning": small}
         optimizer = OffloadZero(model, optimizer, path=folder / "run", **options)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.choices import ActivationChoice
 from offload.devices.copies import HostCopier
@@ -122,6 +123,28 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _AsUsual(TorchFunctionMode):
+    """A context in which all elements of a tensor without values are true.
+
+    Models ask so whether a batch is as usual, and take another way where it is not: whether no token is padding, and
+    whether each row is one sequence, which transformers asks of its positions where there is no cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__bool__ and args[0] in self._answers:
+            return True
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.all, Tensor.all) and result.is_meta:
+            self._answers[result] = None
+        return result
+
+
 def measure(
     model: nn.Module,
     dtype: torch.dtype,
@@ -143,7 +166,7 @@ def measure(
     """
     model = copy.deepcopy(model).to(dtype)
     recomputing = ActivationChoice(CPU, units=units, recompute=True)
-    with _FusedAttention(gpu=gpu):
+    with _FusedAttention(gpu=gpu), _AsUsual():
         with noting(model) as linears:
             first, _, entering = _run(model, recomputing, run)
         other, output, saved = _run(model, ActivationChoice(CPU, units=units, recompute=False), run)
@@ -212,7 +235,7 @@ class _Recomputing(Activations):
 
     def recompute(self, unit: Any, compiler: Any, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any) -> Any:
         # Torch has put modes for functions aside for the time of a backward.
-        with _FusedAttention(gpu=self.gpu):
+        with _FusedAttention(gpu=self.gpu), _AsUsual():
             return compiler.call(unit.forward, args, kwargs)
 
 

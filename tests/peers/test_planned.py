@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +124,41 @@ def test_a_micro_batch_takes_what_a_profiler_of_torch_sees(recomputes: bool, tmp
         f"A micro-batch takes {whole} of the device: {chunks} with offload.linear_cross_entropy in place of logits, "
         f"{tiles} with offload.tile_tokens(block.mlp, {TILE}), {both} with both." in shown
     )
+
+
+def test_a_cache_for_generation_waits_for_the_backward_and_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the keys and values of all blocks but the last, which a recomputation of a later one needs."""
+    layer = transformers.cache_utils.DynamicLayer
+    update, made = layer.update, []
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        found = update(self, *args, **options)
+        made.extend(weakref.ref(one.untyped_storage()) for one in (self.keys, self.values))
+        return found
+
+    monkeypatch.setattr(layer, "update", noted)
+    there, planned = {}, {}
+    for caches in (True, False):
+        config = transformers.LlamaConfig(**SIZES, use_cache=caches, architectures=["LlamaForCausalLM"])
+        config.save_pretrained(tmp_path / "model")
+        command = ["plan", "--json", "--config", str(tmp_path / "model"), "--batch", "2", "--seq", "48"]
+        command += ["--dtype", "fp32", "--activation-tier", "cpu"]
+        planned[caches] = printed(CliRunner().invoke(app, command))["computed_bytes"]
+        made.clear()  # those of the plan
+        model = transformers.LlamaForCausalLM(config).train()
+        tokens = torch.zeros(2, 48, dtype=torch.long)
+        with OffloadZero(model, compute_dtype=torch.float32, activation_tier="cpu", activation_memory="1MiB"):
+            loss = model(tokens, labels=tokens).loss
+            gc.collect()
+            there[caches] = sum(memory.nbytes() for memory in (ref() for ref in made) if memory is not None)
+            loss.backward()
+            gc.collect()
+            assert not any(ref() is not None for ref in made)
+    of_a_block = 2 * 2 * 48 * SIZES["hidden_size"] * 4  # keys and values, sequences, tokens, width, fp32
+    assert there == {True: 2 * of_a_block, False: 0}
+    assert planned[True] - planned[False] == 2 * of_a_block
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("llama", 2048), ("bert", 4096)])

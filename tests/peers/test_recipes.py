@@ -18,6 +18,8 @@ def test_a_recipe_has_what_plain_torch_has(name: str) -> None:
     found = recipes.compare(name)
     assert found.difference <= RECIPES[name].bound
     assert found.tiers["disk"] > 0
+    page = (recipes.PAGES / f"{name}.md").read_text().splitlines()
+    assert recipes.measured_row(found) in page, f"make recipes ARGS='{name} --write'"
 
 
 @pytest.mark.parametrize("name", RECIPES)

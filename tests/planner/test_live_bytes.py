@@ -82,6 +82,36 @@ class Attention(nn.Module):
         return result
 
 
+class Asking(nn.Module):
+    """Takes another way where a row is not one sequence, as models of transformers do that have no cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        is_one = (positions.diff() == 1).all()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x if is_one and torch.all(positions >= 0) else x.repeat(1, 1, 100)
+
+
+def test_a_model_that_asks_whether_a_batch_is_as_usual_is_measured() -> None:
+    with torch.device("meta"):
+        model, x = Asking(), torch.empty(2, 64, 16)
+    waiting = measure(model, torch.float32, lambda one: one(x))
+    assert waiting.output_numel == Asking()(torch.randn(2, 64, 16)).numel()
+    assert waiting.peak_bytes is not None
+
+
+def test_what_is_asked_of_values_otherwise_is_not_answered() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(16, 16), torch.empty(2, 16)
+    with pytest.raises(RuntimeError, match="meta"):
+        measure(model, torch.float32, lambda one: one(x) if (x > 0).any() else x)
+
+
 @pytest.mark.parametrize(
     ("dropout", "gpu", "has_scores"), [(0.0, False, False), (0.1, True, False), (0.1, False, True)]
 )
