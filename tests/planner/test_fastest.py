@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 from collections.abc import Iterator
@@ -163,6 +162,4 @@ def test_transfers_that_end_at_almost_the_same_time_all_end() -> None:
 def _go_on(clock: Clock, count: int) -> None:
     """Lets so many things happen."""
     for _ in range(count):
-        if clock._coming:
-            clock.now, _, call = heapq.heappop(clock._coming)
-            call()
+        clock._call_next()
