@@ -215,16 +215,17 @@ class Measured:
     chunk_s: float
     resident_s: float
     moved_s: float
+    delay_s: float
 
     @property
     def all(self) -> tuple[float, ...]:
         drive, passes, flops = self.drive, (self.forward_s, self.backward_s), self.matrix_flops
-        of_host = self.tile_s, self.chunk_s, self.resident_s, self.moved_s
+        of_host = self.tile_s, self.chunk_s, self.resident_s, self.moved_s, self.delay_s
         return drive.read, drive.write, drive.both, self.elements_per_s, self.memory, *passes, flops, *of_host
 
     @property
     def speeds(self) -> Speeds:
-        host = HostCosts(self.tile_s, self.chunk_s, self.resident_s, self.moved_s)
+        host = HostCosts(self.tile_s, self.chunk_s, self.resident_s, self.moved_s, self.delay_s)
         return Speeds(self.elements_per_s, self.memory, [self.drive], matrix_flops=self.matrix_flops, host=host)
 
     def mean_with(self, other: Measured) -> Measured:
@@ -324,6 +325,7 @@ class Rates:
         yield 0.0 if folder is None else host_seconds(host_costs.chunks(folder, group=group))
         yield host_seconds(host_costs.resident_chunks(group)) if "param_tier" in options else 0.0
         yield host_seconds(host_costs.moved_chunks(folder, group=group)) if folder is not None and moves else 0.0
+        yield 0.0 if folder is None else host_seconds(host_costs.delays(folder))
 
     def _passes(self) -> tuple[float, float]:
         """Seconds of plain torch's forward and backward.

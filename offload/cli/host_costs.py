@@ -1,7 +1,10 @@
-"""Measures what the host takes in Python for tiles and chunks, as `HostCosts` (planner/simulate/speeds.py) has it.
+"""Measures what the host takes for tiles, chunks and transfers, as `HostCosts` (planner/simulate/speeds.py) has it.
 
-All are differences: a run of many tiles, or chunks, of next to no elements, beside one that has the same elements in
-one piece, or in RAM. What a forward, a backward or a step takes beside is in both.
+All but the delay of a transfer are differences: a run of many tiles, or chunks, of few elements, beside one that has
+the same elements in one piece, or in RAM. What a forward, a backward or a step takes beside is in both.
+
+Chunks on a drive are pages, since the drive would take more than Python for others. The kernels do a page alone. The
+steps of larger chunks wake their other threads, and end when the last of these does: that is measured in RAM.
 """
 
 from __future__ import annotations
@@ -18,15 +21,20 @@ import torch
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload.devices.copies import accelerator
-from offload.io.select import AUTO
+from offload.devices.copies import HostCopier, accelerator
+from offload.io.select import AUTO, open_engine
 from offload.planner.explain import plan_of
-from offload.sizes import MASTER_ITEM_BYTES, PAGE_BYTES
+from offload.sizes import KIB, MASTER_ITEM_BYTES, PAGE_BYTES
+from offload.storage.arena import Arena
 
 TILES, TILE_ROWS, WIDTH = 64, 8, 64
 """Of the weight that is cut into tiles: how many these are, and the rows of one; the columns of all weights here."""
 CHUNKS, BUFFERS = 128, 16
-"""Of the states that are cut into chunks of a page of masters, all of them on the drive; how many may be in RAM."""
+"""Of the states that are cut into chunks of a page of masters; how many of those on a drive may be in RAM."""
+LARGE_CHUNKS, LARGE_BYTES = 64, 512 * KIB
+"""Of the states that are cut into chunks which all threads of the kernels step; their bytes of masters."""
+PAGES = 64
+"""That are read and written one after the other."""
 LEAST_S = 1e-9
 """A difference that is no cost, since something else ran beside it, counts as this much."""
 
@@ -72,7 +80,13 @@ def chunks(path: Path, engine: str = AUTO, group: object | None = None) -> Itera
             stack.enter_context(_on_drive(path, engine, group, nbytes, share=0.0, param_tier="device"))
             for nbytes in (PAGE_BYTES, CHUNKS * PAGE_BYTES)
         )
-        yield lambda: max(cut.step_s() - whole.step_s(), LEAST_S * CHUNKS) / (CHUNKS - 1)
+        pages, large = stack.enter_context(_pages_in_ram(group)), stack.enter_context(resident_chunks(group))
+
+        def measure() -> float:
+            threads = max(large() - pages(), 0.0)
+            return max(cut.step_s() - whole.step_s(), LEAST_S * CHUNKS) / (CHUNKS - 1) + threads
+
+        yield measure
 
 
 @contextlib.contextmanager
@@ -82,9 +96,36 @@ def resident_chunks(group: object | None = None) -> Iterator[Seconds]:
     Args:
         group: as for `tiles`.
     """
-    with contextlib.ExitStack() as stack:
-        cut, whole = (stack.enter_context(_in_ram(group, nbytes)) for nbytes in (PAGE_BYTES, CHUNKS * PAGE_BYTES))
-        yield lambda: max(cut.step_s() - whole.step_s(), LEAST_S * CHUNKS) / (CHUNKS - 1)
+    with _cut_in_ram(group, LARGE_CHUNKS, LARGE_BYTES) as measure:
+        yield measure
+
+
+@contextlib.contextmanager
+def delays(path: Path, engine: str = AUTO) -> Iterator[Seconds]:
+    """A context that gives what measures the seconds of a page that is read or written, while nothing else is.
+
+    Args:
+        path: as for `chunks`.
+        engine: likewise.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix=".offload-probe-", dir=path) as folder,
+        contextlib.closing(open_engine(engine, [path])) as moves,
+        contextlib.closing(Arena(PAGE_BYTES, HostCopier())) as arena,
+    ):
+        file, page = moves.open(str(Path(folder) / "pages"), is_new=True), arena.memory
+        moves.register(page)
+        for number in range(PAGES):  # the first write into a new file is slower than any later one
+            moves.write(file, number * PAGE_BYTES, page).result()
+
+        def measure() -> float:
+            start = time.perf_counter()
+            for number in range(PAGES):
+                moves.read(file, number * PAGE_BYTES, page).result()
+                moves.write(file, number * PAGE_BYTES, page).result()
+            return (time.perf_counter() - start) / (2 * PAGES)
+
+        yield measure
 
 
 @contextlib.contextmanager
@@ -98,7 +139,7 @@ def moved_chunks(path: Path, engine: str = AUTO, group: object | None = None) ->
     """
     with contextlib.ExitStack() as stack:
         cut = stack.enter_context(_on_drive(path, engine, group, PAGE_BYTES, share=1.0, param_tier="nvme"))
-        there = stack.enter_context(_in_ram(group, PAGE_BYTES))
+        there = stack.enter_context(_in_ram(group, CHUNKS, PAGE_BYTES))
 
         def measure() -> float:
             before = cut.moved_bytes
@@ -152,15 +193,38 @@ class _Held:
         return middle - start, end - middle
 
 
-def _in_ram(group: object | None, chunk: int) -> contextlib.AbstractContextManager[_Held]:
+@contextlib.contextmanager
+def _cut_in_ram(group: object | None, count: int, chunk: int) -> Iterator[Seconds]:
+    """A context that gives what measures the seconds of one of so many chunks in RAM, beside one as large as all.
+
+    Args:
+        group: as for `tiles`.
+        count: how many.
+        chunk: bytes of masters of each.
+    """
+    with contextlib.ExitStack() as stack:
+        cut, whole = (stack.enter_context(_in_ram(group, count, chunk, many)) for many in (1, count))
+        yield lambda: max(cut.step_s() - whole.step_s(), LEAST_S * count) / (count - 1)
+
+
+def _pages_in_ram(group: object | None) -> contextlib.AbstractContextManager[Seconds]:
+    """As `_cut_in_ram`, with chunks that one thread steps."""
+    return _cut_in_ram(group, CHUNKS, PAGE_BYTES)
+
+
+def _in_ram(
+    group: object | None, count: int, chunk: int, together: int = 1
+) -> contextlib.AbstractContextManager[_Held]:
     """A layer whose states and parameters are in RAM.
 
     Args:
         group: as for `tiles`.
+        count: how many times `chunk` it has.
         chunk: bytes of masters.
+        together: how many times that one of its chunks has.
     """
-    tuning = Tuning(chunk=chunk, prefetch_chunks=BUFFERS)
-    return _held(_rows(), tier="cpu", param_tier="cpu", process_group=group, tuning=tuning)
+    tuning = Tuning(chunk=together * chunk, prefetch_chunks=BUFFERS)
+    return _held(_rows(count * chunk), tier="cpu", param_tier="cpu", process_group=group, tuning=tuning)
 
 
 @contextlib.contextmanager
@@ -181,14 +245,14 @@ def _on_drive(
     options = {"tier": "nvme", "param_tier": param_tier, "grad_tier": "cpu", "commit_every": None, "tuning": tuning}
     with (
         tempfile.TemporaryDirectory(prefix=".offload-probe-", dir=path) as folder,
-        _held(_rows(), share, path=Path(folder) / "run", process_group=group, **options) as held,
+        _held(_rows(CHUNKS * PAGE_BYTES), share, path=Path(folder) / "run", process_group=group, **options) as held,
     ):
         yield held
 
 
-def _rows() -> int:
-    """Of a layer in chunks."""
-    return CHUNKS * PAGE_BYTES // (MASTER_ITEM_BYTES * WIDTH)
+def _rows(nbytes: int) -> int:
+    """Of a layer that has so many bytes of masters."""
+    return nbytes // (MASTER_ITEM_BYTES * WIDTH)
 
 
 @contextlib.contextmanager

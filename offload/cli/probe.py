@@ -122,6 +122,8 @@ def _rows(found: Rates, drives: Sequence[Drive], together: Rate | None) -> Itera
             yield "Python: a chunk of states in RAM, stepped alone", found.host.resident, "s"
         if found.host.moved is not None:
             yield "Python: a chunk of parameters, read or written", found.host.moved, "s"
+        if found.host.delay is not None:
+            yield "a page, read or written alone", found.host.delay, "s"
 
 
 def _show(console: Console, found: Rates, drives: Sequence[Drive], together: Rate | None) -> None:

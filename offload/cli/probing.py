@@ -222,7 +222,7 @@ def _link(device: torch.device, stack: contextlib.ExitStack) -> dict[str, Measur
 
 
 def measure_host(drive: Drive) -> HostRates:
-    """Measures what Python takes for tiles, and for chunks in RAM and on a drive; see `host_costs`.
+    """Measures what Python takes for tiles, chunks in RAM and on a drive, and transfers; see `host_costs`.
 
     Raises:
         OffloadError: what a run on that drive raises.
@@ -233,6 +233,7 @@ def measure_host(drive: Drive) -> HostRates:
         "chunk": host_costs.chunks(*where),
         "resident": host_costs.resident_chunks(),
         "moved": host_costs.moved_chunks(*where),
+        "delay": host_costs.delays(*where),
     }
     with contextlib.ExitStack() as stack:
         entered = {name: stack.enter_context(one) for name, one in measures.items()}

@@ -114,12 +114,14 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         chunk: for a chunk of states that is read, stepped and written.
         resident: for a chunk of states in RAM that is stepped alone.
         moved: for a chunk of parameters or gradients that is read from a drive, or written to it.
+        delay: of a transfer of a drive that somebody waits for, beside what its bytes take.
     """
 
     tile: Figure | None = None
     chunk: Figure | None = None
     resident: Figure | None = None
     moved: Figure | None = None
+    delay: Figure | None = None
 
 
 class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -49,7 +49,7 @@ def speeds_of(
     alone = sum(one.both for one in drives)
     if machine.together is not None and alone:
         share = machine.together.value / alone
-        drives = [DriveSpeed(share * one.read, share * one.write, share * one.both) for one in drives]
+        drives = [one.scaled(share) for one in drives]
     if disk_bytes_per_s is not None:
         drives = [DriveSpeed(disk_bytes_per_s, disk_bytes_per_s, disk_bytes_per_s)]
     link = machine.link
@@ -58,7 +58,7 @@ def speeds_of(
         network = machine.network.value, 0.0 if machine.network_delay is None else machine.network_delay.value
     ranks = None if network is None else NetworkSpeed(*network)
     host = machine.host or Host()
-    found = (host.tile, host.chunk, host.resident, host.moved)
+    found = (host.tile, host.chunk, host.resident, host.moved, host.delay)
     costs = HostCosts(*(0.0 if one is None else one.value for one in found))
     return Speeds(elements_per_s, machine.memory.value, drives, between, ranks, matrix_flops, costs)
 

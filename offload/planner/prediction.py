@@ -39,7 +39,7 @@ from offload.planner.measured import Here
 from offload.planner.placement import Placement
 from offload.planner.simulate import COMMITTED_BY, Iteration, NotPredicted, seconds_of, simulate
 from offload.planner.simulate.lines import COMPUTE, DISK, KERNELS, LINK
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
+from offload.planner.simulate.speeds import LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import passes_of
 from offload.planner.verdict import Work
 from offload.profiling import Timeline
@@ -235,7 +235,7 @@ def _is_off(took: float, planned: float) -> bool:
 
 def _with_factors(speeds: Speeds, factors: Mapping[str, float]) -> Speeds:
     of_drive, up, down = (factors.get(name, 1.0) for name in (_DRIVES, _UP, _DOWN))
-    drives = [DriveSpeed(of_drive * one.read, of_drive * one.write, of_drive * one.both) for one in speeds.drives]
+    drives = [one.scaled(of_drive) for one in speeds.drives]
     link = speeds.link
     if link is not None:
         ways = up * link.up, down * link.down

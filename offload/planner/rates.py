@@ -63,12 +63,14 @@ class HostRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunk: for a chunk of states that is read, stepped and written.
         resident: for a chunk of states in RAM that is stepped alone; None: it was measured before this cost was.
         moved: for a chunk of parameters or gradients that is read from a drive, or written to it; None: likewise.
+        delay: of a transfer of a drive that somebody waits for, beside what its bytes take; None: likewise.
     """
 
     tile: Rate
     chunk: Rate
     resident: Rate | None = None
     moved: Rate | None = None
+    delay: Rate | None = None
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

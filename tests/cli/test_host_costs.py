@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from offload import build
 from offload.cli import host_costs
+from offload.io.engine import QueuedEngine
 from offload.layout import Chunk
 from offload.model.fetch import StreamedUnits
+from offload.native.pool import LibraryPool
 from offload.optim.new_params import InPlace
 from offload.optim.step import Step
 from tests.support.processes import open_files, own_threads
@@ -31,6 +34,8 @@ def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_costs, "TILES", 16)
     monkeypatch.setattr(host_costs, "CHUNKS", 32)
+    monkeypatch.setattr(host_costs, "LARGE_CHUNKS", 16)
+    monkeypatch.setattr(host_costs, "PAGES", 8)
 
 
 def test_what_a_tile_takes_is_that_of_a_forward_or_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +60,32 @@ def test_what_a_chunk_in_ram_takes_is_that_of_its_step(monkeypatch: pytest.Monke
     with host_costs.resident_chunks() as measure:
         measure()
         assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+
+
+def test_what_a_chunk_takes_has_the_wait_for_the_kernels_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread steps a page, so that nobody waits for others; yet a step of such a chunk is not of one page."""
+    monkeypatch.setattr(build, "kernel_threads", lambda *args, **kwargs: 2)
+    run = LibraryPool._run
+
+    def late(self: LibraryPool, group: Any, address: int | None, *others: object) -> None:
+        time.sleep(DELAY_S if address is None else 0.0)
+        run(self, group, address, *others)
+
+    monkeypatch.setattr(LibraryPool, "_run", late)
+    with host_costs.resident_chunks() as alone, host_costs.chunks(tmp_path) as measure:
+        for one in (alone, measure):
+            one()
+            assert 0.9 * DELAY_S < one() < 1.8 * DELAY_S
+
+
+def test_the_delay_of_a_transfer_is_that_of_a_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files(), own_threads()
+    monkeypatch.setattr(QueuedEngine, "submit", delayed(QueuedEngine.submit))
+    with host_costs.delays(tmp_path, "threads") as measure:
+        assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+    assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
 
 
 def test_what_a_chunk_of_parameters_takes_is_that_of_each_way_that_it_moves(

@@ -77,7 +77,7 @@ def test_all_is_measured_and_remembered_and_nothing_is_left(drive: Path) -> None
     assert (of_drive["path"], of_drive["engine"], found["together"]) == (str(drive), "threads", None)
     ranges = [found["memory"], *found["products"].values(), *found["steps"].values()]
     ranges += [of_drive[operation] for operation in io_speed.OPERATIONS]
-    assert set(found["host"]) == {"tile", "chunk", "resident", "moved"}
+    assert set(found["host"]) == {"tile", "chunk", "resident", "moved", "delay"}
     ranges += found["host"].values()
     assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in ranges)
     known, settings = rates.recall("cpu"), select.recall(drive)
@@ -99,6 +99,7 @@ def test_people_get_a_table(drive: Path) -> None:
     assert re.search(r"Python: a chunk of states, read, stepped and written .* [um]?s ", shown.stdout)
     assert re.search(r"Python: a chunk of states in RAM, stepped alone .* [um]?s ", shown.stdout)
     assert re.search(r"Python: a chunk of parameters, read or written .* [num]?s ", shown.stdout)
+    assert re.search(r"a page, read or written alone .* [um]?s ", shown.stdout)
     assert "offload plan" in shown.stderr
 
 
@@ -229,7 +230,7 @@ def test_what_one_machine_measured_is_planned_on_another(
     assert {what: figure["value"] for what, figure in msgspec.to_builtins(saved.host).items()} == {
         what: rate["median"] for what, rate in host.items()
     }
-    assert set(host) == {"tile", "chunk", "resident", "moved"}
+    assert set(host) == {"tile", "chunk", "resident", "moved", "delay"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     monkeypatch.setattr(remembered, "_machine", lambda: "another")
     given = ("--split-master", "--machine", str(file))

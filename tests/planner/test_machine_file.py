@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from offload.errors import ConfigError
 from offload.planner import machine_file
 from offload.planner.machine_file import Device, Drive, Figure, Host, Link, Machine, Size
+from offload.planner.measured import speeds_of
+from offload.planner.simulate.speeds import HostCosts, Speeds
 from offload.sizes import GIB
 
 PCIE_4 = 16 * 16e9 * 128 / 130 / 8
@@ -117,7 +119,8 @@ WRONG = [
     ("measured_at = 2026-01-02T03:04:05", "measured_at: Expected `datetime` with a timezone component"),
     (
         "[host]\ntiles = 1",
-        "host: Object contains unknown field `tiles`. It has nothing else, and may have tile, chunk, resident, moved",
+        "host: Object contains unknown field `tiles`. It has nothing else, and may have tile, chunk, resident, moved, "
+        "delay",
     ),
     ("[[drives]]\nname = 'x'\ncount = 0", "drives[0].count: Expected `int` >= 1"),
     ("name = ", "is no TOML"),
@@ -169,3 +172,13 @@ def test_a_step_that_nobody_measured_takes_what_ram_takes() -> None:
     assert found is not None
     assert found.value == 1e9
     assert some(memory=None).elements_per_s("adamw, fp32", 28) is None
+
+
+def test_each_cost_of_the_host_is_that_of_the_simulation() -> None:
+    costs = {"tile": 1e-6, "chunk": 2e-6, "resident": 3e-6, "moved": 4e-6, "delay": 5e-6}
+    assert costs.keys() == set(Host.__struct_fields__)
+    for left_out in (None, *costs):
+        given = {name: Figure(value, "x") for name, value in costs.items() if name != left_out}
+        found = speeds_of(some(host=Host(**given)), elements_per_s=1e9, disk_bytes_per_s=None)
+        assert isinstance(found, Speeds)
+        assert found.host == HostCosts(**{f"{name}_s": 0.0 if name == left_out else costs[name] for name in costs})

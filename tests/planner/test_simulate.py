@@ -500,6 +500,12 @@ def test_one_buffer_and_little_compute() -> None:
     assert seconds_of(1, HAND, Passes({"": 0.2}, {"": 0.3})) == pytest.approx(4 + 2 + 1.5 + 4 + 3.5)
 
 
+def test_a_transfer_that_is_waited_for_takes_its_delay_too() -> None:
+    """As with one buffer: one write and one read are waited for."""
+    speeds = replace(HAND, host=HostCosts(delay_s=0.25))
+    assert seconds_of(1, speeds) == pytest.approx(4 + 2.25 + 1.75 + 4 + 2 + 3)
+
+
 def test_two_buffers_hide_the_disk() -> None:
     """Step A 4, beside it B is read; step B 4, beside it A is written; forward 2, backward 3, beside them B is written
     and A is read."""
@@ -788,11 +794,13 @@ def ends_of(
         max_size=30,
     ),
     is_shared=st.booleans(),
+    delay_s=st.sampled_from([0.0, 0.75]),
 )
 @settings(max_examples=200, deadline=None)
 def test_transfers_end_when_they_do_if_all_are_computed_anew_at_each_change(
-    gaps: list[tuple[float, bool, int]], is_shared: bool
+    gaps: list[tuple[float, bool, int]], is_shared: bool, delay_s: float
 ) -> None:
+    """One with a delay ends when it would if it were submitted that much later without one."""
     rates, both, now = {"read": 70.0, "write": 30.0}, 90.0, 0.0
     submitted = []
     for gap, is_read, nbytes in gaps:
@@ -800,7 +808,7 @@ def test_transfers_end_when_they_do_if_all_are_computed_anew_at_each_change(
         submitted.append((now, "read" if is_read else "write", nbytes))
     clock = Clock()
     found: dict[int, float] = {}
-    drive = Channel(clock, "drive", rates, both, is_shared=is_shared)
+    drive = Channel(clock, "drive", rates, both, is_shared=is_shared, delay_s=delay_s)
 
     def submit(number: int, way: str, nbytes: int) -> None:
         drive.submit(way, nbytes, f"{number}").then(lambda: found.setdefault(number, clock.now))
@@ -808,7 +816,8 @@ def test_transfers_end_when_they_do_if_all_are_computed_anew_at_each_change(
     for number, (when, way, nbytes) in enumerate(submitted):
         clock.at(when, partial(submit, number, way, nbytes))
     clock.run_out()
-    assert [found[number] for number in range(len(submitted))] == ends_of(submitted, rates, both, is_shared=is_shared)
+    later = [(when + delay_s, way, nbytes) for when, way, nbytes in submitted]
+    assert [found[number] for number in range(len(submitted))] == ends_of(later, rates, both, is_shared=is_shared)
     assert drive.moved == {way: sum(one[2] for one in submitted if one[1] == way) for way in rates}
 
 

@@ -294,6 +294,7 @@ class Channel:
         both: bytes a second of both at once, added; each has the same share of its own rate then.
         is_shared: whether all transfers of a way are under way at once, and share its rate, as on a drive; else they
             come one after the other, as on a stream of copies.
+        delay_s: how long a transfer has been submitted before its first byte moves. Transfers wait side by side.
 
     Attributes:
         name: see above.
@@ -302,8 +303,11 @@ class Channel:
         way_busy_s: likewise, of each way.
     """
 
-    def __init__(self, clock: Clock, name: str, rates: dict[str, float], both: float, *, is_shared: bool) -> None:
+    def __init__(
+        self, clock: Clock, name: str, rates: dict[str, float], both: float, *, is_shared: bool, delay_s: float = 0.0
+    ) -> None:
         self._clock = clock
+        self._delay_s = delay_s
         self.name = name
         self._share = both / sum(rates.values())
         self._ways = {way: _Way(f"{name}: {way}", rate, is_shared=is_shared) for way, rate in rates.items()}
@@ -322,13 +326,20 @@ class Channel:
         Returns:
             When they have arrived.
         """
-        self._advance()
-        one, into = _Transfer(what, nbytes, self._clock.now), self._ways[way]
-        into.transfers.append(one)
-        into.left.append(float(nbytes))
+        one = _Transfer(what, nbytes, self._clock.now)
         self.moved[way] += nbytes
-        self._expect()
+        if self._delay_s:
+            self._clock.at(self._clock.now + self._delay_s, partial(self._begin, self._ways[way], one))
+        else:
+            self._begin(self._ways[way], one)
         return one.done
+
+    def _begin(self, way: _Way, one: _Transfer) -> None:
+        """From now on bytes of a transfer move, or wait for those before it."""
+        self._advance()
+        way.transfers.append(one)
+        way.left.append(float(one.nbytes))
+        self._expect()
 
     def _advance(self) -> None:
         """Moves what has moved since the last change."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from offload.layout import Layout
 from offload.planner.placement import Placement
 from offload.planner.simulate import Iteration, NotPredicted, simulate
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
+from offload.planner.simulate.speeds import LinkSpeed, Passes, Speeds
 
 CHANGE = 0.2
 PRODUCTS, RAM, DRIVES, LINKS = "products of the device", "RAM", "drives", "link"
@@ -65,7 +65,7 @@ def _changed(name: str, factor: float, passes: Passes, speeds: Speeds) -> tuple[
     if name == RAM:
         return passes, replace(speeds, memory=factor * speeds.memory, elements_per_s=factor * speeds.elements_per_s)
     if name == DRIVES:
-        drives = [DriveSpeed(factor * one.read, factor * one.write, factor * one.both) for one in speeds.drives]
+        drives = [one.scaled(factor) for one in speeds.drives]
         return passes, replace(speeds, drives=drives)
     assert speeds.link is not None
     link = LinkSpeed(factor * speeds.link.up, factor * speeds.link.down, factor * speeds.link.both)

@@ -20,6 +20,10 @@ class DriveSpeed:
     write: float
     both: float
 
+    def scaled(self, factor: float) -> DriveSpeed:
+        """A drive so many times as fast."""
+        return DriveSpeed(factor * self.read, factor * self.write, factor * self.both)
+
 
 @dataclass(frozen=True)
 class LinkSpeed:
@@ -51,7 +55,7 @@ class NetworkSpeed:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Of what the host does in Python beside all else, in seconds.
+    """Of what the host does beside all that rates tell, most of it in Python, in seconds.
 
     Attributes:
         tile_s: for a tile that runs forward or backward: its part of the call, its hooks, what brings it and lets it
@@ -59,12 +63,15 @@ class HostCosts:
         chunk_s: for a chunk of states that is read, stepped and written.
         resident_s: for a chunk of states in RAM that is stepped alone, as each is where its parameters are elsewhere.
         moved_s: for a chunk of parameters or gradients that is read from a drive, or written to it.
+        delay_s: from where a transfer of a drive is asked for to where somebody goes on who waited for it, less what
+            its bytes take. Transfers wait side by side.
     """
 
     tile_s: float = 0.0
     chunk_s: float = 0.0
     resident_s: float = 0.0
     moved_s: float = 0.0
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Speeds:
 
     def shared_by(self, ranks: int) -> Speeds:
         """What each of several ranks has of a machine, which all do the same on it at the same time."""
-        drives = [DriveSpeed(one.read / ranks, one.write / ranks, one.both / ranks) for one in self.drives]
+        drives = [one.scaled(1 / ranks) for one in self.drives]
         link, network = self.link, self.network
         return Speeds(
             self.elements_per_s / ranks,

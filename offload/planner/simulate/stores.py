@@ -160,7 +160,14 @@ class TimedStores:
         drives = speeds.drives
         self.timeline = Timeline()
         self.drives = [
-            Channel(clock, drive_name(number), {READ: one.read, WRITE: one.write}, one.both, is_shared=True)
+            Channel(
+                clock,
+                drive_name(number),
+                {READ: one.read, WRITE: one.write},
+                one.both,
+                is_shared=True,
+                delay_s=speeds.host.delay_s,
+            )
             for number, one in enumerate(drives)
         ]
         changes, health, slots = Changes(), Health(), placement.slots
