@@ -551,10 +551,12 @@ def smoothed(curve: Sequence[float | None], width: int) -> npt.NDArray[np.float6
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one model that can be compared. Attributes: model; runs: by states and seed."""
+    """Runs of one model that can be compared. Attributes: model; runs: by states and seed; file: what its pictures are
+    called."""
 
     model: str
     runs: Mapping[str, Mapping[int, dict[str, Any]]]
+    file: str
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -603,8 +605,12 @@ def groups(data: Mapping[str, Any]) -> list[Group]:
         spec = one["spec"]
         key = json.dumps({name: spec[name] for name in spec if name not in ("states", "seed")}, sort_keys=True)
         found.setdefault(key, {}).setdefault(spec["states"], {})[spec["seed"]] = one
-    order = list(MODELS)
-    all_of_them = [Group(json.loads(key)["model"], runs) for key, runs in found.items()]
+    order, seen = list(MODELS), Counter[str]()
+    all_of_them = []
+    for key, runs in found.items():
+        model = json.loads(key)["model"]
+        seen[model] += 1
+        all_of_them.append(Group(model, runs, model if seen[model] == 1 else f"{model}-{seen[model]}"))
     return sorted(all_of_them, key=lambda group: order.index(group.model))
 
 
@@ -749,9 +755,9 @@ def report(options: argparse.Namespace) -> None:
         lines += [f"{spec['steps']} steps of {spec['batch']} x {spec['seq']} tokens; {group.software}.", ""]
         lines += [*table(group), ""]
         if can_draw():
-            draw_losses(group, options.out / f"{name}.png")
-            draw_updates(group, options.out / f"{name}-updates.png")
-            lines += [f"![Losses]({name}.png)", "", f"![Updates]({name}-updates.png)", ""]
+            draw_losses(group, options.out / f"{group.file}.png")
+            draw_updates(group, options.out / f"{group.file}-updates.png")
+            lines += [f"![Losses]({group.file}.png)", "", f"![Updates]({group.file}-updates.png)", ""]
     lines += [f"- {name}: {why.splitlines()[0]}" for name, why in data["failures"].items()]
     (options.out / "report.md").write_text("\n".join(lines).rstrip() + "\n")
     print("\n".join(lines))

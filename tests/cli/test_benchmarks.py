@@ -283,6 +283,15 @@ def test_losses_recorded_updates_are_those_of_the_masters() -> None:
     assert [low <= size < 1.34 * low for low, size in zip(bins, (0.002, 1.0, 3.0), strict=True)] == [True] * 3
 
 
+def test_losses_of_one_model_on_two_devices_have_pictures_of_their_own() -> None:
+    specs = [{"model": model, "states": "fp32", "seed": 0, "device": device}
+             for model, device in (("mini", "cpu"), ("small", "cuda"), ("small", "cpu"), ("46m", "cuda"))]  # fmt: skip
+    found = losses.groups({"runs": [{"spec": spec} for spec in specs]})
+    assert [(one.file, one.spec["device"]) for one in found] == [
+        ("small", "cuda"), ("small-2", "cpu"), ("mini", "cpu"), ("46m", "cuda"),
+    ]  # fmt: skip
+
+
 def test_losses_are_judged_by_the_spread_of_fp32() -> None:
     def run(states: str, seed: int, loss: float | None) -> dict[str, Any]:
         spec = {"model": "tiny", "states": states, "seed": seed, "steps": 1}
@@ -296,6 +305,7 @@ def test_losses_are_judged_by_the_spread_of_fp32() -> None:
     }
     runs = [run(states, seed, loss) for states, of_seeds in finals.items() for seed, loss in enumerate(of_seeds)]
     (group,) = losses.groups({"runs": runs})
+    assert group.file == "tiny"
     assert group.spread == pytest.approx(0.1)
     assert group.differences("8bit") == pytest.approx([0.05, -0.05, 0.0])
     verdicts = [group.verdict(states) for states in finals]
