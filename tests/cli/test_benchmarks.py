@@ -446,10 +446,10 @@ def test_peers_without_deepspeed_save_a_table_and_losses(
 ) -> None:
     monkeypatch.setattr(peers, "CHUNK_BYTES", 256 * KIB)
     peers.main(models="tiny", rounds=1, path=tmp_path, save=True)
-    text = (results / "peers.md").read_text()
+    text = (results / "peers-tiny.md").read_text()
     assert all(f"| {name} |" in text for name in (peers.OURS, "torch, fp32 masters in RAM", "offload, RAM"))
     assert "no DeepSpeed" in text
-    assert is_picture(results / "peers.png")
+    assert is_picture(results / "peers-tiny.png")
     assert list(tmp_path.iterdir()) == [results]
 
 
