@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -241,23 +241,36 @@ class _TakenStates(defaultdict[Any, Any]):
         )
 
 
-def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces step(), add_param_group() and the states of an optimizer that was taken over.
+_INSTEAD = {
+    "add_param_group": "nothing would train these parameters: give them to an optimizer of their own, or have them in "
+    "it before OffloadZero takes it",
+    "state_dict": "it has no states any more: save the state_dict() of the OffloadZero",
+    "load_state_dict": "nothing would use what is loaded: call the load_state_dict() of the OffloadZero, with what its "
+    "own state_dict() returned",
+}
+"""Of the methods of an optimizer that was taken over, beside its step: why they raise, and what to do."""
 
-    The first two would change nothing that is trained, and methods of the class that go through states would find none.
-    All raise GradientMovedError now, which says what to do instead.
+
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise GradientMovedError(f"this optimizer was taken over by OffloadZero, and {what}")
+
+    return refuse
+
+
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """Replaces the states of an optimizer that was taken over, and the methods that would do nothing without a word.
+
+    Its step() and add_param_group() would change nothing that is trained, state_dict() would have no states,
+    load_state_dict() would load into nothing, and methods of the class that go through states would find none. All
+    raise GradientMovedError now, which says what to do instead.
     """
 
     def step(*args: Any, **kwargs: Any) -> NoReturn:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
 
-    def add_param_group(*args: Any, **kwargs: Any) -> NoReturn:
-        raise GradientMovedError(
-            "this optimizer was taken over by OffloadZero, and nothing would train these parameters: give them to an "
-            "optimizer of their own, or have them in it before OffloadZero takes it"
-        )
-
-    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    for name, what in _INSTEAD.items():
+        setattr(optimizer, name, _refusal(what))
     step.taken_over = True  # type: ignore[attr-defined]
     # A scheduler that was made from it before asks whether this was called, and would warn that it was not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -271,7 +284,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Retires an optimizer as `retire` does. If the body raises, the optimizer is what it was."""
-    names: tuple[str, ...] = ("step", "_opt_called", "state", "add_param_group")
+    names: tuple[str, ...] = ("step", "_opt_called", "state", *_INSTEAD)
     before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
     alive = weakref.ref(optimizer)
     try:

@@ -158,12 +158,16 @@ def test_methods_of_a_taken_optimizer_that_need_its_states_are_refused() -> None
 
     model = torch.nn.Linear(3, 3)
     given = Averaging(model.parameters(), lr=0.1, momentum=0.9)
+    saved = given.state_dict()
     before = [param.detach().clone() for param in model.parameters()]
     with OffloadZero(model, given, tier="cpu", compute_dtype=torch.float32):
         assert not given.state
-        assert given.state_dict()["state"] == {}
         with pytest.raises(GradientMovedError, match="taken over by OffloadZero and has no states"):
             given.swap()
+        with pytest.raises(GradientMovedError, match=r"save the state_dict\(\) of the OffloadZero"):
+            given.state_dict()
+        with pytest.raises(GradientMovedError, match=r"call the load_state_dict\(\) of the OffloadZero"):
+            given.load_state_dict(saved)
         with pytest.raises(GradientMovedError, match="nothing would train these parameters"):
             given.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert all(map(torch.equal, model.parameters(), before))
