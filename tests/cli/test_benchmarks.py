@@ -510,7 +510,7 @@ def test_deepspeed_trains_alike_on_all_tiers(
     assert len(found["rows"]) == len(list(peers.ENTRIES[params](peers.JOBS["tiny"], deepspeed)))
     for row in found["rows"]:
         assert row["losses"][-1] == pytest.approx(found["rows"][0]["losses"][-1], abs=0.05)
-        least = 14 if params == "nvme" else 11
+        least = (14 if params == "nvme" else 11) - (5 if "8bit" in row["contestant"] else 0)
         assert (row["written_bytes_per_param"] > least) == ("NVMe" in row["contestant"])
 
 
