@@ -15,8 +15,8 @@ WEIGHT_DECAY. This library has its masters itself. For the others they are kept 
 optimizer steps are fp32 copies of the parameters. They get the bf16 gradients, widened; are clipped by torch's
 function; and are copied into the model after the step. So peers round their moments and nothing else. They have their
 own defaults: parameters below 4,096 elements have fp32 moments; blocks are of 256. bitsandbytes advises 32 bits for
-embeddings: that takes a call for each, or a layer of its own, and is not the default. torchao's step is not compiled:
-that is for its speed, takes a minute a process, and needs a compiler on the machine.
+embeddings: that takes a call for each, or a layer of its own, and is not the default. torchao's step is compiled, as it
+is meant to be, on a CPU with a compiler: eager it takes longer than all the rest. On a GPU it is eager.
 
 [Note: the words]
 "vocabulary" has a token for each of the WORDS - 1 most frequent words of the text, and one for the others: an embedding
@@ -39,6 +39,7 @@ import os
 import platform
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,7 +236,7 @@ def trainer(states: str, model: nn.Module, lr: float) -> Trainer:
     if states == "torch":
         return ByHand(model, torch.optim.AdamW, lr)
     module = {"bitsandbytes": "bitsandbytes.optim", "torchao": "torchao.optim"}[states]
-    if states == "torchao":
+    if states == "torchao" and (next(model.parameters()).is_cuda or shutil.which("c++") is None):
         torch.compiler.set_stance("force_eager")
     return ByHand(model, importlib.import_module(module).AdamW8bit, lr)
 
