@@ -79,7 +79,8 @@ class Prediction:
         if not isinstance(here.speeds, NotPredicted) and uses(layout, placement.choice) <= MOST_USES:
             least = seconds_of(layout, placement, Passes(), here.speeds)
             self.least_s = None if isinstance(least, NotPredicted) else least
-        self._tokens = self._forwards = self._steps = 0
+        self._given = 0, 0  # tokens, and forwards that had them; replaced at once, since any thread may ask
+        self._steps = 0
         self._ends: deque[float] = deque(maxlen=STEPS - FIRST + 1)
         self._before: Mapping[str, float] = {}
         self._passes: Passes | None = None
@@ -105,8 +106,8 @@ class Prediction:
     def forward_begins(self, model: object, args: object, kwargs: object) -> None:
         """Counts the tokens of what a forward is given, as a hook."""
         if self.is_counting and torch.is_grad_enabled():
-            self._tokens += _tokens_in((args, kwargs))
-            self._forwards += 1
+            tokens, forwards = self._given
+            self._given = tokens + _tokens_in((args, kwargs)), forwards + 1
 
     @property
     def figures(self) -> dict[str, float]:
@@ -117,7 +118,8 @@ class Prediction:
     @property
     def measured_s(self) -> float | None:
         """The median of the last iterations; None: there were too few."""
-        times = [after - before for before, after in pairwise(self._ends)]
+        ends = tuple(self._ends)  # at once: `stats()` may be asked in any thread, while a step ends
+        times = [after - before for before, after in pairwise(ends)]
         return median(times) if times else None
 
     @property
@@ -130,8 +132,9 @@ class Prediction:
 
     def _predict(self) -> Iteration | None:
         flops, speeds = self._here.flops_per_s, self._here.speeds
-        if self._found is None and flops and self._tokens and not isinstance(speeds, NotPredicted):
-            work = replace(self._work, tokens=max(round(self._tokens / self._forwards), 1))
+        tokens, forwards = self._given
+        if self._found is None and flops and tokens and not isinstance(speeds, NotPredicted):
+            work = replace(self._work, tokens=max(round(tokens / forwards), 1))
             self._passes = passes_of(self._layout, work, flops)
             found = simulate(self._layout, self._placement, self._passes, speeds)
             self._found = None if isinstance(found, NotPredicted) else found

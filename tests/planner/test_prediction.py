@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -24,9 +26,10 @@ from offload.planner.measured import Here
 from offload.planner.prediction import Prediction
 from offload.planner.rates import HostRates, Rate, Rates
 from offload.planner.simulate import Iteration, simulate
-from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Speeds
+from offload.planner.simulate.speeds import DriveSpeed, LinkSpeed, Passes, Speeds
 from offload.planner.simulate.what_if import passes_of
 from offload.planner.verdict import Work
+from tests.support.beside import often_switching
 from tests.support.disks import on_disk
 from tests.support.faulty_engine import FaultyEngine
 
@@ -261,3 +264,27 @@ def test_what_is_named_is_what_makes_an_iteration_longer(name: str, monkeypatch:
     assert not any(lines[:-1])
     assert lines[-1] is not None
     assert f"What differs most: {told.said.format(path=path)}, " in lines[-1]
+
+
+def test_figures_may_be_asked_in_another_thread_while_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan_of(Words(), direct=True, tier="cpu")
+    layout, placement, work = planned.layout, planned.place(), Work(NUMEL, 0, 1, recomputes=False)
+    truth = simulate(layout, placement, Passes(), FAST)
+    assert isinstance(truth, Iteration)
+    monkeypatch.setattr(prediction, "STEPS", 1000)
+    one = Prediction(layout, placement, work, Here(FAST, PLENTY), [])
+    counted, tokens, ended = _Counted(truth), torch.zeros(1, 1, dtype=torch.long), threading.Event()
+
+    def train() -> None:
+        try:
+            for _ in range(10_000):
+                one.forward_begins(None, (tokens,), {})
+                one.step_ends(counted, counted)  # type: ignore[arg-type]
+        finally:
+            ended.set()
+
+    with often_switching(), ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        while not ended.is_set():
+            assert all(math.isnan(seconds) or seconds >= 0 for seconds in one.figures.values())
+        training.result()
