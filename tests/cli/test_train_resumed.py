@@ -80,7 +80,7 @@ def start(*args: str, stop_after: int) -> int:
     """Runs `offload train`, and sends it SIGTERM after that many steps; its exit status."""
     code = (
         "import os, signal, torch; torch.set_num_threads(1)\n"
-        "from offload.cli import loop\n"
+        "from offload.demo import loop\n"
         "take = loop._accumulate\n"
         "steps = []\n"
         "def stopping(*args):\n"

@@ -129,6 +129,7 @@ def test_the_largest_models_of_zero_take_what_its_formulas_say_and_fit(name: str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_page_says_what_the_plan_counts() -> None:
     page = (ROOT / "docs" / "papers.md").read_text()
     before = re.findall(r"^\| C\d .*$", page, re.MULTILINE)
