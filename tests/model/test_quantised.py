@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import ConfigError, OffloadZero, ResumeError
+from offload import ConfigError, OffloadZero, ResumeError, build
 from offload.integrations.quantised import parameters_of_buffers
 from offload.model import inner
 from offload.model.inner import Format, inner_tensors
+from offload.sizes import MIB
 from tests.model.test_frozen import options, trained
 from tests.support.quantised import (
     GROUP,
@@ -81,6 +82,34 @@ def test_a_quantised_base_streams_with_the_bits_of_the_resident_one(tier: str, p
     assert all(type(one.codes) is type(one.scales) is Tensor for one in objects)
     follow(plain, model)
     assert torch.equal(model(batch(9)), plain(batch(9)))
+
+
+@pytest.mark.parametrize(("tier", "param_tier"), WHERE[:3])
+def test_a_quantised_base_stays_while_a_text_is_generated(
+    tier: str, param_tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token has the bits of the resident base, and so has the training inside and after it."""
+    model, plain = quantised(), quantised()
+    adamw = torch.optim.AdamW(trained(model), lr=1e-2)
+    with OffloadZero(model, adamw, **options(tier, param_tier, tmp_path)) as optimizer:
+        monkeypatch.setattr(build, "_free_on_device", lambda *_: MIB)
+        same_steps(optimizer, model, plain, range(2))
+        follow(plain, model)
+        with optimizer.generating():
+            moved = []
+            for token in range(4):
+                before = optimizer.stats()["gathered_bytes"]
+                with torch.no_grad():
+                    assert torch.equal(model(batch(token)), plain(batch(token)))
+                moved.append(optimizer.stats()["gathered_bytes"] - before)
+            assert moved[0] > 0 == sum(moved[1:])
+            assert optimizer._parts.parameters.units["blocks.0"].is_here
+            same_steps(optimizer, model, plain, range(2, 4))
+            follow(plain, model)
+            with torch.no_grad():
+                assert torch.equal(model(batch(4)), plain(batch(4)))
+        assert not optimizer._parts.parameters.units["blocks.0"].is_here
+        same_steps(optimizer, model, plain, range(4, 6))
 
 
 def test_codes_and_scales_keep_their_own_dtypes_whatever_is_computed_in(tmp_path: Path) -> None:

@@ -566,6 +566,27 @@ def in_time(steps: int) -> Plain:
     return plain
 
 
+def test_experts_that_owe_steps_make_them_before_a_text_is_generated_with_them(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "run", range(1, 4))
+    plain = Plain(Model())
+    for number in range(1, 4):
+        loss_of(plain.model, number, [number % 2]).backward()
+        plain.step()
+    with optimizer:
+        with optimizer.generating():
+            for token in range(3):  # experts 2 and 3 have not had a step, 0 owes its last one
+                assert owed(optimizer) or token
+                with torch.no_grad():
+                    assert torch.equal(model(batch(token), [token, 3]), plain.model(batch(token), [token, 3]))
+            loss_of(plain.model, 9, [2]).backward()
+            plain.step()
+            take(model, optimizer, 9, [2])
+            assert owed(optimizer)
+            with torch.no_grad():
+                assert torch.equal(model(batch(5), ALL), plain.model(batch(5), ALL))
+        assert_same(bits_of(model, optimizer), plain.bits())
+
+
 RESUMED = {
     "as it was": {},
     "in other chunks": {"tuning": replace(TUNING, chunk="260KiB", tile=2 * MATRIX)},
