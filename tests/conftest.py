@@ -161,12 +161,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+WORLDS = Worlds()
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """`worlds(n)`: n ranks, started once for all tests."""
-    made = Worlds()
-    yield made
-    made.close()
+    yield WORLDS
+    WORLDS.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """No rank waits for the rest of the session once a worker is through with those tests: see MANY_THREADS."""
+    if nextitem is not None and not nextitem.nodeid.startswith((*OF_RANKS, *OWN_RANKS)):
+        WORLDS.close()
 
 
 @pytest.fixture(autouse=True, scope="session")
