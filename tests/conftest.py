@@ -51,8 +51,9 @@ OF_RANKS = (
 """What uses `worlds`. Whoever runs the first of them starts ranks, which import what they need."""
 OWN_RANKS = ("tests/accelerator/", "tests/gpu/", "tests/peers/")
 """Their ranks have devices, or other libraries, and are started by each file."""
-SHARING = ("tests/cli/test_plan", "tests/gpu/test_ranks.py", "tests/parity/", "tests/threads/")
-"""Where the tests of a file need the same few trainings, or measures of a model, which a process keeps."""
+SHARING = ("tests/cli/test_plan", "tests/gpu/test_ranks.py", "tests/parity/", "tests/test_rooms.py", "tests/threads/")
+"""Where the tests of a file need the same few trainings, measures of a model, or parsed sources, which a process
+keeps."""
 PRODUCTS = (
     "tests/accelerator/",
     "tests/checkpoint/",
@@ -160,12 +161,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+WORLDS = Worlds()
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """`worlds(n)`: n ranks, started once for all tests."""
-    made = Worlds()
-    yield made
-    made.close()
+    yield WORLDS
+    WORLDS.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """No rank waits for the rest of the session once a worker is through with those tests: see MANY_THREADS."""
+    if nextitem is not None and not nextitem.nodeid.startswith((*OF_RANKS, *OWN_RANKS)):
+        WORLDS.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

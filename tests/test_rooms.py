@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 import offload
 
@@ -83,10 +87,23 @@ def sources() -> list[tuple[str, Path]]:
     ]
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All that a file consists of. Parsed once: six tests look through the whole package."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_nodes() -> Iterator[None]:
+    """Or each later collection of garbage in this process would look through them."""
+    yield
+    nodes_of.cache_clear()
+
+
 def imports(path: Path) -> list[str]:
     """Full names of everything a file imports, anywhere in it."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +141,7 @@ def test_the_demo_has_only_what_every_user_has() -> None:
         wrong += [
             f"{where} imports {name}" for name in ours if not name.startswith("offload.demo.") and name not in public
         ]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self":
                 wrong.append(f"{where}:{node.lineno} uses {ast.unparse(node)}")
     assert not wrong
@@ -170,7 +187,7 @@ def test_what_turns_torch_functions_off_is_known_to_one_file_and_entered_by_a_pl
     """Through an ExitStack an interrupt could come after its entry, and before anybody knows the exit."""
     wrong = []
     for room, path in sources():
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        nodes = nodes_of(path)
         entered = {
             item.context_expr.func
             for node in nodes
@@ -194,7 +211,7 @@ MOST_ARGUMENTS = 7
 def test_no_constructor_takes_many_arguments() -> None:
     wrong = []
     for _, path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.ClassDef) or node.name == "OffloadZero":
                 continue
             for made in node.body:
@@ -223,7 +240,7 @@ def test_choices_are_made_in_one_place() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} makes a {node.func.id}"
         for _, path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and re.fullmatch(r"\w*Choice", node.func.id)
         if str(path.relative_to(ROOT)) not in makers
     ]
@@ -233,7 +250,7 @@ def test_choices_are_made_in_one_place() -> None:
 def _calls_of_the_file_system(path: Path) -> list[str]:
     """Where a file calls it: functions of os, fcntl and shutil, `open`, and methods of paths."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
             found += [f"{node.lineno}: imports {name}" for name in names & {"fcntl", "shutil", "tempfile", "glob"}]

@@ -104,7 +104,7 @@ def test_a_torch_whose_optimizers_lack_hooks_is_refused(name: str, monkeypatch: 
 
 def streamed_without(*names: str) -> str:
     """What a process prints that trains with streamed parameters and a torch which lacks some names."""
-    done = run_code(STREAMED, *names)
+    done = run_code(STREAMED, *names, imports_itself=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -268,7 +268,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NESTED)
 def test_whatever_is_nested_comes_back(value: object) -> None:
     assert same(through_json(value), value)

@@ -321,7 +321,7 @@ SPECS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SPECS, st.integers(1, 700), st.integers(1, 4))
 def test_every_layout_makes_a_manifest(specs: list[tuple[int, str, str]], chunk_numel: int, world: int) -> None:
     import torch

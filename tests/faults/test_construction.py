@@ -41,7 +41,7 @@ from tests.support.before import Before
 from tests.support.disks import FreeFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import CopiedBy, LateCopier
-from tests.support.processes import arena_bytes, open_files, start_python
+from tests.support.processes import Forked, arena_bytes, open_files
 from tests.support.run_files import kinds_in, swap_in
 from tests.support.scripts import run_code
 
@@ -261,7 +261,7 @@ sys.stdin.read()
 
 
 def test_a_child_that_outlives_a_killed_parent_does_not_hold_the_path(model: Tiny, make: Make, path: Path) -> None:
-    with start_python(RUN, str(path)) as parent:
+    with Forked(RUN, str(path)) as parent:
         child = int(parent.stdout.readline())
         try:
             with pytest.raises(PathInUseError):

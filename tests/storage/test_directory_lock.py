@@ -17,7 +17,7 @@ from offload.io.engine import IOFile
 from offload.io.files import Files, Host
 from offload.storage.directories import LOCK_NAME
 from offload.storage.directory_lock import Claimant, Claims
-from tests.support.processes import start_python
+from tests.support.processes import Forked
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 
@@ -90,7 +90,7 @@ sys.stdin.read()
 
 
 def test_a_process_that_is_killed_lets_go_of_it(tmp_path: Path) -> None:
-    with start_python(HOLD, str(tmp_path)) as holder:
+    with Forked(HOLD, str(tmp_path)) as holder:
         assert holder.stdout.readline() == "\n"
         with pytest.raises(PathInUseError):
             claim(tmp_path, OTHER, Files())

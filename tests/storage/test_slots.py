@@ -27,7 +27,7 @@ from offload.storage.swap_format import MAGIC, SlotArrays, Superblock, parse_sup
 from tests.support.damage import flipped
 from tests.support.disks import FreeFiles
 from tests.support.faulty_engine import FaultyEngine
-from tests.support.processes import open_files, start_python
+from tests.support.processes import Forked, open_files
 from tests.support.run_files import kinds_in, swap_in
 from tests.support.slot_maps import file_bytes, slots_of
 
@@ -307,7 +307,7 @@ def opens(path: Path, files: Files | None = None) -> bool:
 
 
 def test_another_process_holds_the_path_until_it_is_killed_even_if_its_child_lives_on(path: Path) -> None:
-    with start_python(HOLD, str(path), "fork") as holder:
+    with Forked(HOLD, str(path), "fork") as holder:
         child = int(holder.stdout.readline())
         try:
             assert not opens(path)

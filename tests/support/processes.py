@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from tests.support.scripts import run_code
 
@@ -49,6 +51,53 @@ def start_python(code: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
+
+
+class Forked:
+    """A forked child that runs some code: no Python starts and imports torch for it. Others than it are killed.
+
+    Attributes: pid: its own; stdin, stdout: the other ends of its.
+    """
+
+    def __init__(self, code: str, *args: str) -> None:
+        theirs, ours = zip(os.pipe(), reversed(os.pipe()), strict=True)  # what it reads and writes, and we
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # as in `holds_in_child`
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for number, fd in enumerate(theirs):
+                    os.dup2(fd, number)
+                for fd in (*theirs, *ours):
+                    os.close(fd)  # its input ends where the parent closes it
+                sys.argv, sys.stdin, sys.stdout = ["-c", *args], os.fdopen(0), os.fdopen(1, "w")
+                exec(code, {"__name__": "__main__"})
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        for fd in theirs:
+            os.close(fd)
+        self.stdin, self.stdout = os.fdopen(ours[0], "w"), os.fdopen(ours[1])
+        self._has_ended = False
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        if not self._has_ended:
+            os.waitpid(self.pid, 0)
+            self._has_ended = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """As that of subprocess.Popen: it is waited for, and its input has ended."""
+        self.stdin.close()
+        self.stdout.close()
+        self.wait()
 
 
 def run_killed(module: str, seed: int, kills: int, folder: Path, *more: object) -> None:

@@ -150,8 +150,9 @@ class Worlds:
         return world
 
     def close(self) -> None:
-        for world in self._worlds.values():
-            world.close()
+        """Ends those that there are. Later calls start others."""
+        while self._worlds:
+            self._worlds.popitem()[1].close()
 
 
 def _serve(rank: int, size: int, group_timeout_s: float, folder: str, pipe: Connection) -> None:

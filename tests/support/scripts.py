@@ -1,8 +1,8 @@
-"""Runs scripts as Python does, each in a process of its own that has imported torch already.
+"""Runs scripts as Python does, each in a process of its own that has imported torch and this library already.
 
-One Python imports torch, with what its optimizers import at their first use, and forks for each script. The child runs
-the script as its main program, and ends as any Python does. Importing torch for each would take longer than the
-scripts.
+One Python imports torch, with what its optimizers import at their first use, and `offload`, and forks for each script.
+The child runs the script as its main program, and ends as any Python does. Importing them for each would take longer
+than the scripts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,32 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_code(code: str, *arguments: str, limit_s: int = 120) -> subprocess.CompletedProcess[str]:
-    """Runs code as `python -c code` does, from the repository's root."""
+def run_code(
+    code: str, *arguments: str, limit_s: int = 120, imports_itself: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs code as `python -c code` does, from the repository's root. Args: imports_itself: `offload`, and only then
+    does that look what this torch has."""
     at_root = f"import os, sys\nos.chdir({str(ROOT)!r})\nsys.path[0] = os.getcwd()\n"
     with tempfile.TemporaryDirectory() as folder:
-        return run_script(at_root + code, Path(folder), *arguments, limit_s=limit_s, strict=False)
+        return run_script(
+            at_root + code, Path(folder), *arguments, limit_s=limit_s, strict=False, imports_itself=imports_itself
+        )
 
 
 def run_script(
-    code: str, folder: Path, *arguments: str, limit_s: int = 120, strict: bool = True
+    code: str,
+    folder: Path,
+    *arguments: str,
+    limit_s: int = 120,
+    strict: bool = True,
+    imports_itself: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script in `folder`, where nothing is but what it makes.
 
-    Args: limit_s: SIGALRM ends it after so many seconds; strict: warnings are errors.
+    Args: limit_s: SIGALRM ends it after so many seconds; strict: warnings are errors; imports_itself: as in `run_code`.
     """
     (folder / "script.py").write_text(code)
-    server = _server()
+    server = _server(imports_itself)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps([limit_s, strict, str(folder), *arguments]) + "\n")
@@ -50,9 +60,9 @@ def run_script(
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(has_torch_alone: bool) -> subprocess.Popen[str]:
     """It ends with this process, whose pipe ends then."""
-    command = [sys.executable, str(Path(__file__))]
+    command = [sys.executable, str(Path(__file__)), *(["torch alone"] if has_torch_alone else [])]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -60,6 +70,11 @@ def _serve() -> str | None:
     """Forks for each folder that comes. Returns: in a child, the script to run; None when no more will come."""
     import torch._dynamo  # noqa: F401  # before the forks
 
+    if not sys.argv[1:]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # or no strict script would be told of a warning of this import
+            from offload import OffloadZero  # noqa: F401
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in each child"
     # No collection of garbage looks through what was imported. The last one, as a Python ends, would take longer than
     # most scripts: it writes to each object, so that all memory which the child shares is copied.
     gc.collect()
