@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,11 @@ def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
     return late
 
 
+def costs(measure: host_costs.Seconds, least: float, most: float) -> bool:
+    """Whether the median of a few rounds is between so many DELAY_S: some may have something else beside them."""
+    return least * DELAY_S < statistics.median(measure() for _ in range(3)) < most * DELAY_S
+
+
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_costs, "TILES", 16)
@@ -43,7 +49,7 @@ def test_what_a_tile_takes_is_that_of_a_forward_or_a_backward(monkeypatch: pytes
     monkeypatch.setattr(StreamedUnits, "forward_begins", delayed(StreamedUnits.forward_begins))
     with host_costs.tiles() as measure:
         measure()
-        assert 0.45 * DELAY_S < measure() < 0.95 * DELAY_S
+        assert costs(measure, 0.45, 0.95)
 
 
 def test_what_a_chunk_takes_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +57,7 @@ def test_what_a_chunk_takes_is_that_of_its_step(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Step, "_run", delayed(Step._run))
     with host_costs.chunks(tmp_path) as measure:
         measure()
-        assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+        assert costs(measure, 0.9, 1.8)
     assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
 
 
@@ -59,7 +65,7 @@ def test_what_a_chunk_in_ram_takes_is_that_of_its_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(Step, "_run", delayed(Step._run))
     with host_costs.resident_chunks() as measure:
         measure()
-        assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+        assert costs(measure, 0.9, 1.8)
 
 
 def test_what_a_chunk_takes_has_the_wait_for_the_kernels_other_threads(
@@ -77,14 +83,14 @@ def test_what_a_chunk_takes_has_the_wait_for_the_kernels_other_threads(
     with host_costs.resident_chunks() as alone, host_costs.chunks(tmp_path) as measure:
         for one in (alone, measure):
             one()
-            assert 0.9 * DELAY_S < one() < 1.8 * DELAY_S
+            assert costs(one, 0.9, 1.8)
 
 
 def test_the_delay_of_a_transfer_is_that_of_a_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_files(), own_threads()
     monkeypatch.setattr(QueuedEngine, "submit", delayed(QueuedEngine.submit))
     with host_costs.delays(tmp_path, "threads") as measure:
-        assert 0.9 * DELAY_S < measure() < 1.8 * DELAY_S
+        assert costs(measure, 0.9, 1.8)
     assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
 
 
@@ -102,7 +108,7 @@ def test_what_a_chunk_of_parameters_takes_is_that_of_each_way_that_it_moves(
     monkeypatch.setattr(InPlace, "target", target)
     with host_costs.moved_chunks(tmp_path) as measure:
         measure()
-        assert 0.45 * DELAY_S < measure() < 0.95 * DELAY_S
+        assert costs(measure, 0.45, 0.95)
     assert (list(tmp_path.iterdir()), open_files(), own_threads()) == ([], *before)
 
 
