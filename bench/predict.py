@@ -2,8 +2,9 @@
 
 For each configuration the machine's rates are measured right before and right after it: the drive's reads, writes and
 both at once, through the library's own engine; the optimizer's kernels; a copy in RAM; plain torch's forward and
-backward of the same model and batch; and what Python takes for a chunk and for a tile (offload/cli/host_costs.py).
-planner/simulate predicts the iteration from their means. Bytes are predicted without any rate.
+backward of the same model and batch; and what the host takes for chunks, tiles and transfers
+(offload/cli/host_costs.py). planner/simulate predicts the iteration from their means. Bytes are predicted without any
+rate.
 
 The whole takes an hour or more. What has been measured is in OUT/predict-rows.json, and `--resume` goes on with what is
 left, in a folder of the same machine.

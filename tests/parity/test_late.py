@@ -574,7 +574,7 @@ def test_experts_that_owe_steps_make_them_before_a_text_is_generated_with_them(t
         plain.step()
     with optimizer:
         with optimizer.generating():
-            for token in range(3):  # experts 2 and 3 have not had a step, 0 owes its last one
+            for token in range(3):  # experts 2 and 3 owe all steps, and 0 its last one
                 assert owed(optimizer) or token
                 with torch.no_grad():
                     assert torch.equal(model(batch(token), [token, 3]), plain.model(batch(token), [token, 3]))
