@@ -193,7 +193,8 @@ def _phases_s(stage: int, kind: type[Delayed], delay_s: float) -> tuple[float, f
 
     torch.manual_seed(0)
     model = _Blocks(2.4 * delay_s)
-    with patch.object(comm, "connect", connect), OffloadZero(model, stage=stage) as optimizer:
+    each = Tuning(bucket=4096)  # else units as small as these travel together
+    with patch.object(comm, "connect", connect), OffloadZero(model, stage=stage, tuning=each) as optimizer:
         found = []
         for number in range(4):
             optimizer._comm.barrier()
