@@ -427,6 +427,27 @@ def test_a_forward_that_raises_and_one_without_gradients(streams: Streams) -> No
     assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_module_that_is_given_another_class_later_runs_the_forward_of_that() -> None:
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"param_tier": "cpu", "compute_dtype": torch.float32, "tuning": tuning(0)}
+    with OffloadZero(model, **options) as optimizer:
+        assert optimizer._parts.parameters.tiles
+        before = model(batch(0))
+        for one in (model, plain):
+            one.blocks[0].up.__class__ = Doubled
+            one.blocks[1].__class__ = type(
+                "Other", (type(one.blocks[1]),), {"forward": lambda self, x: self.down(x.repeat(1, 2))}
+            )
+        assert not torch.allclose(before, plain(batch(0)))
+        torch.testing.assert_close(model(batch(0)), plain(batch(0)))
+
+
 def test_a_tiled_layer_that_is_called_twice(streams: Streams) -> None:
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
