@@ -360,6 +360,25 @@ class Answers:
         """Whether a parameter has a gradient that the user did not drop, and no step has used."""
         return self.is_live(number) and self._held[number].is_marked
 
+    def require_whole(self) -> None:
+        """Requires that no gradient is there in part.
+
+        In a backward that of a weight in tiles may be, and nobody knows whether more of it comes: of an embedding only
+        tiles of words that are used do.
+
+        Raises:
+            ConfigError: naming the first parameter.
+        """
+        if not in_backward():
+            return
+        for held in self._held:
+            if held.spec.tile and held.is_marked and not self.is_live(held.number):
+                raise ConfigError(
+                    f"the gradients were used inside of a backward, and {held.spec.name} runs in tiles, of which some "
+                    "have no gradient so far: call step(), clipping and the like after backward(), or give "
+                    "Tuning(tile=0)"
+                )
+
     def take_changes(self, numbers: Collection[int] | None = None) -> None:
         """Takes over what the user did to `p.grad`: gradients assigned to it, zeros, and writes to views of its values.
 

@@ -275,6 +275,27 @@ def test_an_embedding_fetches_the_tiles_of_the_tokens_and_torch_names_ids_that_a
             model(torch.tensor([600]))
 
 
+@pytest.mark.parametrize("use", ["step", "clip", "grad"])
+def test_a_gradient_of_which_only_some_tiles_have_come_is_not_left_out(use: str) -> None:
+    model, plain = Words(), Words()
+    ids = torch.tensor([5, 130, 6])  # in the first and the third tile
+    chosen = tuning(0, 64 * 16 * 4)
+    with OffloadZero(model, param_tier="cpu", tuning=chosen, compute_dtype=torch.float32) as optimizer:
+        uses: dict[str, Callable[[], object]] = {
+            "step": optimizer.step,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+            "grad": lambda: optimizer.grad(model.embed.weight),
+        }
+        out = model(ids)
+        out.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(uses[use]))
+        with pytest.raises(ConfigError, match=r"embed\.weight runs in tiles.* after backward\(\)"):
+            out.square().sum().backward()
+        plain(ids).square().sum().backward()
+        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(optimizer.grad(other), own.grad)
+        optimizer.step()
+
+
 def test_access_to_a_tiled_weight(streams: Streams) -> None:
     model = Net()
     with streams.optimizer(model, tuning=tuning(1)) as optimizer:
