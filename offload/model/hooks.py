@@ -136,7 +136,7 @@ def _put_first(leaf: nn.Parameter, handle: RemovableHandle) -> None:
     Otherwise those from before would see the gradient of one micro-batch, and not the sum of all so far. Over several
     ranks they see it, because no rank has all of a sum.
     """
-    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks  # type: ignore[assignment]
+    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks
     others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
     for key, _ in others:  # torch goes by the order of a dict, which `OrderedDict.move_to_end` leaves as it is
         del hooks[key]
