@@ -611,6 +611,7 @@ class OffloadZero(torch.optim.Optimizer):
         """
         torch_private.past_subclasses(self._parts.parameters.require_unchanged, self._model, self.param_groups)
         self._held.pending.before_gradients()
+        self._held.answers.require_whole()
         self._held.answers.take_changes()
         return self._parts.gradients.finalize(self._held.answers.active)
 
@@ -1123,6 +1124,7 @@ class OffloadZero(torch.optim.Optimizer):
         """Whether a parameter has a gradient, on any rank, which is final then."""
         if self._everyone.size > 1:
             return number in self._finalize_gradients()
+        self._held.answers.require_whole()
         self._held.answers.take_changes([number])
         return bool(self._parts.gradients.finalize([number] if self._held.answers.has(number) else []))
 

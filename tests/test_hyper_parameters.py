@@ -114,6 +114,27 @@ def test_where_nothing_is_committed_a_group_may_hold_anything() -> None:
         step(model, optimizer)
 
 
+def test_a_state_dict_stays_what_it_is_when_it_was_loaded() -> None:
+    def trained(model: nn.Linear, optimizer: torch.optim.Optimizer) -> list[object]:
+        saved = optimizer.state_dict()
+        group = {**saved["param_groups"][0], "betas": [0.5, 0.75], "lr": torch.tensor(0.5)}
+        saved = {**saved, "param_groups": [group]}
+        optimizer.load_state_dict(saved)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which writes to the tensor
+        optimizer.param_groups[0]["betas"][0] = 0.25
+        model(torch.ones(2, 8, dtype=model.weight.dtype)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        now = optimizer.param_groups[0]
+        return [float(group["lr"]), group["betas"], float(now["lr"]), list(now["betas"])]
+
+    model, optimizer = made()
+    with optimizer:
+        found = trained(model, optimizer)
+    plain = nn.Linear(8, 8)
+    assert found == trained(plain, torch.optim.AdamW(plain.parameters())) == [0.5, [0.5, 0.75], 0.25, [0.25, 0.75]]
+
+
 def test_adam_does_not_go_on_as_adamw(tmp_path: Path) -> None:
     model, optimizer = made(tmp_path / "run", commit_every=1)
     with optimizer:

@@ -23,8 +23,8 @@ a checkpoint: our recomputation stops as soon as it has again what enters that o
 the store. A saved tensor that stays where it is has a version, as in torch: a change in place is an error, not a wrong
 number. What went to the store was copied, and the original may be changed.
 
-A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
-changed since. Units whose forward changes their buffers (batch norm) are not recomputed, nor are units with
+A recomputation must do what the forward did. So it is refused if parameters, buffers, the mode or a class of the unit
+have changed since. Units whose forward changes their buffers (batch norm) are not recomputed, nor are units with
 parametrizations inside of `parametrize.cached()`.
 """
 
@@ -51,7 +51,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload import torch_private
 from offload.choices import ActivationChoice
 from offload.errors import ClosedError, ConfigError, StaleActivationError
-from offload.model.compiled import Compiler, Forward
+from offload.model.compiled import Compiler, Forward, forward_of_class
 from offload.model.dense import is_dense
 from offload.model.fetch import HeldUnits
 from offload.model.partition import Partition, Partitions
@@ -160,17 +160,21 @@ class _Unit:
     """A unit whose forward this library runs.
 
     Attributes:
-        forward: the forward that its module had.
-        recomputes: whether that runs again in its backward.
+        recomputes: whether its forward runs again in its backward.
         params: its parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, *, recomputes: bool) -> None:
         self.name = name
-        self.forward = module.forward
         self.recomputes = recomputes
+        self._own = module.__dict__.get("forward")
         self._modules = list(module.modules())
         self.params = self._params()
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The forward of its module, in the place of which this library's is."""
+        return forward_of_class(self._modules[0]) if self._own is None else self._own
 
     def is_whole(self) -> bool:
         """Whether the unit has its own parameters now, and none that torch.func.functional_call has put in."""
@@ -195,7 +199,10 @@ class _Unit:
         versions = ((param, param._version) for param in params)
         # Of what was frozen or unfrozen a recomputation would save other tensors.
         trained = ((param, param.requires_grad) for param in params)
-        return [*versions, *trained, *self.buffers(), *((None, module.training) for module in self._modules)]
+        modes = ((None, module.training) for module in self._modules)
+        # A forward may give its module another class, and a patch gives the class another forward.
+        code = ((one, 0) for module in self._modules for one in (type(module), type(module).forward))
+        return [*versions, *trained, *self.buffers(), *modes, *code]
 
 
 def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -> bool:
@@ -347,16 +354,16 @@ class Activations:
             kwargs: its keyword arguments.
 
         Raises:
-            StaleActivationError: if parameters, buffers or the mode of the unit have changed since.
+            StaleActivationError: if parameters, buffers, the mode or a class of the unit have changed since.
         """
         assert self._units is not None
         self._units.forward_begins(self._units.named(unit.name))
         try:
             if not _is_same(unit.state(), state):
                 raise StaleActivationError(
-                    f"parameters, buffers or the mode of {unit.name} have changed since its forward, so that it cannot "
-                    "be recomputed: call backward() before step(), eval() and the like; where what changes them leaves "
-                    "their values as they are, give Tuning(recompute=False)"
+                    f"parameters, buffers, the mode or a class of {unit.name} have changed since its forward, so that "
+                    "it cannot be recomputed: call backward() before step(), eval() and the like; where what changes "
+                    "them leaves their values as they are, give Tuning(recompute=False)"
                 )
             return compiler.call(unit.forward, args, kwargs)
         finally:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import update_wrapper
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -71,6 +71,17 @@ def runs_as_it_is(function: Callable[..., Any]) -> None:
     torch_private.skip_frames(function.__code__)
 
 
+def forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """The forward that a module has from its class, as it is now.
+
+    Somebody may have given the module another class meanwhile, or the class another forward.
+    """
+    kind = type(module)
+    found = next(vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one))
+    bound: Callable[..., Any] = found.__get__(module, kind) if hasattr(found, "__get__") else found
+    return bound
+
+
 class Forward(LeftBehind):
     """Stands in for a module's `forward`, outside of compiled code.
 
@@ -88,14 +99,22 @@ class Forward(LeftBehind):
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.__wrapped__  # type: ignore[attr-defined]
-        if self._run is None:
-            return forward(*args, **kwargs)
         callback = torch_private.set_frame_callback(None)
         try:
-            return self._run(Compiler(callback), forward, args, kwargs)
+            compiler, forward = Compiler(callback), self.own
+            if self._run is None:
+                return compiler.call(forward, args, kwargs)
+            return self._run(compiler, forward, args, kwargs)
         finally:
             torch_private.set_frame_callback(callback)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The module's own forward, in the place of which this is."""
+        module = self._module()
+        if self.instead is not None or module is None:
+            return self.__wrapped__  # type: ignore[attr-defined, no-any-return]
+        return forward_of_class(module)
 
     runs_as_it_is(__call__)
     # Where it would be traced the graph ends. `torch.compiler.disable` would do that too, and compile nothing inside.
@@ -129,7 +148,7 @@ class Forward(LeftBehind):
 
 
 def _own_forward(module: nn.Module, forward: Any) -> Any:
-    return MethodType(type(module).forward, module) if forward is None else forward
+    return forward_of_class(module) if forward is None else forward
 
 
 def run_uncompiled(_: Compiler, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -298,7 +298,7 @@ class Answers:
                 self._read_others()  # autograd adds to what the user assigned, another parameter's gradient
             if held.spec.tile and held.grad is not None and not held.is_marked:
                 self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
-            self._require_no_factors()
+            self._require_no_factors(number)
             self._pending.require_applied(number)
             self._pending.before_gradients()
             self._forget_norms_of(number)
@@ -336,9 +336,10 @@ class Answers:
             param, grad = held.tensor, leaf.grad
             if held.spec.tile and leaf is param and (grad is None or held.is_marked):
                 return  # the graph of its tiles gets here, too, without a gradient: see tiling.py
-            if grad is None:
-                raise AssertionError("a gradient hook ran without a gradient")
             self._forget_norms_of(number)
+            if grad is None:  # a hook that was called before has dropped it
+                self._gradients.clear(number)
+                return
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             self._show(held)
@@ -359,6 +360,25 @@ class Answers:
         """Whether a parameter has a gradient that the user did not drop, and no step has used."""
         return self.is_live(number) and self._held[number].is_marked
 
+    def require_whole(self) -> None:
+        """Requires that no gradient is there in part.
+
+        In a backward that of a weight in tiles may be, and nobody knows whether more of it comes: of an embedding only
+        tiles of words that are used do.
+
+        Raises:
+            ConfigError: naming the first parameter.
+        """
+        if not in_backward():
+            return
+        for held in self._held:
+            if held.spec.tile and held.is_marked and not self.is_live(held.number):
+                raise ConfigError(
+                    f"the gradients were used inside of a backward, and {held.spec.name} runs in tiles, of which some "
+                    "have no gradient so far: call step(), clipping and the like after backward(), or give "
+                    "Tuning(tile=0)"
+                )
+
     def take_changes(self, numbers: Collection[int] | None = None) -> None:
         """Takes over what the user did to `p.grad`: gradients assigned to it, zeros, and writes to views of its values.
 
@@ -378,7 +398,7 @@ class Answers:
             if held.grad is not None and not held.is_marked:
                 # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
                 self._pending.apply_all()
-                self._require_no_factors(is_assigned=True)
+                self._require_no_factors(held.number, is_assigned=True)
                 self._gradients.clear(held.number)
                 self._renew(held)
                 held.gradient.used_by = None
@@ -844,22 +864,26 @@ class Answers:
                 "before it goes on; its gradients and states are kept"
             )
 
-    def _require_no_factors(self, *, is_assigned: bool = False) -> None:
+    def _require_no_factors(self, number: int, *, is_assigned: bool = False) -> None:
         """Requires that a gradient may come. Factors of gradients that the user has dropped are dropped, too.
 
         Args:
+            number: the parameter that it is of.
             is_assigned: whether the user has assigned it, so that it is used as it is.
 
         Raises:
             ClosedError: in a forked child, which has no memory for gradients.
-            AccumulationError: after unscaling or clipping, whose factor was computed from the gradients before.
+            AccumulationError: after unscaling or clipping, whose factor was computed from the gradients before, or
+                where it would be added to one that was multiplied.
         """
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
         if self._scale.is_set:
-            if not self.active:
+            if not any(map(self.has, range(len(self._held)))):
                 self._scale.reset()  # the user dropped the gradients that it was for
-            elif self._scale.is_fixed and not (is_assigned and self._scale.common):
+            elif not self._held[number].is_marked:
+                self._scale.forget(number)
+            if self._scale.is_fixed_for(number) and not (is_assigned and self._scale.common):
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"

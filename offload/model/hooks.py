@@ -130,6 +130,19 @@ def _require_kept(param: nn.Parameter, name: str, module: nn.Module, args: tuple
     require_kept(param, name, module, args[0] if args else None)
 
 
+def _put_first(leaf: nn.Parameter, handle: RemovableHandle) -> None:
+    """Puts a hook before the others that are called when a gradient is accumulated.
+
+    Otherwise those from before would see the gradient of one micro-batch, and not the sum of all so far. Over several
+    ranks they see it, because no rank has all of a sum.
+    """
+    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks
+    others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+    for key, _ in others:  # torch goes by the order of a dict, which `OrderedDict.move_to_end` leaves as it is
+        del hooks[key]
+    hooks.update(others)
+
+
 class Hooks:
     """The hooks of one optimizer on its model; `remove` takes all of them away.
 
@@ -161,6 +174,7 @@ class Hooks:
         self._model = model
         self._units = units
         self._answers = answers
+        self._is_alone = parameters.layout.ranks == 1
         self._inputs: _CastsInputs | None = None  # of the model
         self._ignored_by_ddp = getattr(model, NotToWrap.NAME, None)
         try:
@@ -282,7 +296,10 @@ class Hooks:
             start: the element of the parameter at which the leaf begins.
         """
         self._leaves.append((number, leaf))
-        self._handles.append(leaf.register_post_accumulate_grad_hook(self._answers.after_accumulation(number, start)))
+        handle = leaf.register_post_accumulate_grad_hook(self._answers.after_accumulation(number, start))
+        self._handles.append(handle)
+        if self._is_alone:
+            _put_first(leaf, handle)
 
     def hook_nodes(self) -> None:
         """Hooks the nodes that accumulate gradients. A parameter that moves to another device gets a new node.

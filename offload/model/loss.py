@@ -151,7 +151,7 @@ def _weight_and_bias(head: Head) -> tuple[Tensor, Tensor | None]:
     if isinstance(head, nn.Module):
         forward: Any = head.forward
         while isinstance(forward, Forward):
-            forward = forward.__wrapped__  # type: ignore[attr-defined]
+            forward = forward.own
         if getattr(forward, "__func__", None) not in (nn.Linear.forward, LossLinear.forward):
             raise ConfigError(
                 f"linear_cross_entropy computes what an nn.Linear does, and head is a {type(head).__name__}, whose "

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from offload import torch_private
+from offload.model.torch_helpers import module_on_the_move
 
 
 class Kind(Enum):
@@ -203,8 +204,11 @@ def takes_lists(func: Any) -> bool:
 def moved_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
     """The device to which `func`, a MOVE, moves args[0]; None if it copies or changes it otherwise.
 
-    Torch copies from "cpu" to "cpu:0", which is the same device.
+    Torch copies from "cpu" to "cpu:0", which is the same device. What `module.to(memory_format=...)` asks for does not
+    count: strides are those that a parameter has where it is held.
     """
+    if "memory_format" in kwargs and module_on_the_move() is not None:
+        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     tensor = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     try:
         moved = func(tensor, *args[1:], **kwargs)

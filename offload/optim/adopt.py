@@ -6,6 +6,7 @@ and again before each step or commit changes anything.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -383,6 +384,9 @@ def require_matching(
 
 
 def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Gives param groups the hyper-parameters of a state dict that `require_matching` has accepted."""
+    """Gives param groups copies of the hyper-parameters of a state dict that `require_matching` has accepted.
+
+    A scheduler writes to a learning rate that is a tensor: the state dict has to stay what it is.
+    """
     for group, other in zip(groups, state_dict["param_groups"], strict=True):
-        group.update({key: value for key, value in other.items() if key != "params"})
+        group.update({key: copy.deepcopy(value) for key, value in other.items() if key != "params"})

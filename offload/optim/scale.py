@@ -81,10 +81,9 @@ class StepScale:
         """Whether there is any factor, also one of 1."""
         return self.unscaled is not None or self.clip is not None or bool(self._relative)
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the gradients that are here have a factor, which those added to them would get, too."""
-        return self.unscaled is not None or self.common != 1.0 or bool(self._relative)
+    def is_fixed_for(self, param: int) -> bool:
+        """Whether a gradient of `param` that comes now would get a factor which was computed without it."""
+        return self.unscaled is not None or self.common != 1.0 or param in self._relative
 
     def common_if_unscaled(self, inverse: float) -> float:
         """The factor of all gradients, if the loss scale is divided out, too. Nothing is changed.
@@ -157,6 +156,10 @@ class StepScale:
     def use_as_is(self, param: int) -> None:
         """Makes the step use the gradient of `param` as it is: its values were written anew, factors included."""
         self._set(param, 1.0)
+
+    def forget(self, param: int) -> None:
+        """Drops the factor that one parameter has of its own."""
+        self._relative.pop(param, None)
 
     def _set(self, param: int, factor: float) -> None:
         common = self.common

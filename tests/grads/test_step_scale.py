@@ -37,7 +37,7 @@ def test_a_new_scale_takes_gradients_as_they_are() -> None:
     assert (scale.common, scale.of(7), scale.relative(7)) == (1.0, 1.0, 1.0)
     assert scale.is_common
     assert not scale.is_set
-    assert not scale.is_fixed
+    assert not scale.is_fixed_for(0)
 
 
 def test_unscaling_multiplying_and_clipping_is_what_torch_does_to_the_gradients() -> None:
@@ -68,7 +68,7 @@ def test_a_norm_below_the_limit_and_one_that_is_nan_clip_nothing() -> None:
         assert scale.common == 1.0
         assert scale.clip == 1.0, "it was clipped, by 1"
         assert scale.is_set
-        assert not scale.is_fixed, "more may be added"
+        assert not scale.is_fixed_for(0), "more may be added"
 
 
 def test_an_infinite_norm_clips_to_zero_as_in_torch() -> None:
@@ -110,13 +110,22 @@ def test_asking_for_a_factor_changes_nothing_and_gives_what_unscaling_makes() ->
     assert scale.common == 1 / 3
 
 
+def test_a_factor_of_one_gradient_keeps_no_other_from_coming() -> None:
+    scale = StepScale()
+    scale.multiply(2, 0.5)
+    assert scale.is_fixed_for(2)
+    assert not scale.is_fixed_for(0)
+    scale.forget(2)
+    assert not scale.is_set
+
+
 @pytest.mark.parametrize(("inverse", "stays"), [(1.0, False), (0.5, True)])
 def test_a_question_of_the_scaler_is_taken_back_and_its_unscaling_stays(inverse: float, stays: bool) -> None:
     scale = StepScale()
     scale.unscale(inverse)
-    assert scale.is_fixed
+    assert scale.is_fixed_for(0)
     scale.take_back_unit()
-    assert scale.is_fixed is stays
+    assert scale.is_fixed_for(0) is stays
 
 
 def test_a_gradient_whose_values_were_written_is_used_as_it_is() -> None:

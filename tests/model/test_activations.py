@@ -534,6 +534,61 @@ def test_unit_that_changes_a_buffer_is_not_recomputed(tmp_path: Path) -> None:
     both.optimizer.close()
 
 
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class Becomes(nn.Linear):
+    """Gives itself another class when it runs first, as lazy modules do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.Linear.forward(self, x)
+        self.__class__ = Halved
+        return out
+
+
+def _given_a_class(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.__class__ = type("Other", (type(block),), {"forward": lambda self, x: x + torch.tanh(self[0](x))})
+
+
+def _class_patched(model: nn.Module) -> None:
+    for block in model.blocks:
+        type(block).forward = lambda self, x: x + torch.tanh(self[0](x))
+
+
+@pytest.mark.parametrize("change", [_given_a_class, _class_patched])
+def test_a_unit_whose_class_or_whose_classes_forward_is_changed_later_runs_what_it_has_now(
+    pair: Make, change: Callable[[nn.Module], None]
+) -> None:
+    own = type("Own", (nn.Sequential,), {})
+
+    def make() -> Norms:
+        model = Norms(nn.Identity)
+        for block in model.blocks:
+            block.__class__ = own
+        return model
+
+    both = pair(make)
+    both.same(backward(0))
+    for model in (both.plain, both.model):
+        change(model)
+    both.same(backward(1))
+
+
+def test_a_class_that_a_forward_changes_is_refused_in_the_recomputation_alone(pair: Make, where: str) -> None:
+    both = pair(lambda: Norms(lambda: Becomes(WIDTH, WIDTH)))
+    if "all saved" not in where:
+        with pytest.raises(StaleActivationError, match="a class of blocks"):
+            backward(0)(both.model)
+        both.optimizer.zero_grad()
+        for block in both.plain.blocks:
+            block[1].__class__ = Halved
+    for step in range(2):
+        both.same(backward(step))
+
+
 class Cache:
     """What a forward adds to, as caches of keys and values are."""
 

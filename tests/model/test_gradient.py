@@ -468,8 +468,72 @@ def test_a_loss_of_a_gradient_with_a_graph_is_refused_in_its_backward(made: Made
 
 def test_a_gradient_that_joins_a_multiplied_one_is_refused(made: Made) -> None:
     made.grad.mul_(0.5)
-    with pytest.raises(AccumulationError, match="multiplying the gradients"):
+    is_declared = made.optimizer.accumulation == 2
+    with pytest.raises(AccumulationError, match="multiplying the gradients" if is_declared else "2nd time"):
         made.model(batch(0)).float().square().sum().backward()
+
+
+def test_gradients_of_others_may_come_after_one_was_multiplied() -> None:
+    model, plain = Net(), Net()
+    with OffloadZero(model, compute_dtype=torch.float32, accumulation="auto") as optimizer:
+        for one in (model, plain):
+            one.blocks[0](torch.ones(2, 12)).square().sum().backward()
+            one.blocks[0].after.grad.mul_(0.5)
+            one.blocks[1](torch.ones(2, 12)).square().sum().backward()
+            one.blocks[0].after.grad = None
+            one.blocks[0].after.square().sum().backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert other.grad is None or torch.equal(optimizer.grad(param), other.grad)
+
+
+def drops(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def assigns(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.sign() + param.grad
+
+
+def clamps(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.clamp_(-0.01, 0.02)
+
+
+def halves(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.div_(2)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("changes", [drops, assigns, clamps, halves])
+def test_what_a_hook_does_when_a_gradient_is_accumulated_counts(
+    way: str, order: str, changes: Callable[[nn.Parameter], None], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"tuning": Tuning(chunk="4KiB", threads=1), "compute_dtype": torch.float32} | WAYS[way]
+    if options["tier"] == "nvme":
+        options["path"] = tmp_path / "run"
+    model, plain = Net(), Net()
+
+    def hook(one: nn.Module) -> None:
+        for param in list(one.parameters())[::2]:
+            param.register_post_accumulate_grad_hook(changes)
+
+    hook(plain)
+    if order == "before":
+        hook(model)
+    with OffloadZero(model, **options) as optimizer:
+        if order == "after":
+            hook(model)
+        # What is halved is not added to: that is refused.
+        for number in range(1 if changes is halves else optimizer.accumulation):
+            for one in (model, plain):
+                (one(batch(number)).square().sum() * 0.1).backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                assert torch.equal(optimizer.grad(param), other.grad)
 
 
 @pytest.mark.parametrize("write", ["add_", "fill_", "copy_"])

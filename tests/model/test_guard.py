@@ -230,6 +230,29 @@ def test_moving_a_model_to_where_it_is_does_nothing(held: Held) -> None:
     held.step()
 
 
+@pytest.mark.parametrize("options", [{}, {"param_tier": "cpu"}], ids=str)
+def test_a_memory_format_for_a_model_changes_nothing(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3))
+    plain = copy.deepcopy(model)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with OffloadZero(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), compute_dtype=torch.float32, **options
+    ) as optimizer:
+        strides = [param.stride() for param in model.parameters()]
+        for _ in range(3):
+            for one, steps in ((model, optimizer), (plain, other)):
+                one(torch.ones(2, 4, 6, 6)).square().mean().backward()
+                steps.step()
+                one.to(memory_format=torch.channels_last)  # gradients that were used, too
+                steps.zero_grad()
+        assert [param.stride() for param in model.parameters()] == strides
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), expected.detach())
+        apart = model[0].weight.to(memory_format=torch.channels_last)
+        assert apart.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(apart, model[0].weight)
+
+
 @pytest.mark.parametrize(
     "move",
     [

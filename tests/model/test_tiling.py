@@ -275,6 +275,27 @@ def test_an_embedding_fetches_the_tiles_of_the_tokens_and_torch_names_ids_that_a
             model(torch.tensor([600]))
 
 
+@pytest.mark.parametrize("use", ["step", "clip", "grad"])
+def test_a_gradient_of_which_only_some_tiles_have_come_is_not_left_out(use: str) -> None:
+    model, plain = Words(), Words()
+    ids = torch.tensor([5, 130, 6])  # in the first and the third tile
+    chosen = tuning(0, 64 * 16 * 4)
+    with OffloadZero(model, param_tier="cpu", tuning=chosen, compute_dtype=torch.float32) as optimizer:
+        uses: dict[str, Callable[[], object]] = {
+            "step": optimizer.step,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+            "grad": lambda: optimizer.grad(model.embed.weight),
+        }
+        out = model(ids)
+        out.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(uses[use]))
+        with pytest.raises(ConfigError, match=r"embed\.weight runs in tiles.* after backward\(\)"):
+            out.square().sum().backward()
+        plain(ids).square().sum().backward()
+        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(optimizer.grad(other), own.grad)
+        optimizer.step()
+
+
 def test_access_to_a_tiled_weight(streams: Streams) -> None:
     model = Net()
     with streams.optimizer(model, tuning=tuning(1)) as optimizer:
@@ -425,6 +446,27 @@ def test_a_forward_that_raises_and_one_without_gradients(streams: Streams) -> No
     found = [streams.run(body, Net, tuning=tuning(prefetch)) for prefetch in (0, 2)]
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_module_that_is_given_another_class_later_runs_the_forward_of_that() -> None:
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"param_tier": "cpu", "compute_dtype": torch.float32, "tuning": tuning(0)}
+    with OffloadZero(model, **options) as optimizer:
+        assert optimizer._parts.parameters.tiles
+        before = model(batch(0))
+        for one in (model, plain):
+            one.blocks[0].up.__class__ = Doubled
+            one.blocks[1].__class__ = type(
+                "Other", (type(one.blocks[1]),), {"forward": lambda self, x: self.down(x.repeat(1, 2))}
+            )
+        assert not torch.allclose(before, plain(batch(0)))
+        torch.testing.assert_close(model(batch(0)), plain(batch(0)))
 
 
 def test_a_tiled_layer_that_is_called_twice(streams: Streams) -> None:

@@ -191,18 +191,17 @@ class NumpyAdam:
         self._ages: dict[str, int] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Before OffloadZero takes the model: its hooks are called after these."""
+        """Called before OffloadZero takes the model."""
         for name, param in model.named_parameters():
             if param.requires_grad:
                 self._params[name] = param
                 master = flattened_like(param, param.detach()).float().cpu().numpy().copy()
                 self._masters[name] = [master, np.zeros_like(master), np.zeros_like(master)]
                 self._ages[name] = 0
-                param.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
+                param.register_hook(lambda grad, name=name: self._arrives(name, grad))
 
-    def _arrived(self, name: str, param: Tensor) -> None:
-        assert param.grad is not None
-        grad = flattened_like(param, param.grad).float().cpu().numpy().copy()
+    def _arrives(self, name: str, arriving: Tensor) -> None:
+        grad = flattened_like(self._params[name], arriving).float().cpu().numpy().copy()
         self._grads[name] = reference.accumulate(self._grads[name], grad) if name in self._grads else grad
 
     def step(self, optimizer: OffloadZero) -> None:
