@@ -218,12 +218,65 @@ def test_stations_of_a_step_are_called() -> None:
     assert not [function for _, function in stations() if function.rpartition(".")[2] not in used]
 
 
+def test_functions_that_texts_name_exist() -> None:
+    """`Class.method` of a class of the library, on the pages for those who work on it."""
+    classes = {
+        node.name: {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)} | members(node)
+        for file in (ROOT / "offload").rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("one-step", "development", "simulated-device", "swap-files")]
+    named = {found for page in pages for found in re.findall(r"`([A-Z]\w+)\.(\w+)", page.read_text())}
+    assert len(named) > 50
+    assert not [f"{one}.{name}" for one, name in sorted(named) if one in classes and name not in classes[one]]
+
+
+def test_what_is_to_be_changed_is_in_the_file_that_the_page_names() -> None:
+    """The rows of "Where to change what": names in parentheses are in one of the files beside them."""
+    page = (ROOT / "docs" / "development.md").read_text().split("## Where to change what")[1].split("\n## ")[0]
+    wrong, looked_for = [], 0
+    for line in page.splitlines():
+        what, where = line.strip("|").split("|", 1) if line.count("|") == 3 else ("", "")
+        files = [ROOT / file for file in re.findall(r"`(offload/[\w/]+\.py)`", where)]
+        words = {word for file in files for word in re.findall(r"\w+", file.read_text())}
+        names = {name for group in re.findall(r"\((`[^()]*)\)", what) for name in re.findall(r"`(\w+)`", group)}
+        looked_for += len(names) if files else 0
+        wrong += [f"{name}: {line}" for name in names - words if files]
+    assert looked_for > 40
+    assert not wrong
+
+
+def test_nothing_tells_to_install_this_library_from_an_index() -> None:
+    """It is on none: what has its name there is somebody else's."""
+    told = [
+        f"{file.name}: {line.strip()}"
+        for file in [*DOCUMENTS, *RECIPES, *RESULTS, *(ROOT / "offload").rglob("*.py")]
+        for line in file.read_text().splitlines()
+        if re.search(r"pip install (?:-\S+ )*['\"]?offload\b", line)
+    ]
+    assert not told
+
+
 def test_the_table_of_rooms_is_in_the_order_of_imports() -> None:
     page = (ROOT / "docs" / "development.md").read_text().split("## Rooms")[1].split("## Words")[0]
     rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
     named = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
     rooms = {room for room, _ in sources()}
     assert named == [*(room for floor in reversed(FLOORS) for room in reversed(floor) if room in rooms), "kernels"]
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """What a class defines: methods, attributes and values."""
+    found: set[str] = set()
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef):
+            found.add(one.name)
+        elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            found.add(one.target.id)
+        elif isinstance(one, ast.Assign):
+            found |= {target.id for target in one.targets if isinstance(target, ast.Name)}
+    return found
 
 
 def functions(file: Path) -> set[str]:
