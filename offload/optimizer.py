@@ -1483,6 +1483,7 @@ class OffloadZero(torch.optim.Optimizer):
         first step. So a loop needs no code of its own for resuming:
 
             scheduler = CosineAnnealingLR(optimizer, 1000)
+            loader = StatefulDataLoader(...)  # of torchdata: torch's DataLoader has no state
             optimizer.attach(scheduler=scheduler, loader=loader, rng=True)
 
         The state of what is drawn from (loaders, generators) is captured when `step()` returns, every other state when

@@ -81,6 +81,16 @@ def test_first_script_is_the_same_in_readme_and_quick_start_and_its_second_run_a
     assert run_script(code.replace('run1"', 'run1", resume=True'), tmp_path).returncode == 0
 
 
+def test_what_readme_attaches_its_script_can_attach(tmp_path: Path) -> None:
+    (_, code), *_ = scripts(ROOT / "README.md", run=True)
+    (call,) = re.findall(r"`(optimizer\.attach\([^`]*\))`", (ROOT / "README.md").read_text())
+    begins = "for x, y in loader:\n"
+    assert begins in code
+    attached = f"scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)\n{call}\n{begins}"
+    done = run_script(code.replace(begins, attached), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_option_is_named() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
