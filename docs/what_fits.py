@@ -81,7 +81,8 @@ HEAD = """\
 |---|---|---|---|---:|---:|---:|---:|---:|---:|"""
 
 INTRODUCTION = """\
-Each row plans a `config.json` that [docs/what_fits.py](docs/what_fits.py) writes, for its card and its recipe:"""
+Each row plans the `config.json` of its model for its card and its recipe; [docs/what_fits.py](docs/what_fits.py) has
+all of them. `llama-7B` stands for the directory with that file. Weights are not read:"""
 
 
 def options(card: int, recipe: str) -> list[str]:

@@ -1,10 +1,10 @@
 """Every exception this library raises on purpose.
 
 OffloadError
-├── ConfigError            an option, a model or a combination that cannot work (also a ValueError)
+├── ConfigError            an option, a model, a call or a combination that cannot work (also a ValueError)
 ├── BudgetError            it cannot fit: says needed, available, and the option that would fix it
-├── PathError              a path that cannot hold swap files, or a timeline (also an OSError)
-│   └── PathInUseError     ... because a live run holds its lock
+├── PathError              a directory or a file that cannot be used (also an OSError)
+│   └── PathInUseError     ... because a live run has it
 ├── ResumeError            the run at the path cannot be resumed, or must not be overwritten
 ├── CorruptionError        bytes read are not the bytes written: names chunk, file and offset
 ├── TierIOError            a read or write failed: errno, file, offset, length (also an OSError)
@@ -71,7 +71,10 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """An option, a model or a combination of them that cannot work; nothing was allocated."""
+    """An option, a model, a call or a combination of them that cannot work.
+
+    A constructor that raises it has left the model as it was. Of any other call the message says what to do next.
+    """
 
 
 class BudgetError(OffloadError):
@@ -91,11 +94,11 @@ class BudgetError(OffloadError):
 
 
 class PathError(OffloadError, OSError):
-    """A path that cannot hold swap files, or a timeline; nothing was written."""
+    """A directory or a file that cannot be used: missing, moved, not writable, or something else than it has to be."""
 
 
 class PathInUseError(PathError):
-    """Another live process holds the lock of this path's swap file."""
+    """Another live run has this directory: it holds its lock, or has taken it where locks do not reach."""
 
 
 class ResumeError(OffloadError):

@@ -227,8 +227,9 @@ class OffloadZero(torch.optim.Optimizer):
     step or a transfer, they raise that failure again, or InterruptedStepError if it is none of this library's. A method
     that hears of an earlier failure of the device raises DeviceError. docs/errors.md says what helps.
 
-    offload/optim/reference.py states the arithmetic of a step. The result has the same bits on every tier, with every
-    budget and chunk size, on any number of threads and with any instruction set.
+    offload/optim/reference.py states the arithmetic of a step of Adam and AdamW. With torch's own settings fixed, the
+    result has the same bits on every tier, with every budget and chunk size, on any number of kernel threads and with
+    any instruction set. docs/exactness.md says what holds for other optimizers.
     """
 
     # Construct.
@@ -524,7 +525,7 @@ class OffloadZero(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes one step of Adam for every parameter that has a gradient, and consumes the gradients.
+        """Takes one step of the optimizer for every parameter that has a gradient, and consumes the gradients.
 
         It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. The new value of a
         parameter is applied when somebody uses the parameter next. Where states are in RAM and the model is on the CPU,
@@ -718,10 +719,10 @@ class OffloadZero(torch.optim.Optimizer):
             evaluate(model)
             optimizer.apply("train")
 
-        It runs on pieces of the masters, as the step does, and the model has the new values when it returns. Options
-        that it changes are changed in the param groups. It sees no gradients, and those that wait for the step stay
-        what they are. What it returns is dropped. Of several optimizers, those whose class has the method run it. Over
-        several ranks all have to call it.
+        It runs on pieces of the masters or on whole parameters, as the step does, and the model has the new values when
+        it returns. Options that it changes are changed in the param groups. It sees no gradients, and those that wait
+        for the step stay what they are. What it returns is dropped. Of several optimizers, those whose class has the
+        method run it. Over several ranks all have to call it.
 
         Args:
             method: the name of a method without arguments, which is the class's own: not of torch.optim.Optimizer.
@@ -1484,6 +1485,7 @@ class OffloadZero(torch.optim.Optimizer):
         first step. So a loop needs no code of its own for resuming:
 
             scheduler = CosineAnnealingLR(optimizer, 1000)
+            loader = StatefulDataLoader(...)  # of torchdata: torch's DataLoader has no state
             optimizer.attach(scheduler=scheduler, loader=loader, rng=True)
 
         The state of what is drawn from (loaders, generators) is captured when `step()` returns, every other state when

@@ -81,6 +81,16 @@ def test_first_script_is_the_same_in_readme_and_quick_start_and_its_second_run_a
     assert run_script(code.replace('run1"', 'run1", resume=True'), tmp_path).returncode == 0
 
 
+def test_what_readme_attaches_its_script_can_attach(tmp_path: Path) -> None:
+    (_, code), *_ = scripts(ROOT / "README.md", run=True)
+    (call,) = re.findall(r"`(optimizer\.attach\([^`]*\))`", (ROOT / "README.md").read_text())
+    begins = "for x, y in loader:\n"
+    assert begins in code
+    attached = f"scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)\n{call}\n{begins}"
+    done = run_script(code.replace(begins, attached), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_option_is_named() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -218,12 +228,65 @@ def test_stations_of_a_step_are_called() -> None:
     assert not [function for _, function in stations() if function.rpartition(".")[2] not in used]
 
 
+def test_functions_that_texts_name_exist() -> None:
+    """`Class.method` of a class of the library, on the pages for those who work on it."""
+    classes = {
+        node.name: {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)} | members(node)
+        for file in (ROOT / "offload").rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("one-step", "development", "simulated-device", "swap-files")]
+    named = {found for page in pages for found in re.findall(r"`([A-Z]\w+)\.(\w+)", page.read_text())}
+    assert len(named) > 50
+    assert not [f"{one}.{name}" for one, name in sorted(named) if one in classes and name not in classes[one]]
+
+
+def test_what_is_to_be_changed_is_in_the_file_that_the_page_names() -> None:
+    """The rows of "Where to change what": names in parentheses are in one of the files beside them."""
+    page = (ROOT / "docs" / "development.md").read_text().split("## Where to change what")[1].split("\n## ")[0]
+    wrong, looked_for = [], 0
+    for line in page.splitlines():
+        what, where = line.strip("|").split("|", 1) if line.count("|") == 3 else ("", "")
+        files = [ROOT / file for file in re.findall(r"`(offload/[\w/]+\.py)`", where)]
+        words = {word for file in files for word in re.findall(r"\w+", file.read_text())}
+        names = {name for group in re.findall(r"\((`[^()]*)\)", what) for name in re.findall(r"`(\w+)`", group)}
+        looked_for += len(names) if files else 0
+        wrong += [f"{name}: {line}" for name in names - words if files]
+    assert looked_for > 40
+    assert not wrong
+
+
+def test_nothing_tells_to_install_this_library_from_an_index() -> None:
+    """It is on none: what has its name there is somebody else's."""
+    told = [
+        f"{file.name}: {line.strip()}"
+        for file in [*DOCUMENTS, *RECIPES, *RESULTS, *(ROOT / "offload").rglob("*.py")]
+        for line in file.read_text().splitlines()
+        if re.search(r"pip install (?:-\S+ )*['\"]?offload\b", line)
+    ]
+    assert not told
+
+
 def test_the_table_of_rooms_is_in_the_order_of_imports() -> None:
     page = (ROOT / "docs" / "development.md").read_text().split("## Rooms")[1].split("## Words")[0]
     rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
     named = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
     rooms = {room for room, _ in sources()}
     assert named == [*(room for floor in reversed(FLOORS) for room in reversed(floor) if room in rooms), "kernels"]
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """What a class defines: methods, attributes and values."""
+    found: set[str] = set()
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef):
+            found.add(one.name)
+        elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            found.add(one.target.id)
+        elif isinstance(one, ast.Assign):
+            found |= {target.id for target in one.targets if isinstance(target, ast.Name)}
+    return found
 
 
 def functions(file: Path) -> set[str]:

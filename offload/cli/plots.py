@@ -1,4 +1,4 @@
-"""Pictures, drawn without a display by matplotlib, which is optional: `pip install 'offload[plots]'`."""
+"""Pictures, drawn without a display by matplotlib, which is optional: the extra `plots`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MISSING = "matplotlib is not installed: pip install 'offload[plots]'"
+MISSING = "matplotlib is not installed: pip install matplotlib"
 
 
 def can_draw() -> bool:

@@ -1,7 +1,7 @@
 """Modules that see a few tokens at a time, because what they compute in between does not fit for all of them.
 
 What an MLP computes in between is several times as wide as what enters it, and no activation tier helps while it runs:
-32,000 tokens of Llama-8B take 2.7 GiB of bf16 in one MLP, and its gradients as much again. An MLP computes each token
+32,000 tokens of Llama-8B take 2.75 GB of bf16 in one MLP, and its gradients as much again. An MLP computes each token
 by itself. So its forward runs on one *tile* of tokens after the other and keeps only what entered, and its backward
 computes each tile again (TiledMLP of Arctic Long Sequence Training, arXiv 2506.13996, section 3.3).
 
