@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, show_table
+from offload.cli.console import plain_console, print_json, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.io.regular import read_json
@@ -449,18 +449,16 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _show(call: Call, rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.syntax import Syntax
     from rich.table import Column, Table
 
-    console = Console()
+    console = plain_console()
     console.print(Syntax(call.text(), "python", background_color="default") if console.is_terminal else call.text())
     for title, served in (("What each option becomes", True), ("Without a counterpart", False)):
         columns = [Column(heading, overflow="fold") for heading in ("option", "value", "here")]
         table = Table(*columns, title=title, title_justify="left")
         for row in rows:
             if row.is_served is served:
-                table.add_row(row.option, escape(json_module.dumps(row.value)), escape(row.becomes))
+                table.add_row(row.option, json_module.dumps(row.value), row.becomes)
         if table.row_count:
             show_table(console, table)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.options import absolute
@@ -180,18 +180,16 @@ def _disk(path: Path) -> list[Row]:
 
 
 def _show(rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="This machine", title_justify="left")
     for heading in ("item", "value"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(row.item, escape(row.shown), style="yellow" if row.hint else None)
-    console = Console()
+        table.add_row(row.item, row.shown, style="yellow" if row.hint else None)
+    console = plain_console()
     show_table(console, table)
     slow = [row for row in rows if row.hint]
     verdict = "What slows this machine:" if slow else "Nothing slows this machine."
     for line in (verdict, *(f"- {row.item}: {row.shown}: {row.hint}" for row in slow)):
-        say(console, escape(line))
+        say(console, line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -61,6 +62,9 @@ def run() -> None:
     """Runs the command line. It is the console script."""
     # Schedulers and `timeout` send SIGTERM: a run then removes its swap files, as after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Names of files, and what a model writes, may have what the terminal's encoding has not: that is no end of a run.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except KeyboardInterrupt:  # before or after a command, which handles its own
