@@ -12,7 +12,6 @@ import typer
 from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
-from offload.options import absolute
 from offload.sizes import format_bytes
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
@@ -46,6 +45,8 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Show what this machine has, and what makes it slower than it could be."""
+    from offload.options import absolute
+
     if not path.is_dir():
         raise ConfigError(f"--path {path} is not a directory: give one that exists")
     path = absolute(path)
