@@ -253,6 +253,11 @@ class PlanOptions(RunOptions):
             raise ConfigError("--goal largest has to say how many blocks the model has, and --model makes one as it is")
 
     @property
+    def splits_masters(self) -> bool:
+        """Whether masters are split: only a bf16 parameter is the upper half of its master, as OffloadZero has it."""
+        return self.split_master and self.dtype == "bf16"
+
+    @property
     def network_speed(self) -> tuple[float, float] | None:
         """Bytes a second between ranks, and the delay in seconds, as they were given; None: they were not."""
         return None if self.network is None else network_of(self.network)

@@ -479,7 +479,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     from offload.planner.fastest import Fastest
 
     rules = rules_named(options.optimizer, options.states)
-    if options.split_master and not rules[0].splits_masters:
+    if options.splits_masters and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
     if options.tensor_parallel > model.width:
         raise ConfigError(
@@ -930,14 +930,14 @@ def bytes_an_element(options: PlanOptions) -> float | None:
         return None
     of_states = sum(size / block for state in rule.states for size, block in state.form.arrays)
     itemsize = options.compute_dtype.itemsize
-    master = MASTER_ITEM_BYTES - itemsize if options.split_master else MASTER_ITEM_BYTES
-    return 2 * (master + of_states) + itemsize + (2 * itemsize if options.split_master else itemsize)
+    master = MASTER_ITEM_BYTES - itemsize if options.splits_masters else MASTER_ITEM_BYTES
+    return 2 * (master + of_states) + itemsize + (2 * itemsize if options.splits_masters else itemsize)
 
 
 def _step_name(options: PlanOptions) -> str:
     from offload.planner.rates import step_name
 
-    return step_name(options.optimizer, options.states, split_master=options.split_master)
+    return step_name(options.optimizer, options.states, split_master=options.splits_masters)
 
 
 def verdict_of(

@@ -155,7 +155,8 @@ class Search:
         self._found: dict[int, dict[str, Any]] = {}
         self._speeds: dict[tuple[str, bool], Speeds | NotPredicted] = {}
         self._has_frozen = any(not param.requires_grad for param in model.module.parameters())
-        self._splits = rules_named(options.optimizer, options.states)[0].splits_masters
+        can_split = rules_named(options.optimizer, options.states)[0].splits_masters
+        self._splits = can_split and replace(options, split_master=True).splits_masters
 
     # What there is to choose from.
 
@@ -266,7 +267,7 @@ class Search:
 
     def speeds(self, options: PlanOptions) -> Speeds | NotPredicted:
         """Those of the machine for an optimizer's form of states."""
-        key = options.states, options.split_master
+        key = options.states, options.splits_masters
         if key not in self._speeds:
             self._speeds[key] = speeds_for(options)
         return self._speeds[key]
