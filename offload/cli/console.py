@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+EXIT_CLOSED = 1
+"""Whoever reads stdout has closed it: `offload plan | head -1`."""
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 
