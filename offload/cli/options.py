@@ -320,6 +320,9 @@ class TrainOptions(RunOptions):
             raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
         if self.activation_tier == "nvme" and self.tier != "nvme":
             raise ConfigError("--activation-tier nvme needs --tier nvme: activations wait in the same directory")
+        for option in ("param_tier", "grad_tier"):
+            if getattr(self, option) == "nvme" and self.tier != "nvme":
+                raise ConfigError(f"--{_name(option)} nvme needs --tier nvme: only then a run has files")
         self._require_least(0, "sample")
         if self.resume and self.commit_every is None:
             raise ConfigError("--resume needs --commit-every: give the steps between commits")
