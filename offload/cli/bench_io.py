@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import Json
 
 
@@ -22,15 +22,14 @@ def io(
 
     Our engines are compared with each other and with a plain pool of threads, on the same file and in turns.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from offload.cli import io_speed
 
-    stderr, stdout = Console(stderr=True), Console()
+    stderr, stdout = plain_console(stderr=True), plain_console()
     results = io_speed.measure_all(paths, size, rounds, quick=quick, console=stderr)
     for result in results:
-        say(stderr, io_speed.remember_settings(result), markup=False)
+        say(stderr, io_speed.remember_settings(result))
     if json:
         print_json({"drives": [result.as_json() for result in results]})
         return
@@ -40,4 +39,4 @@ def io(
             table.add_row(*row)
         show_table(stdout, table)
         for line in result.remarks():
-            say(stdout, line, markup=False)
+            say(stdout, line)

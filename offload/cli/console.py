@@ -1,4 +1,4 @@
-"""What every command shares: errors as one message, Ctrl-C as exit code 130, JSON on a clean stdout."""
+"""What every command shares: errors as one message, Ctrl-C as exit code 130, text as it is, JSON on a clean stdout."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+EXIT_CLOSED = 1
+"""Whoever reads stdout has closed it: `offload plan | head -1`."""
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 
@@ -83,13 +85,24 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def say(console: Console, line: str, *, markup: bool = True) -> None:
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is: a path such as "runs/[lr=1e-3]" is no markup of rich's.
+
+    Args:
+        stderr: whether it prints on stderr instead of stdout.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def say(console: Console, line: str) -> None:
     """Prints a sentence. At a terminal it is wrapped between words, elsewhere it is one line."""
-    console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=markup)
+    console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=False, emoji=False)
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Prints a table without cutting words.
+    """Prints a table without cutting words. The console is one of `plain_console`.
 
     At a terminal that is too narrow for its lines, columns are narrowed to their longest words, the widest first. Paths
     and names are folded, in columns that say so. Elsewhere each row has a line of its own.
@@ -110,7 +123,7 @@ def _narrow(table: Table, excess: int) -> None:
 
     widths, words, folded = [], [], []  # of a column: its longest line, its longest word, the least where it may fold
     for column in table.columns:
-        cells = [Text.from_markup(one) if isinstance(one, str) else one for one in (column.header, *column.cells)]
+        cells = [Text(one) if isinstance(one, str) else one for one in (column.header, *column.cells)]
         texts = [cell for cell in cells if isinstance(cell, Text)]
         widths.append(max((line.cell_len for text in texts for line in text.split()), default=0))
         longest = max((cell_len(word) for text in texts for word in text.plain.split()), default=0)

@@ -7,15 +7,16 @@ the framework that reads the file, so it says nothing here.
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, show_table
+from offload.cli.console import plain_console, print_json, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.io.regular import read_json
@@ -25,6 +26,10 @@ ORDER = ("tier", "path", "param_tier", "activation_tier", "compute_dtype", "accu
 """Of the options in the call."""
 ALWAYS = "nothing to set: always so"
 YOURS = "stays in your script"
+DEVICES = {"none": "device", None: "device", "cpu": "cpu", "nvme": "nvme"}
+"""The tier of what a section offloads, by its `device`."""
+COLUMNS = 80
+"""Of the script, but for long strings."""
 MOST_BYTES = 16 * MIB
 """Of a configuration."""
 
@@ -119,12 +124,49 @@ Rule = Callable[[Call, Any], str]
 """Changes the call, and returns what the option becomes."""
 
 
+def _is_on(value: Any) -> bool:
+    """A switch, as DeepSpeed reads it: true and false may be words, too.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    switches = {"true": True, "false": False}
+    if not isinstance(value, bool) and str(value).lower() not in switches:
+        raise ValueError
+    return switches[str(value).lower()]
+
+
+def _whole(value: Any, least: int, most: float = math.inf) -> int:
+    """A whole number; 5e8 is one.
+
+    Raises:
+        ValueError: it is none, or not from `least` to `most`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError
+    if not least <= value <= most:
+        raise ValueError
+    return int(value)
+
+
+def _at_least_0(value: Any) -> float:
+    """A number.
+
+    Raises:
+        ValueError: it is none, or negative.
+    """
+    if isinstance(value, bool) or not float(value) >= 0:
+        raise ValueError
+    return float(value)
+
+
 def _bucket(call: Call, value: Any) -> str:
-    call.tuning["bucket"] = str(2 * int(value))  # of 16-bit elements
+    call.tuning["bucket"] = str(2 * _whole(value, 1))  # of 16-bit elements
     return f"Tuning(bucket={call.tuning['bucket']}), in bytes"
 
 
 def _stage(call: Call, value: Any) -> str:
+    value = _whole(value, 0, 3)
     if not value:
         return "nothing to set; with several ranks each still keeps its share of the states only"
     call.options["stage"] = str(value)
@@ -132,13 +174,13 @@ def _stage(call: Call, value: Any) -> str:
 
 
 def _states(call: Call, value: Any) -> str:
-    tier = {"cpu": "cpu", "nvme": "nvme"}.get(value, "device")
+    tier = DEVICES[value]
     call.options["tier"] = f'"{tier}"'
     return f'tier="{tier}"'
 
 
 def _params(call: Call, value: Any) -> str:
-    tier = {"cpu": "cpu", "nvme": "nvme"}.get(value, "device")
+    tier = DEVICES[value]
     if tier != "device":
         call.options["param_tier"] = f'"{tier}"'
         return f'param_tier="{tier}"'
@@ -158,7 +200,7 @@ def _path(call: Call, value: Any) -> str:
 
 
 def _accumulation(call: Call, value: Any) -> str:
-    call.micro_batches = int(value)
+    call.micro_batches = _whole(value, 1)
     if call.micro_batches == 1:
         return "nothing to set"
     call.options["accumulation"] = str(call.micro_batches)
@@ -166,27 +208,37 @@ def _accumulation(call: Call, value: Any) -> str:
 
 
 def _clip(call: Call, value: Any) -> str:
-    call.clip = float(value)
+    call.clip = _at_least_0(value)
     return f"optimizer.clip_grad_norm_({call.clip!r})" if call.clip else "nothing to set"
 
 
+def _compute(call: Call, dtype: str) -> None:
+    """Makes a dtype that of the computation.
+
+    Raises:
+        ConfigError: the file has said another one.
+    """
+    if call.options.setdefault("compute_dtype", dtype) != dtype:
+        raise ConfigError("fp16 and bf16 are both enabled, which DeepSpeed refuses, too: enable one of them")
+
+
 def _bf16(call: Call, value: Any) -> str:
-    if value:
-        call.options["compute_dtype"] = "torch.bfloat16"
+    if _is_on(value):
+        _compute(call, "torch.bfloat16")
         return "compute_dtype=torch.bfloat16"
     return "nothing to set"
 
 
 def _fp16(call: Call, value: Any) -> str:
-    if not value:
+    if not _is_on(value):
         return "nothing to set"
-    call.options["compute_dtype"] = "torch.float16"
+    _compute(call, "torch.float16")
     call.scaler = "GradScaler"
     return "compute_dtype=torch.float16 and torch's GradScaler"
 
 
 def _activations(call: Call, value: Any) -> str:
-    if not value:
+    if not _is_on(value):
         return "nothing to set"
     call.options["activation_tier"] = '"cpu"'
     return 'activation_tier="cpu": units are recomputed, and what enters them waits in RAM'
@@ -209,6 +261,7 @@ def _optimizer(call: Call, config: dict[str, Any]) -> str:
     params = {name: value for name, value in params.items() if value != "auto"}
     if kind.lower() == "lion":
         # The rule is that of DeepSpeed's, whose learning rate is 1e-3 where nothing is said.
+        _require_known(kind, params, {"lr", "betas", "weight_decay"})
         call.imports.append("from lion_pytorch import Lion")
         call.optimizer = _making("Lion", {"lr": 1e-3} | params)
         return "Lion of the package lion-pytorch"
@@ -218,18 +271,21 @@ def _optimizer(call: Call, config: dict[str, Any]) -> str:
     is_decoupled = kind.lower() == "adamw" or params.get("adam_w_mode", True) is not False
     name = "AdamW" if is_decoupled else "Adam"
     taken = ("lr", "betas", "eps", "weight_decay")
+    _require_known(kind, params, {*taken, *SAME_ADAM})
+    for option, (usual, what) in OTHER_ADAM.items():
+        if params.get(option, usual) is not usual:
+            raise ConfigError(f"optimizer.params.{option} is {params[option]!r}: {what} is not converted: leave it out")
     options = {one: params[one] for one in taken if one in params}
     # torch's AdamW decays by 0.01 where nothing is said, DeepSpeed's by 0.
     options.setdefault("weight_decay", 0.0)
+    _require_taken(kind, name, options)
     call.optimizer = _making(f"torch.optim.{name}", options)
     return f"torch.optim.{name}" + ("; DeepSpeed's Adam decays as AdamW does" if name.lower() != kind.lower() else "")
 
 
 def _of_torch(call: Call, kind: str, params: dict[str, Any]) -> str:
     """Makes the call use another optimizer of torch's, as DeepSpeed does."""
-    from torch import nn, optim, zeros
-
-    from offload.optim.adopt import rules_of
+    from torch import optim
 
     known = {name.lower(): name for name, one in vars(optim).items() if isinstance(one, type)}
     name = known.get(kind.lower(), "Optimizer")
@@ -238,17 +294,63 @@ def _of_torch(call: Call, kind: str, params: dict[str, Any]) -> str:
             f"optimizer.type is {kind!r}: Adam, AdamW, Lion and torch's own optimizers are converted: choose one of "
             "them, or give OffloadZero the torch optimizer in a script of your own"
         )
-    try:
-        rules_of([getattr(optim, name)([nn.Parameter(zeros(2, 2)), nn.Parameter(zeros(2))], **params)])
-    except (ConfigError, ValueError) as error:  # of this library, or of the class
-        raise ConfigError(f"optimizer.type is {kind!r}: {error}") from error
+    _require_taken(kind, name, params)
     call.optimizer = _making(f"torch.optim.{name}", params)
     return f"torch.optim.{name}"
 
 
+def _require_taken(kind: str, name: str, params: dict[str, Any]) -> None:
+    """Requires that a class of torch.optim takes its parameters, and that its rule can be served.
+
+    Args:
+        kind: what the file calls it.
+        name: of the class.
+        params: its arguments.
+
+    Raises:
+        ConfigError: it does not take a value, or cannot be served.
+        TypeError: it has no such argument, or one of another kind.
+    """
+    from torch import nn, optim, zeros
+
+    from offload.optim.adopt import rules_of
+
+    try:
+        rules_of([getattr(optim, name)([nn.Parameter(zeros(2, 2)), nn.Parameter(zeros(2))], **params)])
+    except (ConfigError, ValueError) as error:  # of this library, or of the class
+        raise ConfigError(f"optimizer.type is {kind!r}: {error}") from error
+
+
+def _require_known(kind: str, params: dict[str, Any], known: set[str]) -> None:
+    """Requires that nothing is left out of an optimizer that changes the training.
+
+    Raises:
+        ConfigError: there is a parameter that is none of those that are known.
+    """
+    if unknown := params.keys() - known:
+        raise ConfigError(
+            f"optimizer.params has {', '.join(sorted(unknown))}, and what is converted of {kind} are "
+            f"{', '.join(sorted(known))}: leave it out, or give OffloadZero the torch optimizer in a script of your own"
+        )
+
+
 def _making(name: str, params: dict[str, Any]) -> str:
     """The expression that makes an optimizer."""
-    return ", ".join([f"{name}(model.parameters()", *(f"{one}={value!r}" for one, value in params.items())]) + ")"
+    return _calling("optimizer", name, ["model.parameters()", *(f"{one}={value!r}" for one, value in params.items())])
+
+
+def _calling(target: str, name: str, arguments: Sequence[str]) -> str:
+    """A call, in a line, or with a line for each argument where that is too long.
+
+    Args:
+        target: the variable that gets the result.
+        name: of what is called.
+        arguments: its arguments.
+    """
+    line = f"{name}({', '.join(arguments)})"
+    if len(f"{target} = {line}") <= COLUMNS:
+        return line
+    return "\n".join([f"{name}(", *(f"    {one}," for one in arguments), ")"])
 
 
 def _says(text: str) -> Rule:
@@ -268,8 +370,8 @@ SERVED: dict[str, Rule] = {
     "zero_optimization.offload_optimizer.nvme_path": _path,
     "zero_optimization.offload_param.device": _params,
     "zero_optimization.offload_param.nvme_path": _path,
-    "zero_optimization.cpu_offload": lambda call, value: _states(call, "cpu" if value else "none"),
-    "zero_optimization.cpu_offload_params": lambda call, value: _params(call, "cpu" if value else "none"),
+    "zero_optimization.cpu_offload": lambda call, value: _states(call, "cpu" if _is_on(value) else "none"),
+    "zero_optimization.cpu_offload_params": lambda call, value: _params(call, "cpu" if _is_on(value) else "none"),
     "zero_optimization.reduce_bucket_size": _bucket,
     "zero_optimization.allgather_bucket_size": _says("nothing to set: small ones share Tuning(bucket=...)"),
     "zero_optimization.sub_group_size": _says("nothing to set: Tuning(chunk=...) has this role, 64 MiB by default"),
@@ -325,6 +427,12 @@ SERVED: dict[str, Rule] = {
 """By option, or by the name of a section all of which becomes the same."""
 ALSO_ALWAYS = ("pin_memory", "pipeline", "pipeline_read", "pipeline_write", "overlap_comm", "contiguous_gradients")
 """The last part of options that say to do what is done anyway."""
+SAME_ADAM = frozenset(
+    {"torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states", "set_grad_none", "fused"}
+)
+"""What DeepSpeed's Adam takes beside torch's options; but for `OTHER_ADAM` they change no bit of the training."""
+OTHER_ADAM = {"bias_correction": (True, "Adam without bias correction"), "amsgrad": (False, "AMSGrad")}
+"""What is usual of these, and what the training is otherwise."""
 LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
 WITHOUT: dict[str, str] = {
     "zero_optimization.offload_optimizer.ratio": "none: cpu_memory=... says which share of the states stays in RAM",
@@ -372,12 +480,26 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
     if call.scaler:
         with _understanding("fp16", config["fp16"]):
             call.scaler = _scaler({name: value for name, value in config["fp16"].items() if value != "auto"})
+    batch, micro_batch = (config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    if "gradient_accumulation_steps" not in config and isinstance(batch, int) and isinstance(micro_batch, int):
+        rows = [
+            _with_accumulation(one, batch, micro_batch) if one.option == "train_batch_size" else one for one in rows
+        ]
     # Streamed parameters bring their states with them: those stay in RAM at most.
     call.options.setdefault("tier", '"cpu"' if "param_tier" in call.options else '"device"')
     call.options.setdefault("compute_dtype", "torch.float32")
     if '"nvme"' in call.options.values() and "path" not in call.options:
         raise ConfigError("a section offloads to nvme and names no nvme_path: add one, the directory for swap files")
     return call, rows
+
+
+def _with_accumulation(row: Row, batch: int, micro_batch: int) -> Row:
+    """The row of a batch, where DeepSpeed accumulates what makes micro-batches a batch."""
+    if batch <= micro_batch:
+        return row
+    ranks = f"{batch} / ({micro_batch} x ranks)"
+    said = f"{row.becomes}; DeepSpeed accumulates {ranks} micro-batches for it: say accumulation=..., and step as often"
+    return replace(row, becomes=said)
 
 
 @contextmanager
@@ -429,9 +551,10 @@ def _scaler(fp16: dict[str, Any]) -> str:
         fp16: the section. Options that are not in it have DeepSpeed's defaults.
     """
     scale, window = f"2.0**{int(fp16.get('initial_scale_power', 16))}", str(int(fp16.get("loss_scale_window", 1000)))
-    if static := fp16.get("loss_scale"):
-        scale, window = repr(float(static)), "2**31 - 1"  # never grows
-    return f"torch.amp.GradScaler(next(model.parameters()).device.type, init_scale={scale}, growth_interval={window})"
+    if static := _at_least_0(fp16.get("loss_scale", 0)):
+        scale, window = repr(static), "2**31 - 1"  # never grows
+    device = "next(model.parameters()).device.type"
+    return _calling("scaler", "torch.amp.GradScaler", [device, f"init_scale={scale}", f"growth_interval={window}"])
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -449,18 +572,18 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _show(call: Call, rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.syntax import Syntax
     from rich.table import Column, Table
 
-    console = Console()
-    console.print(Syntax(call.text(), "python", background_color="default") if console.is_terminal else call.text())
+    console = plain_console()
+    # Its lines are not wrapped, or cut off at the terminal's edge: people copy them.
+    script = Syntax("", "python", background_color="default").highlight(call.text()) if console.is_terminal else None
+    console.print(call.text() if script is None else script, soft_wrap=True)
     for title, served in (("What each option becomes", True), ("Without a counterpart", False)):
         columns = [Column(heading, overflow="fold") for heading in ("option", "value", "here")]
         table = Table(*columns, title=title, title_justify="left")
         for row in rows:
             if row.is_served is served:
-                table.add_row(row.option, escape(json_module.dumps(row.value)), escape(row.becomes))
+                table.add_row(row.option, json_module.dumps(row.value), row.becomes)
         if table.row_count:
             show_table(console, table)

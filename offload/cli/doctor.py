@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
-from offload.options import absolute
 from offload.sizes import format_bytes
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
@@ -46,6 +45,8 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Show what this machine has, and what makes it slower than it could be."""
+    from offload.options import absolute
+
     if not path.is_dir():
         raise ConfigError(f"--path {path} is not a directory: give one that exists")
     path = absolute(path)
@@ -180,18 +181,16 @@ def _disk(path: Path) -> list[Row]:
 
 
 def _show(rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="This machine", title_justify="left")
     for heading in ("item", "value"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(row.item, escape(row.shown), style="yellow" if row.hint else None)
-    console = Console()
+        table.add_row(row.item, row.shown, style="yellow" if row.hint else None)
+    console = plain_console()
     show_table(console, table)
     slow = [row for row in rows if row.hint]
     verdict = "What slows this machine:" if slow else "Nothing slows this machine."
     for line in (verdict, *(f"- {row.item}: {row.shown}: {row.hint}" for row in slow)):
-        say(console, escape(line))
+        say(console, line)

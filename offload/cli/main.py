@@ -6,14 +6,18 @@ They import torch when they run, not when they are registered, so that `--help` 
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
+from contextlib import suppress
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
 
 from offload.cli.bench_io import io
-from offload.cli.console import EXIT_INTERRUPTED, Commands
+from offload.cli.console import EXIT_CLOSED, EXIT_ERROR, EXIT_INTERRUPTED, Commands
 from offload.cli.convert import convert
 from offload.cli.doctor import doctor
 from offload.cli.plan import plan
@@ -61,7 +65,21 @@ def run() -> None:
     """Runs the command line. It is the console script."""
     # Schedulers and `timeout` send SIGTERM: a run then removes its swap files, as after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Names of files, and what a model writes, may have what the terminal's encoding has not: that is no end of a run.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what it does not take is an error here, and not after the end
     except KeyboardInterrupt:  # before or after a command, which handles its own
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:  # of stdout, on a full disk or a closed pipe: commands have errors of their own
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries once more at its end
+        if error.errno == errno.EPIPE:
+            sys.exit(EXIT_CLOSED)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(EXIT_ERROR)

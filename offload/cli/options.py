@@ -253,6 +253,11 @@ class PlanOptions(RunOptions):
             raise ConfigError("--goal largest has to say how many blocks the model has, and --model makes one as it is")
 
     @property
+    def splits_masters(self) -> bool:
+        """Whether masters are split: only a bf16 parameter is the upper half of its master, as OffloadZero has it."""
+        return self.split_master and self.dtype == "bf16"
+
+    @property
     def network_speed(self) -> tuple[float, float] | None:
         """Bytes a second between ranks, and the delay in seconds, as they were given; None: they were not."""
         return None if self.network is None else network_of(self.network)
@@ -315,6 +320,9 @@ class TrainOptions(RunOptions):
             raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
         if self.activation_tier == "nvme" and self.tier != "nvme":
             raise ConfigError("--activation-tier nvme needs --tier nvme: activations wait in the same directory")
+        for option in ("param_tier", "grad_tier"):
+            if getattr(self, option) == "nvme" and self.tier != "nvme":
+                raise ConfigError(f"--{_name(option)} nvme needs --tier nvme: only then a run has files")
         self._require_least(0, "sample")
         if self.resume and self.commit_every is None:
             raise ConfigError("--resume needs --commit-every: give the steps between commits")

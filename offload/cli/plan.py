@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from offload.cli.console import print_json
+from offload.cli.console import plain_console, print_json
 from offload.cli.options import LEAST, MOST, Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, States, Tier
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
@@ -264,11 +264,9 @@ def plan(
         given = next(({name: one, "lora_rank": lora_rank} for name, one in named.items() if one is not None), given)
         print_json(given | figures)
         return
-    from rich.console import Console
-
     from offload.cli.plan_tables import show
 
-    show(Console(), figures, options, sizes)
+    show(plain_console(), figures, options, sizes)
 
 
 def default_options(**given: Any) -> PlanOptions:
@@ -338,12 +336,10 @@ def _left_out(options: PlanOptions, model: Sized) -> dict[str, Any]:
 
 def _say_what_would(error: BudgetError, budgets: dict[str, Any]) -> None:
     """Prints what would fit, where the RAM that was given does not suffice."""
-    from rich.console import Console
-
     from offload.cli.plan_tables import show_budgets
 
-    console = Console()
-    console.print(f"Fits: no. {format_bytes(error.needed)} of RAM are needed.", highlight=False)
+    console = plain_console()
+    console.print(f"Fits: no. {format_bytes(error.needed)} of RAM are needed.")
     show_budgets(console, budgets)
 
 
@@ -483,7 +479,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     from offload.planner.fastest import Fastest
 
     rules = rules_named(options.optimizer, options.states)
-    if options.split_master and not rules[0].splits_masters:
+    if options.splits_masters and not rules[0].splits_masters:
         raise ConfigError(f"--split-master with --optimizer {options.optimizer}: only Adam's masters can be split")
     if options.tensor_parallel > model.width:
         raise ConfigError(
@@ -934,14 +930,14 @@ def bytes_an_element(options: PlanOptions) -> float | None:
         return None
     of_states = sum(size / block for state in rule.states for size, block in state.form.arrays)
     itemsize = options.compute_dtype.itemsize
-    master = MASTER_ITEM_BYTES - itemsize if options.split_master else MASTER_ITEM_BYTES
-    return 2 * (master + of_states) + itemsize + (2 * itemsize if options.split_master else itemsize)
+    master = MASTER_ITEM_BYTES - itemsize if options.splits_masters else MASTER_ITEM_BYTES
+    return 2 * (master + of_states) + itemsize + (2 * itemsize if options.splits_masters else itemsize)
 
 
 def _step_name(options: PlanOptions) -> str:
     from offload.planner.rates import step_name
 
-    return step_name(options.optimizer, options.states, split_master=options.split_master)
+    return step_name(options.optimizer, options.states, split_master=options.splits_masters)
 
 
 def verdict_of(

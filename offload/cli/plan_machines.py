@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.planner.machine_file import Machine, ready_made
 from offload.sizes import format_bytes
 
@@ -19,10 +19,9 @@ def show_machines(*, json: bool) -> None:
 
         print_json({"machines": {name: msgspec.to_builtins(machine) for name, machine in known.items()}})
         return
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = plain_console()
     table = Table("--machine", "device", "bf16", "link", "RAM", "drives", "together", "may be written")
     for name, machine in known.items():
         table.add_row(name, *_cells(machine))

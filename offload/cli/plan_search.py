@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import GOALS, LARGEST, LEAST, MOST_BLOCKS, STATES, PlanOptions
 from offload.cli.plan import (
     arguments_of,
@@ -155,7 +155,8 @@ class Search:
         self._found: dict[int, dict[str, Any]] = {}
         self._speeds: dict[tuple[str, bool], Speeds | NotPredicted] = {}
         self._has_frozen = any(not param.requires_grad for param in model.module.parameters())
-        self._splits = rules_named(options.optimizer, options.states)[0].splits_masters
+        can_split = rules_named(options.optimizer, options.states)[0].splits_masters
+        self._splits = can_split and replace(options, split_master=True).splits_masters
 
     # What there is to choose from.
 
@@ -266,7 +267,7 @@ class Search:
 
     def speeds(self, options: PlanOptions) -> Speeds | NotPredicted:
         """Those of the machine for an optimizer's form of states."""
-        key = options.states, options.split_master
+        key = options.states, options.splits_masters
         if key not in self._speeds:
             self._speeds[key] = speeds_for(options)
         return self._speeds[key]
@@ -590,9 +591,7 @@ def show_search(options: PlanOptions, given: frozenset[str], picture: Path | Non
         ConfigError: see `searched`; or the picture cannot be written.
         BudgetError: nothing fits.
     """
-    from rich.console import Console
-
-    found = searched(options, given, Console(stderr=True))
+    found = searched(options, given, plain_console(stderr=True))
     rows = rows_of(found)
     unknown = {reason: len(ones) for reason, ones in found.front.unknown.items()}
     if picture is not None:
@@ -613,7 +612,7 @@ def show_search(options: PlanOptions, given: frozenset[str], picture: Path | Non
             }
         )
         return
-    _show(Console(), found, rows, options, unknown)
+    _show(plain_console(), found, rows, options, unknown)
 
 
 def _title(found: Found) -> str:
@@ -642,7 +641,7 @@ def _show(
         )  # fmt: skip
     show_table(console, table)
     for number, one in enumerate(rows[:MOST_ROWS], 1):
-        say(console, f"{number}: {one['call']}", markup=False)
+        say(console, f"{number}: {one['call']}")
     if len(rows) > MOST_ROWS:
         say(console, f"{len(rows) - MOST_ROWS} more rows are on the front: --json has them.")
     if any(one["states"] != "fp32" for one in rows):
@@ -655,7 +654,7 @@ def _show(
         f"and {refused} do not fit{f': {lacks}' if lacks else ''}.",
     )
     for reason, count in unknown.items():
-        say(console, f"{count} that fit are not predicted: {reason}.", markup=False)
+        say(console, f"{count} that fit are not predicted: {reason}.")
 
 
 def _tier_of_params(row: dict[str, Any]) -> str:

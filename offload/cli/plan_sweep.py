@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import SWEPT, PlanOptions
 from offload.cli.plan import link_of, planned_of, speed_of, summarise
 from offload.cli.plan_tables import WORDS
@@ -41,9 +41,7 @@ def show_sweep(
         BudgetError: no `device_memory` helps, since other memory is too small.
         ConfigError: the picture cannot be written.
     """
-    from rich.console import Console
-
-    console, points = Console(), swept(options, model, waiting)
+    console, points = plain_console(), swept(options, model, waiting)
     if json:
         print_json({"sweep": SWEPT, "points": points})
     else:
@@ -53,7 +51,7 @@ def show_sweep(
     if picture is not None:
         draw(picture, points)
         if not json:
-            say(console, f"Drawn into {picture}.", markup=False)
+            say(console, f"Drawn into {picture}.")
 
 
 def _show(console: Console, points: Sequence[dict[str, Any]], options: PlanOptions) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from offload.cli.console import printable, say, show_table
@@ -371,7 +370,7 @@ def _activation_line(summary: dict[str, Any], options: PlanOptions, model: Sized
     how = "with fused attention" if options.gpu else "as the CPU computes attention"
     known = f"; all that they save without being recomputed, {format_bytes(saved or 0)} ({how})."
     if saved is None:
-        why = escape(printable(summary["not_measured"]))
+        why = printable(summary["not_measured"])
         known = f", by the formula for transformers: this model's forward does not run on the meta device ({why})."
     return (
         f"What enters {model.blocks} blocks in a micro-batch of {options.batch} x {options.seq} takes {entering}{known}"

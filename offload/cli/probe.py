@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 
@@ -39,12 +39,10 @@ def probe(
 
     `offload plan` and io_engine="auto" use what was measured, for 90 days.
     """
-    from rich.console import Console
-
     from offload.cli import probing
     from offload.cli.progress import progress
 
-    stderr = Console(stderr=True)
+    stderr = plain_console(stderr=True)
     directories = paths or [Path()]
     if save is not None:
         _require_new(save)
@@ -55,16 +53,16 @@ def probe(
     found = replace(found, host=probing.measure_host(drives[0]))
     try:
         file = probing.remember_all(found, drives, together)
-        say(stderr, f'offload plan and io_engine="auto" use this for 90 days ({file})', markup=False)
+        say(stderr, f'offload plan and io_engine="auto" use this for 90 days ({file})')
     except OSError as error:
-        say(stderr, f"cannot write down what was measured: {error}", markup=False)
+        say(stderr, f"cannot write down what was measured: {error}")
     if save is not None:
         probing.save(save, found, drives, together)
-        say(stderr, f"offload plan --machine {save} plans for this machine", markup=False)
+        say(stderr, f"offload plan --machine {save} plans for this machine")
     if json:
         print_json(_as_json(found, drives, together))
         return
-    _show(Console(), found, drives, together)
+    _show(plain_console(), found, drives, together)
 
 
 def _require_new(file: Path) -> None:

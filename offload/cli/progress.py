@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from offload.cli.console import say
 from offload.sizes import format_bytes
 
 LINES = 20
@@ -32,12 +33,13 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Tell]:
 
         def line(done: int, status: str) -> None:
             if done in (1, steps) or done % every == 0:
-                console.print(f"{title} {done}/{steps}  {status}", soft_wrap=True, highlight=False)
+                say(console, f"{title} {done}/{steps}  {status}")
 
         yield line
         return
-    columns = (BarColumn(bar_width=None), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
-    with Progress(TextColumn(title), MofNCompleteColumn(), *columns, console=console, expand=True) as bar:
+    named, status = (TextColumn(f"{{task.{one}}}", markup=False) for one in ("description", "fields[status]"))
+    columns = (named, MofNCompleteColumn(), BarColumn(bar_width=None), status, TimeRemainingColumn())
+    with Progress(*columns, console=console, expand=True) as bar:
         task = bar.add_task(title, total=steps, status="starting")
         yield lambda done, status: bar.update(task, completed=done, status=status)
 

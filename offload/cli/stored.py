@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import EXIT_ERROR, print_json, printable, say, show_table
+from offload.cli.console import EXIT_ERROR, plain_console, print_json, printable, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
@@ -31,9 +31,7 @@ def list_runs(
 
     Only reads, and only what the records say: `offload verify` reads the states.
     """
-    from rich.console import Console
     from rich.table import Column, Table
-    from rich.text import Text
 
     from offload.checkpoint.listing import find
 
@@ -45,12 +43,12 @@ def list_runs(
         print_json({"runs": [_facts(row) for row in found.rows], "left_out": left_out})
         return
     rows = [_cells(row, directory) for row in found.rows]
-    console = Console()
+    console = plain_console()
     if rows and console.is_terminal:
         names = (Column("directory", overflow="fold"), "step", Column("on disk", no_wrap=True))
         table = Table(*names, "optimizer", "committed", "state")
         for cells in rows:
-            table.add_row(*map(Text, cells))
+            table.add_row(*cells)
         show_table(console, table)
     else:
         for name, step, size, optimizer, committed, state in rows:
@@ -103,8 +101,6 @@ def _left_out(too_deep: int, depth: int, *, is_cut: bool) -> str:
 
 def inspect(paths: Paths, json: Json = False) -> None:
     """Show what run is committed here: its step, sizes and parameters."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Column, Table
 
     from offload.checkpoint.reader import Reader
@@ -140,7 +136,7 @@ def inspect(paths: Paths, json: Json = False) -> None:
     if json:
         print_json(known | {"parameters": rows})
         return
-    console = Console()
+    console = plain_console()
     what = "snapshot of run" if known["snapshot"] else "run"
     say(
         console,
@@ -152,7 +148,7 @@ def inspect(paths: Paths, json: Json = False) -> None:
     table = Table(Column("parameter", overflow="fold"), "shape", "dtype", "steps", "states", "chunks")
     for row in rows:
         cells = (row["name"], row["shape"], row["dtype"], row["steps"])
-        table.add_row(*(escape(str(cell)) for cell in cells), format_bytes(row["bytes"]), str(row["chunks"]))
+        table.add_row(*(str(cell) for cell in cells), format_bytes(row["bytes"]), str(row["chunks"]))
     show_table(console, table)
 
 
@@ -162,7 +158,6 @@ def verify(
     json: Json = False,
 ) -> None:
     """Read all that a resume would read and compare it with its checksum; exit status 1 if something is damaged."""
-    from rich.console import Console
     from rich.progress import track
 
     from offload.checkpoint.commit import path_of
@@ -171,7 +166,7 @@ def verify(
 
     if threads < 1:
         raise ConfigError(f"--threads {threads}: give a whole number, at least 1")
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     nbytes, damaged = 0, []
     with Reader(paths) as reader:
         total = sum(len(manifest.slots) for manifest in reader.manifests)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from offload.cli.console import say
+from offload.cli.console import plain_console, say
 from offload.cli.options import TrainOptions
 from offload.cli.plots import MISSING, can_draw, loss_curve
 from offload.cli.progress import progress, training_status
@@ -40,12 +40,12 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
     text = load_text(options.data, options.seq)
     options.prepare_out()
 
-    stderr = Console(stderr=True)
+    stderr = plain_console(stderr=True)
     draws = can_draw()
     if not draws:
         if options.timeline:
             raise ConfigError(f"--timeline cannot be drawn, because {MISSING}")
-        say(stderr, f"The loss will not be drawn: {MISSING}", markup=False)
+        say(stderr, f"The loss will not be drawn: {MISSING}")
     device = accelerator() or torch.device("cpu")
     model = _build_model(config, options, device)
     recipe = Recipe(
@@ -64,7 +64,7 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
         measured = Measured(committed=None if optimizer.resumed is None else optimizer.resumed.step)
         if options.commit_every:
             promise = f"offload: {_times(options.commit_every)} and at the end the run is committed to {options.path}"
-            say(stderr, promise, markup=False)
+            say(stderr, promise)
         with _saying_how_to_go_on(stderr, options, measured), progress(stderr, "step", options.steps) as tell:
 
             def on_step(done: int) -> None:
@@ -155,5 +155,5 @@ def _saying_how_to_go_on(stderr: Console, options: TrainOptions, measured: Measu
             at = f"go on with --resume, from step {measured.committed}"
             if measured.committed is None:
                 at = f"nothing was committed yet: that comes {_times(options.commit_every)}"
-            say(stderr, at, markup=False)
+            say(stderr, at)
         raise

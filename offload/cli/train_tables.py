@@ -6,11 +6,9 @@ import resource
 import sys
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from offload.cli.console import print_json, say, show_table
+from offload.cli.console import plain_console, print_json, say, show_table
 from offload.cli.options import TrainOptions
 from offload.demo.loop import Measured
 from offload.sizes import format_bytes
@@ -69,12 +67,12 @@ def show(summary: dict[str, Any], prompt: str, *, as_json: bool) -> None:
     if as_json:
         print_json(summary)
         return
-    console = Console()
+    console = plain_console()
     show_table(console, _table(summary))
-    console.print("\n[bold]After[/bold] (from the held-out text)")
-    console.print(escape(_printable(prompt)), highlight=False)
-    console.print("[bold]the model writes[/bold]")
-    console.print(escape(_printable(summary["sample"])), highlight=False)
+    console.print("\nAfter (from the held-out text)", style="bold")
+    console.print(_printable(prompt))
+    console.print("the model writes", style="bold")
+    console.print(_printable(summary["sample"]))
     if summary["picture"]:
         say(console, f"\nLoss curve: {summary['picture']}")
     if summary["timeline"]:

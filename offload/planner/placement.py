@@ -363,6 +363,12 @@ class Room:
     def limit(self) -> int | None:
         return self.available_bytes if self.device_memory is None else self.device_memory
 
+    @property
+    def of_each(self) -> str:
+        """In words: whose part of the free RAM that is; nothing if one rank has all of it."""
+        ranks = self.ranks_on_node
+        return f" for each of {ranks} ranks, which the launcher has put on this machine" if ranks > 1 else ""
+
 
 def peak_bytes(layout: Layout, choice: Choice) -> int:
     """The most that trained parameters, and frozen ones that stream, take on the device at once."""
@@ -1148,15 +1154,16 @@ def place_in_ram(there: OnDevice, room: Room, reserved: int = 0) -> Placement:
     choice, direct, streams = needs.choice, needs.direct, needs.choice.states.tier.is_durable
     activations = needs.of_activations(needs.activation_bytes, 0)
     given = room.cpu_memory
-    free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
-    budget = free // 2 // room.ranks_on_node if given is None else given
+    # Ranks of one machine look before any of them takes memory: each may take its share.
+    free = (free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes) // room.ranks_on_node
+    budget = free // 2 if given is None else given
     # Of RAM: all but the states.
     beside = total_bytes(needs.fixed, CPU)
     all_states = needs.states_in_memory.nbytes
     least = reserved + (needs.least_bytes if streams else beside + all_states + total_bytes(activations, CPU))
     if least > min(budget, free):
         other = 'tier="nvme" with a path' if choice.states.tier == CPU else "a smaller Tuning(chunk=...)"
-        raise _too_small(least, budget, given, free, other)
+        raise _too_small(least, budget, given, free, other, room.of_each)
     activation_bytes, spill_bytes = needs.activation_bytes, 0
     share = max(min(budget, free) - least, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
     if needs.has_activations_on_device:
@@ -1176,7 +1183,7 @@ def place_in_ram(there: OnDevice, room: Room, reserved: int = 0) -> Placement:
     if given is not None and used > free:
         other = ', and tier="nvme" with a path' if choice.states.tier == CPU else ""
         raise BudgetError(
-            f"{format_bytes(used - reserved)} of RAM would be used and {format_bytes(free)} are free: "
+            f"{format_bytes(used - reserved)} of RAM would be used and {format_bytes(free)} are free{room.of_each}: "
             f'give cpu_memory="{option_bytes(free, at_most=True)}" or less{other}',
             needed=used - reserved,
             available=free,
@@ -1240,11 +1247,11 @@ def _within(room: int, whole: Pool, in_flight: int | None) -> Pool:
     return Pool(whole.sizes, kept, buffers, whole.on_device)
 
 
-def _too_small(needed: int, budget: int, given: int | None, free: int, other: str) -> BudgetError:
+def _too_small(needed: int, budget: int, given: int | None, free: int, other: str, of_each: str) -> BudgetError:
     origin = "cpu_memory allows" if given is not None else "half of the free RAM is"
     has, how = f"{origin} {format_bytes(budget)}", f'give cpu_memory="{option_bytes(needed)}" or more, or {other}'
     if needed > free:  # whatever is given
-        has, how = f"{format_bytes(free)} are free", f"free some, or choose {other}"
+        has, how = f"{format_bytes(free)} are free{of_each}", f"free some, or choose {other}"
     return BudgetError(
         f"{format_bytes(needed)} of RAM are needed and {has}: {how}",
         needed=needed,

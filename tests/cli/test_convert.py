@@ -203,6 +203,21 @@ def test_every_option_of_the_file_is_told(tmp_path: Path) -> None:
         ({"optimizer": {"type": "LBFGS"}}, "optimizer.type is 'LBFGS': optimizer is LBFGS, which cannot"),
         ({"optimizer": {"type": "SGD", "params": {"adam_w_mode": True}}}, "DeepSpeed does not take there"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps is 1.5"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4"),
+        ({"zero_optimization": {"reduce_bucket_size": -5}}, "reduce_bucket_size is -5"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "offload_optimizer.device is 'gpu'"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes'"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "'loss_scale': -1"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, "'lr': 'fast'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1.0}}}, "Invalid learning rate"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction is False"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad is True"),
+        ({"optimizer": {"type": "Adam", "params": {"max_coeff": 10}}}, "max_coeff"),
+        ({"optimizer": {"type": "Lion", "params": {"use_triton": True}}}, "use_triton"),
         ([], "no JSON object"),
     ],
 )
@@ -211,6 +226,44 @@ def test_what_cannot_be_converted(config: Any, said: str, tmp_path: Path) -> Non
     assert result.exit_code == 2
     assert "ConfigError" in result.stderr
     assert said in result.stderr
+
+
+def test_a_switch_may_be_a_word(tmp_path: Path) -> None:
+    """As DeepSpeed reads it."""
+    off = {"fp16": {"enabled": "false"}, "activation_checkpointing": {"cpu_checkpointing": "False"}}
+    script = converted(tmp_path, off)["script"]
+    assert script == converted(tmp_path, {})["script"]
+    assert converted(tmp_path, {"fp16": {"enabled": "true"}})["script"] != script
+
+
+@pytest.mark.parametrize(("given", "is_told"), [({}, True), ({"gradient_accumulation_steps": 8}, False)])
+def test_a_batch_of_several_micro_batches_is_told(given: dict[str, int], is_told: bool, tmp_path: Path) -> None:
+    """DeepSpeed accumulates what is left out, and the call does not."""
+    found = converted(tmp_path, {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4} | given)
+    (becomes,) = (one["becomes"] for one in found["options"] if one["option"] == "train_batch_size")
+    assert ("accumulates 32 / (4 x ranks) micro-batches" in becomes) is is_told
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_script_is_printed_in_whole_lines(
+    columns: int, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they are: people copy them, and write them to files."""
+    section = {"device": "nvme", "nvme_path": "/" + "long/" * 40}
+    config = {
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"offload_optimizer": section},
+        "fp16": {"enabled": True},
+    }
+    script = converted(tmp_path, config)["script"]
+    assert max(map(len, script.splitlines())) > 200
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed_lines = re.sub(r"\x1b\[[0-9;]*m", "", run(tmp_path, config).stdout).splitlines()
+    assert [line.rstrip() for line in printed_lines[: len(script.splitlines())]] == script.splitlines()
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The surface of the command line: a new option is a decision, made by changing this file."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from offload.cli.console import Commands, in_options, print_json
 from offload.cli.main import app, run
 from offload.errors import BudgetError, OffloadError, TierIOError
 
+SOURCE = Path(offload.__file__).parents[1]
 OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
@@ -152,13 +154,39 @@ def test_interrupt_outside_a_command_is_exit_code_130(monkeypatch: pytest.Monkey
     assert ended.value.code == 130
 
 
+PRINTS = """
+import sys
+from offload.cli import main
+main.app = lambda: (print("x" * int(sys.argv[1])), sys.exit(0))
+main.run()
+"""
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_a_full_disk_is_one_message(count: int) -> None:
+    """However much of what is printed waits in Python's buffer at the end."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", PRINTS, str(count)]
+        done = subprocess.run(command, cwd=SOURCE, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "OSError: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_a_pipe_that_is_closed_ends_a_command_in_silence(count: int) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-c", PRINTS, str(count)]
+    done = subprocess.run(command, cwd=SOURCE, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_json_refuses_what_json_has_no_word_for() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         print_json({"loss": float("nan")})
 
 
 def test_help_does_not_wait_for_what_only_commands_need() -> None:
-    code = "import offload.cli.main, sys; print('matplotlib' in sys.modules, 'cpuinfo' in sys.modules)"
-    source = Path(offload.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
+    code = "import offload.cli.main, sys; print([one in sys.modules for one in ('torch', 'matplotlib', 'cpuinfo')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOURCE, capture_output=True, text=True, check=True)
+    assert done.stdout == "[False, False, False]\n"

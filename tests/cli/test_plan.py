@@ -227,6 +227,26 @@ def test_a_small_matrix_is_measured_and_a_large_one_has_the_rate_of_the_largest_
     assert not {(160, 64), (200, 200)} & set(stepped)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_masters_of_fp32_are_not_split(optimizer: str, tmp_path: Path) -> None:
+    """A run takes the option, and does nothing with it: so no figure of the plan has it, a machine's rates included."""
+    options = ("--dtype", "fp32", "--optimizer", optimizer)
+    machine = """
+name = "one that steps split masters faster"
+ram = { value = "64GiB", source = "made up" }
+memory = { value = 1e10, source = "made up" }
+products = { fp32 = { value = 1e12, source = "made up" } }
+steps = { "adamw, fp32, split" = { value = 1e12, source = "made up" } }
+drives = [{ name = "a", read = { value = 1e9, source = "made up" }, write = { value = 1e9, source = "made up" } }]
+"""
+    (tmp_path / "machine.toml").write_text(machine)
+    options += ("--machine", str(tmp_path / "machine.toml"))
+    assert run_json(*options, "--split-master") == run_json(*options)
+    model, split = GPT(GPTConfig(layers=1, heads=1, width=16, context=16)), Tuning(split_master=True)
+    given = NAMED.get(optimizer, torch.optim.RMSprop)(model.parameters())
+    OffloadZero(model, given, tier="cpu", compute_dtype=torch.float32, tuning=split, device="cpu").close()
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("split_master", [False, True])

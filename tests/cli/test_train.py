@@ -211,6 +211,10 @@ def test_path_of_a_live_run_is_refused_and_untouched(folder: Path) -> None:
         (["--seed", "-1"], "--seed -1: "),
         (["--preset", "7b"], "--preset 7b: choose one of 1m, 5m, 20m, 125m, 350m, 1b, 2b"),
         (["--tier", "tape"], "--tier tape: choose one of nvme, cpu"),
+        # Another --path would not help.
+        (["--tier", "cpu", "--param-tier", "nvme"], "--param-tier nvme needs --tier nvme: "),
+        (["--tier", "cpu", "--grad-tier", "nvme"], "--grad-tier nvme needs --tier nvme: "),
+        (["--tier", "device", "--grad-tier", "nvme"], "--grad-tier nvme needs --tier nvme: "),
         (["--chunk", "big"], "--chunk='big' is not a size"),
         (["--chunk", "-4096"], "--chunk=-4096 is negative"),
         (["--cpu-memory", "2 parsecs"], "--cpu-memory='2 parsecs' is not a size"),

@@ -97,7 +97,8 @@ def test_what_is_said_of_runs_fits(command: str, runs: Path, monkeypatch: pytest
 
 def test_what_a_configuration_becomes_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "fp16": {"enabled": True},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local/nvme/of/mine"}},
         "gradient_clipping": 1.0,
@@ -106,6 +107,7 @@ def test_what_a_configuration_becomes_fits(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "ds.json").write_text(json.dumps(config))
     lines = at_width(80, ["convert", str(tmp_path / "ds.json")], monkeypatch)
     assert max(map(cell_len, lines)) <= 80
+    assert {"    weight_decay=0.1,", "    growth_interval=1000,"} <= {line.rstrip() for line in lines}
 
 
 def test_a_pipe_gets_a_line_for_each_row(runs: Path) -> None:
