@@ -497,12 +497,13 @@ class OffloadZero(torch.optim.Optimizer):
         may_differ = choice.params.streams or (choice.states.shares and not plan.copier.direct)
         if self._comm.size == 1 or not may_differ:
             return placement
-        rows = self._on_devices(placement)
-        while bool((rows[1:] != rows[0])[:, 1:].any()):  # each turn some rank has less there
-            on_all = frozenset(rows[:, 2:].all(0).nonzero().flatten().tolist())
-            with together(self._comm):  # the RAM that is free may be less by now
-                placement = placed(most=Most(int(rows[:, 1].min()), on_all))
+        with together(self._everyone):  # ranks of another slice may need no turn, and hear of an error in one here
             rows = self._on_devices(placement)
+            while bool((rows[1:] != rows[0])[:, 1:].any()):  # each turn some rank has less there
+                on_all = frozenset(rows[:, 2:].all(0).nonzero().flatten().tolist())
+                with together(self._comm):  # the RAM that is free may be less by now
+                    placement = placed(most=Most(int(rows[:, 1].min()), on_all))
+                rows = self._on_devices(placement)
         return replace(placement, uses_disk=bool(rows[:, 0].any()))
 
     def _on_devices(self, placement: Placement) -> Tensor:

@@ -367,7 +367,8 @@ class Room:
     def of_each(self) -> str:
         """In words: whose part of the free RAM that is; nothing if one rank has all of it."""
         ranks = self.ranks_on_node
-        return f" for each of {ranks} ranks, which the launcher has put on this machine" if ranks > 1 else ""
+        told = "as a launcher's LOCAL_WORLD_SIZE says, or all where there is none"
+        return f" for each of {ranks} ranks on this machine ({told})" if ranks > 1 else ""
 
 
 def peak_bytes(layout: Layout, choice: Choice) -> int:

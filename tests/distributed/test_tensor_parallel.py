@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import offload.optimizer
 from offload import OffloadZero, Tuning
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.reader import Reader
-from offload.errors import ConfigError, StaleActivationError
+from offload.errors import BudgetError, ConfigError, OtherRankError, StaleActivationError
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.planner import least_cpu_memory
+from offload.planner.placement import Most, Placement
 from tests.support import sharded, tried
 from tests.support import tensor_parallel as tp
 from tests.support.cases import products
@@ -369,6 +372,30 @@ def _refused(kind: str) -> str:
 def test_what_cannot_be_trained_is_refused(worlds: Worlds, kind: str, says: str) -> None:
     for message in worlds(4).run(_refused, kind):
         assert says in message
+
+
+def _has_no_room_later() -> str:
+    """In the first slice one data-parallel rank has room for a unit more, and the other, asked again, for nothing."""
+    rank, place = torch.distributed.get_rank(), offload.optimizer.place
+    model, data, *_ = tp.made()
+
+    def placed(*args: Any, most: Most | None = None, **options: Any) -> Placement:
+        if most is not None and rank == 0:
+            raise BudgetError("nothing is free any more", needed=2, available=1, option="cpu_memory")
+        found = place(*args, most=most, **options)
+        return replace(found, staying=frozenset({"blocks.0"})) if rank == 2 else found
+
+    began = time.monotonic()
+    with patch("offload.optimizer.place", placed), pytest.raises((BudgetError, OtherRankError)) as caught:
+        OffloadZero(model, process_group=data, param_tier="cpu")
+    assert time.monotonic() - began < 60  # and not after the timeout of a collective
+    return str(caught.value)
+
+
+def test_a_slice_without_room_is_heard_of_in_all(worlds: Worlds) -> None:
+    first, *others = worlds(4).run(_has_no_room_later)
+    assert first == "nothing is free any more"
+    assert all(other.startswith(f"rank 0: BudgetError: {first}") for other in others)
 
 
 def _not_finite() -> str:
