@@ -38,6 +38,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from offload import torch_private
 from offload.errors import ConfigError, DeviceError
 from offload.interrupts import LET_IN_S, let_in, uninterrupted
 
@@ -51,6 +52,8 @@ YIELD_S = 1.0
 """The longest that a pass waits, before it begins, for a thread that has waited until there was none."""
 LIMIT_S = 600.0
 """The longest wait for a pass of another thread: that one may be waiting for this thread."""
+NOT_COMPILED = "what OffloadZero does is in kernels and files: torch.compile has nothing to gain there"
+"""Why methods of the optimizer run as they are in compiled code, which torch says if it may not end its graph there."""
 
 _every: weakref.WeakSet[Entries] = weakref.WeakSet()
 
@@ -228,6 +231,18 @@ def _called(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise DeviceError.of(error) from error
 
 
+def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
+    """Makes code that torch.compile compiles call a method as it is.
+
+    The method has to put aside what compiles frames, `set_frame_callback(None)`, and to put it back: what it calls
+    would be compiled frame by frame. A wrapper would do that, too, and add a frame to those that warnings count.
+    """
+    torch_private.skip_frames(method.__code__)
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable_msg = NOT_COMPILED  # type: ignore[attr-defined]
+    return method
+
+
 def entry(method: Callable[P, R]) -> Callable[P, R]:
     """Lets one thread at a time into a method of an object that has `entries`."""
 
@@ -247,12 +262,17 @@ def exclusive_entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def marked(method: Callable[P, R]) -> Callable[P, R]:
+        @not_compiled
         @wraps(method)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            entries: Entries = args[0].entries  # type: ignore[attr-defined]
-            with entries.lock:
-                entries.wait_for_turn(f"{name}() was called")
-                return _called(method, *args, **kwargs)
+            callback = torch_private.set_frame_callback(None)
+            try:
+                entries: Entries = args[0].entries  # type: ignore[attr-defined]
+                with entries.lock:
+                    entries.wait_for_turn(f"{name}() was called")
+                    return _called(method, *args, **kwargs)
+            finally:
+                torch_private.set_frame_callback(callback)
 
         return inside
 
@@ -265,12 +285,17 @@ def training_entry(method: Callable[P, R]) -> Callable[P, R]:
     The thread that calls it is the one that trains from then on.
     """
 
+    @not_compiled
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        entries: Entries = args[0].entries  # type: ignore[attr-defined]
-        with entries.lock:
-            entries.take_turn(waits=True)
-            entries.trains()
-            return _called(method, *args, **kwargs)
+        callback = torch_private.set_frame_callback(None)
+        try:
+            entries: Entries = args[0].entries  # type: ignore[attr-defined]
+            with entries.lock:
+                entries.take_turn(waits=True)
+                entries.trains()
+                return _called(method, *args, **kwargs)
+        finally:
+            torch_private.set_frame_callback(callback)
 
     return inside

@@ -47,7 +47,7 @@ from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.shard_table import in_order_of_shards
 from offload.checkpoint.tensors import Entry
 from offload.devices.copies import DOWN, UP, require_not_recorded
-from offload.entries import Entries, entry, exclusive_entry, training_entry
+from offload.entries import Entries, entry, exclusive_entry, not_compiled, training_entry
 from offload.errors import (
     BudgetError,
     ConfigError,
@@ -525,6 +525,7 @@ class OffloadZero(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @not_compiled
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step of the optimizer for every parameter that has a gradient, and consumes the gradients.
 
@@ -561,32 +562,37 @@ class OffloadZero(torch.optim.Optimizer):
             OtherRankError: a commit that is due failed on another rank.
             RankError: another rank does not take part.
         """
-        require_not_recorded(self._parts.parameters.device, "step()")
-        self._watch.settle()
-        if not self._is_loop_resumed:
-            self._is_loop_resumed = True
-            warn_of_new_loop(self._step)
-        with self._forgetting_the_scaler():
-            self._require_usable()
-            loss = None
-            if closure is not None:
-                if not callable(closure):
-                    raise ConfigError(
-                        f"step({closure!r}): give a function that evaluates the model and returns the loss, or nothing"
-                    )
-                with torch.enable_grad():
-                    loss = closure()
-            self._attached.step_begins(self.param_groups)
-            if self._is_commit_due():
-                self._attached.capture_rest()
-            with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
-                self._take_step()
-                self._capture_if_due()
-        lines = self._advice.step_ends(), self._prediction.step_ends(self._timeline, self._plan.copier)
-        if self._everyone.user_rank == 0:
-            for line in lines:
-                _tell(line)
-        return loss
+        callback = torch_private.set_frame_callback(None)
+        try:
+            require_not_recorded(self._parts.parameters.device, "step()")
+            self._watch.settle()
+            if not self._is_loop_resumed:
+                self._is_loop_resumed = True
+                warn_of_new_loop(self._step)
+            with self._forgetting_the_scaler():
+                self._require_usable()
+                loss = None
+                if closure is not None:
+                    if not callable(closure):
+                        raise ConfigError(
+                            f"step({closure!r}): give a function that evaluates the model and returns the loss, or "
+                            "nothing"
+                        )
+                    with torch.enable_grad():
+                        loss = closure()
+                self._attached.step_begins(self.param_groups)
+                if self._is_commit_due():
+                    self._attached.capture_rest()
+                with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
+                    self._take_step()
+                    self._capture_if_due()
+            lines = self._advice.step_ends(), self._prediction.step_ends(self._timeline, self._plan.copier)
+            if self._everyone.user_rank == 0:
+                for line in lines:
+                    _tell(line)
+            return loss
+        finally:
+            torch_private.set_frame_callback(callback)
 
     @training_entry
     def _take_step(self) -> None:

@@ -82,6 +82,20 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     return bound
 
 
+def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(*args)`, and compiles none of its frames: for hooks of autograd, whose backward may be called in
+    code that torch compiles.
+    """
+    callback = torch_private.set_frame_callback(None)
+    try:
+        return function(*args)
+    finally:
+        torch_private.set_frame_callback(callback)
+
+
+runs_as_it_is(call_uncompiled)
+
+
 class Forward(LeftBehind):
     """Stands in for a module's `forward`, outside of compiled code.
 

@@ -40,6 +40,7 @@ from offload.entries import entry
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import GradientBuffer
 from offload.layout import Layout
+from offload.model.compiled import call_uncompiled, runs_as_it_is
 from offload.model.dense import flattened_like
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
@@ -266,8 +267,9 @@ class Answers:
 
         def begins(grads: tuple[Tensor | None, ...]) -> None:
             if grads[0] is not None and (alive := answers()) is not None:
-                alive.accumulation_begins(number)
+                call_uncompiled(alive.accumulation_begins, number)
 
+        runs_as_it_is(begins)
         return begins
 
     def after_accumulation(self, number: int, start: int = 0) -> Callable[[Tensor], None]:
@@ -281,8 +283,9 @@ class Answers:
 
         def ended(leaf: Tensor) -> None:
             if (alive := answers()) is not None:
-                alive.accumulation_ended(number, leaf, start)
+                call_uncompiled(alive.accumulation_ended, number, leaf, start)
 
+        runs_as_it_is(ended)
         return ended
 
     @entry

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.interrupts import uninterrupted, uninterrupted_entry
-from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
+from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, call_uncompiled, runs_as_it_is
 from offload.model.plain_copy import LeftBehind, refuse_script
 
 Kind = TypeVar("Kind")
@@ -281,7 +281,10 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
     A graph may outlive the optimizer, and must not keep it alive: Python's garbage collector cannot look into graphs.
     """
     if (alive := method()) is not None:
-        call_hidden(alive, argument)
+        call_uncompiled(call_hidden, alive, argument)
+
+
+runs_as_it_is(call_alive)
 
 
 class Hook(LeftBehind):

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
+import offload
 from offload import OffloadZero, Tuning, torch_private
 from tests.oracle.models import Block, TinyLm, token_batches, token_loss
 from tests.support.cases import often
@@ -336,6 +338,42 @@ def test_a_model_with_an_embedding_in_tiles_in_one_graph_names_the_way_out(tmp_p
         whole = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(Unsupported, match="leave out fullgraph=True where such a use is compiled"):
             whole(next(token_batches())[0])
+
+
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
+def test_a_training_step_is_compiled_as_a_whole_without_what_this_library_does(placement: str) -> None:
+    def losses(*, compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = TinyLm()
+        with OffloadZero(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            compute_dtype=torch.float32,
+            commit_every=None,
+            **PLACEMENTS[placement],
+        ) as optimizer:
+
+            def step(tokens: Tensor, targets: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                loss = token_loss(model, tokens, targets)
+                loss.backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                return loss.detach()
+
+            run = torch.compile(step, backend="eager") if compiled else step
+            return [run(*batch).item() for batch in token_batches()]
+
+    clear_compilation_metrics()
+    assert losses(compiled=True) == losses(compiled=False)
+    frames = {(str(one.co_filename), one.co_name) for one in get_compilation_metrics()}
+    assert (__file__, "step") in frames
+    # Casts of what enters the model are a part of it.
+    assert {Path(file).name for file, _ in frames if is_ours(file)} <= {"hooks.py"}
+
+
+def is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(Path(offload.__file__).parent)
 
 
 def test_a_use_outside_of_its_unit_in_one_graph_names_the_way_out() -> None:
