@@ -97,7 +97,12 @@ def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None) ->
         if error.errno != errno.EINVAL or not flags & O_DIRECT:
             raise
         fd = os.open(name, flags & ~O_DIRECT, 0o600, dir_fd=dir_fd)
-    return IOFile(name if path is None else path, fd, dir_fd)
+    file = IOFile(name if path is None else path, fd, dir_fd)
+    if flags & os.O_NONBLOCK and stat.S_ISREG(os.fstat(fd).st_mode):
+        # It was for the open alone. Older kernels' io_uring (before Linux 5.15, and later on drives that cannot say
+        # beforehand whether they would wait) fails a transfer with EAGAIN then, instead of waiting.
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    return file
 
 
 def aligned_memory(nbytes: int) -> memoryview:

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from offload.errors import PathError, TierIOError
+from offload.io import engine as engine_module
 from offload.io import io_uring
-from offload.io.engine import REQUEST_BYTES, IOEngine, QueuedEngine, Request
+from offload.io.engine import REQUEST_BYTES, IOEngine, IOFile, IOFuture, QueuedEngine, Request, open_file
+from offload.io.files import LOCAL
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
@@ -508,6 +510,66 @@ def test_more_requests_than_the_ring_holds_wait_for_room(tmp_path: Path) -> None
         future.result(WAIT_S)
     assert all(into == data for into in found)
     engine.close()
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "sync"])
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.ECANCELED, errno.EFAULT])
+def test_what_only_the_ring_refuses_is_done_by_a_plain_call(
+    place: str, operation: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the thread that submits, or its end, is no failure of the disk."""
+    if not io_uring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine = UringEngine()
+    file, data = engine.open(place), noise(3 * REQUEST_BYTES)
+    Path(place).write_bytes(data if operation == "read" else bytes(len(data)))
+    memory = blank(len(data)) if operation == "read" else data
+    called: list[int] = []
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (called.append(fd), fdatasync(fd))[1])
+    seen = answer(engine, monkeypatch, lambda request: -code if request.offset != REQUEST_BYTES else None)
+    moving = engine.sync(file) if operation == "sync" else getattr(engine, operation)(file, 0, memory)
+    assert moving.result(WAIT_S) == (0 if operation == "sync" else len(data))
+    assert len(seen) == (1 if operation == "sync" else 3)
+    assert called == ([file.fd] if operation == "sync" else [])
+    assert operation == "sync" or (memory == data and Path(place).read_bytes() == data)
+    engine.close()
+
+
+@pytest.mark.timeout(60)
+def test_reads_of_a_thread_that_has_ended_go_on(tmp_path: Path) -> None:
+    """The kernel ends what a thread has submitted, and what waits for the page cache, with the thread."""
+    if not io_uring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine, data = UringEngine(), noise(8 * REQUEST_BYTES)
+    futures: list[IOFuture] = []
+    into = [blank(REQUEST_BYTES) for _ in range(8)]
+    for trial in range(4):
+        place = tmp_path / str(trial)
+        with place.open("wb") as cold:
+            cold.write(data)
+            os.fsync(cold.fileno())
+            os.posix_fadvise(cold.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file = engine.adopt(open_file(str(place), buffered=True))
+
+        def begin(file: IOFile = file) -> None:
+            futures[:] = [engine.read(file, n * REQUEST_BYTES, part) for n, part in enumerate(into)]
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        assert [future.result(WAIT_S) for future in futures] == [REQUEST_BYTES] * 8
+        assert b"".join(into) == data
+    engine.close()
+
+
+def test_a_file_is_not_left_in_the_mode_that_kept_its_opening_from_blocking(engine: IOEngine, tmp_path: Path) -> None:
+    """io_uring may fail a transfer with EAGAIN instead of waiting where O_NONBLOCK is on."""
+    opened = [engine.open(str(tmp_path / "a")), LOCAL.create(tmp_path / "b"), LOCAL.open_followed(tmp_path / "a")]
+    assert all(os.get_blocking(file.fd) for file in opened)
+    assert [bool(fcntl.fcntl(file.fd, fcntl.F_GETFL) & engine_module.O_DIRECT) for file in opened] == [
+        file.direct for file in opened
+    ]
 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
