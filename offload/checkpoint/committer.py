@@ -724,6 +724,7 @@ class Commits:
         told = [
             error for error in all_gather_object(comm, "" if copying.error is None else str(copying.error)) if error
         ]
+        copying.let_go()
         if told:
             target = copying.copy.directories[0]
             warnings.warn(
@@ -754,12 +755,12 @@ class Commits:
         if not exists:
             self._make(snapshot)
 
-    def _clear(self, snapshot: Snapshot, names: Sequence[str]) -> None:
+    def _clear(self, snapshot: Snapshot, names: Sequence[str], *, are_held: bool = False) -> None:
         """Removes what all ranks have of snapshots that are dead, and their homes last."""
         if not names:
             return
         with together(self._comm):
-            snapshot.clear(names)
+            snapshot.clear(names, are_held=are_held)
         with together(self._comm):
             if self._comm.rank == 0:
                 snapshot.clear_homes(names)
@@ -811,7 +812,7 @@ class Commits:
             with together(comm):
                 if comm.rank == 0:
                     snapshot.withdraw(names)
-            self._clear(snapshot, names)
+            self._clear(snapshot, names, are_held=True)
 
     def _found_by_first(self, find: Callable[[], T]) -> T:
         """What rank 0 finds, on all ranks.
