@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from offload.checkpoint.atomic_file import nothing, sync_directory
+from offload.checkpoint.atomic_file import nothing, sync_directory, sync_parent
 from offload.checkpoint.commit import (
     Commit,
     RankFiles,
@@ -348,8 +348,8 @@ class Commits:
         manifest = self._manifest(step, progress, groups, versions)
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
-            for path in self._paths:
-                sync_directory(self._files, path.parent)  # the directory itself may be new
+            for path in self._paths:  # the directory itself may be new
+                sync_parent(self._files, path)
         carried = carried_in(extra)._replace(named=self._named)
         # Before each name that is given or taken: another run may have one of the same name.
         check = self._claims.require_ours

@@ -116,6 +116,32 @@ def test_nothing_is_decided_before_all_that_it_names_is_durable(
         ]  # fmt: skip
 
 
+class Unreadable(Files):
+    """Attributes: directory: one that cannot be opened to be synced; code: why."""
+
+    def __init__(self, directory: Path, code: int) -> None:
+        super().__init__()
+        self.directory, self.code = directory, code
+
+    def sync_directory(self, path: Path) -> None:
+        if path == self.directory and self.code:
+            raise OSError(self.code, os.strerror(self.code), str(path))
+        super().sync_directory(path)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_directory_whose_neighbours_nobody_may_list_is_committed_in(make: Make, path: Path, exists: bool) -> None:
+    """As on a cluster whose /scratch is a directory of mode 711 with one of each user in it."""
+    if exists:
+        path.mkdir()
+    with on_disk(Unreadable(path.parent, errno.EACCES)):
+        model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    optimizer.close()
+    again = Tiny()
+    assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))
+
+
 def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path: Path, files: Logged) -> None:
     model, optimizer = committed(make)
     files.fails = "rename spare manifest"
