@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -84,6 +85,7 @@ from offload.errors import (
     TierIOError,
 )
 from offload.interrupts import is_of_system
+from offload.io.files import Files
 from offload.layout import MASTER
 from offload.model.master_weights import MasterWeights
 from offload.optim.new_params import NewParameters
@@ -349,7 +351,7 @@ class Commits:
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._paths:  # the directory itself may be new
-                sync_parent(self._files, path)
+                self._final_if_ambiguous(partial(sync_parent, self._files, path))
         carried = carried_in(extra)._replace(named=self._named)
         # Before each name that is given or taken: another run may have one of the same name.
         check = self._claims.require_ours
@@ -357,11 +359,16 @@ class Commits:
         if self._record is not None:
             for path in self._paths:  # what a commit that failed has left is room for this one
                 collect(path, self._record, (), self._files, rank=self._comm.rank)
-        written = [write_files(path, manifest, carried, self._files, check) for path in self._paths]
+        written = [write_files(path, manifest, carried, self._files, check, self._sync_names) for path in self._paths]
         slots.require_here()
         check()
         slots.make_permanent()
         return manifest, versions, *written[0]
+
+    def _sync_names(self, files: Files, directory: Path) -> None:
+        """Makes durable what a directory of the run has got. If that fails, the names of swap files may be lost, too,
+        and a second sync would not say so."""
+        self._final_if_ambiguous(lambda: sync_directory(files, directory))
 
     def _are_committed(self, versions: Sequence[Mapping[int, Version]]) -> bool:
         """Whether the last commit has the values of these versions of all chunks.

@@ -142,6 +142,29 @@ def test_a_directory_whose_neighbours_nobody_may_list_is_committed_in(make: Make
     assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))
 
 
+@pytest.mark.parametrize("which", ["around it", "the run's", "the run's, later"])
+def test_a_directory_that_was_not_synced_is_final(make: Make, path: Path, which: str) -> None:
+    """A second sync may not say that names are lost. The kernel says it once."""
+    files = Unreadable(path, 0)
+    with on_disk(files):
+        optimizer = make(model := Tiny(), commit_every=0)
+    one_step(model, optimizer, 0)
+    if which.endswith("later"):
+        optimizer.commit()
+        one_step(model, optimizer, 1)
+    files.code, files.directory = errno.EIO, path.parent if which == "around it" else path
+    with pytest.raises(TierIOError) as caught:
+        optimizer.commit()
+    assert (caught.value.operation, caught.value.filename) == ("sync", str(files.directory))
+    files.code = 0
+    for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):
+        with pytest.raises(TierIOError) as again:
+            call()
+        assert again.value is caught.value
+    found = read_commit(path)
+    assert (None if found is None else found.step) == (1 if which.endswith("later") else None)
+
+
 def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path: Path, files: Logged) -> None:
     model, optimizer = committed(make)
     files.fails = "rename spare manifest"
