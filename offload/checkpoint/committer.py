@@ -511,23 +511,26 @@ class Commits:
         return found
 
     def _snapshot_called(self, step: int, name: object) -> str | None:
-        """The directory's name of the snapshot of a commit, or of a copy of it; None: there is none.
+        """The directory's name of the snapshot of a commit, or of a copy of it, which is durable; None: there is none.
 
         Args:
             step: the step that was committed.
             name: what state dicts call the commit.
         """
         for directory, record in records_in(self._home, self._files).items():
-            if record.step != step:
-                continue
-            if name == _id_of(record):
+            if record.step == step and self._is_called(self._home / directory, record, name):
+                sync_directory(self._files, self._home / directory)  # who wrote its record may have been killed before
                 return directory
-            home = self._home / directory
-            with suppress(OffloadError):  # damaged: of some other one
-                extra = read_extra(home, read_manifest(home, record, 0, self._files), self._files)
-                if name == carried_in(extra).source:
-                    return directory
         return None
+
+    def _is_called(self, home: Path, record: Commit, name: object) -> bool:
+        """Whether the snapshot in `home` is of the commit that state dicts call `name`, or of a copy of it."""
+        if name == _id_of(record):
+            return True
+        with suppress(OffloadError):  # damaged: of some other one
+            extra = read_extra(home, read_manifest(home, record, 0, self._files), self._files)
+            return name == carried_in(extra).source
+        return False
 
     def snapshot_of(self, step: int, name: object) -> Reader:
         """Opens the snapshot of a commit. The caller closes it.
@@ -679,7 +682,8 @@ class Commits:
         def make_home() -> None:
             for path in copied.paths:
                 check_directory(path, files)
-                make_directory(path, files)
+                if make_directory(path, files):
+                    sync_parent(files, path)
 
         with together(comm):
             if comm.rank == 0:

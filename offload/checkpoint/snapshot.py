@@ -183,18 +183,22 @@ class Snapshot:
         return {name: is_home for name, run_id, is_home in marks if run_id.startswith(directory.name[-RUN_DIGITS:])}
 
     def exists(self) -> bool:
-        """For rank 0: whether this very snapshot is there.
+        """For rank 0: whether this very snapshot is there, durably.
 
         Raises:
             PathError: something else has its name.
         """
-        home = self.directories[0]
+        home, found, is_other = self.directories[0], None, False
         try:
-            if (found := read_commit(home, self.files)) is None or found == self.record:
-                return found is not None
+            found = read_commit(home, self.files)
+            is_other = found not in (None, self.record)
         except OffloadError:
-            pass
-        raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
+            is_other = True
+        if is_other:
+            raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
+        if found is not None:
+            sync_directory(self.files, home)  # who wrote its record may have been killed before
+        return found is not None
 
     def existing(self) -> dict[str, Commit]:
         """For rank 0: the records of the snapshots of this run that are there, by name."""

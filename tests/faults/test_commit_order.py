@@ -193,6 +193,54 @@ def test_a_record_is_durable_before_what_it_does_not_name_goes(make: Make, path:
         assert changes[:2] == ["sync offload.lock", "sync directory run"]
 
 
+def test_so_it_is_where_a_snapshot_outside_is_resumed(make: Make, path: Path, tmp_path: Path, files: Logged) -> None:
+    """Its run has committed later in this one's directory. What that commit superseded goes, and then the commit."""
+    model, optimizer = committed(make)
+    (directory,) = optimizer.snapshot()
+    kept = directory.rename(tmp_path / directory.name)
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    optimizer.close()
+    found = read_commit(path)
+    assert found is not None
+    (path / f"manifest-{found.run_id}-2-rank0.json").touch()
+    files.log.clear()
+    again = make(Tiny(), commit_every=0, resume=[kept], cpu_memory="1MiB")
+    changes = [what for what in files.log if what.startswith(("rename", "remove", "sync"))]
+    assert changes[:2] == ["sync offload.lock", "sync directory run"]
+    assert again.resumed is not None
+    assert again.resumed.step == 3
+
+
+@pytest.mark.parametrize("way", ["snapshot", "state dict"])
+def test_a_snapshot_that_is_found_is_durable_before_it_counts(make: Make, path: Path, files: Logged, way: str) -> None:
+    """Who wrote its record may have been killed before that."""
+    model, optimizer = committed(make)
+    (directory,) = optimizer.snapshot()
+    files.log.clear()
+    if way == "state dict":
+        optimizer.state_dict()
+        one_step(model, optimizer, 3)
+        optimizer.commit()
+        synced = files.log.index(f"sync directory {directory.name}")
+        assert synced < files.log.index("sync spare manifest")
+    else:
+        assert optimizer.snapshot() == (directory,)
+        assert files.log[-1] == f"sync directory {directory.name}"
+
+
+def test_a_new_directory_for_copies_is_durable_before_a_copy_counts(make: Make, tmp_path: Path, files: Logged) -> None:
+    """The snapshot that it is made of is removed then."""
+    _, optimizer = committed(make)
+    (tmp_path / "others").mkdir()
+    files.log.clear()
+    optimizer.snapshot(path=tmp_path / "others" / "new")
+    optimizer.close()
+    assert files.log.count(f"rename {COMMIT_NAME}") == 2
+    last = len(files.log) - 1 - files.log[::-1].index(f"rename {COMMIT_NAME}")
+    assert "sync directory others" in files.log[:last]
+
+
 def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path) -> None:
     """It may be a commit ahead: it has heard of the decision, and this rank has not got further."""
     model, optimizer = committed(make)
