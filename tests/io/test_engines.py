@@ -512,6 +512,36 @@ def test_more_requests_than_the_ring_holds_wait_for_room(tmp_path: Path) -> None
     engine.close()
 
 
+def test_space_is_reserved_where_the_c_library_writes_a_byte_to_each_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ext4 without extents, which has no fallocate, and takes O_DIRECT. What is there stays."""
+    opened = LOCAL.open_or_create(tmp_path / "file"), open_file(str(tmp_path / "file"))
+    real, asked = os.posix_fallocate, []
+
+    def by_bytes(fd: int, offset: int, length: int) -> None:
+        asked.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & engine_module.O_DIRECT))
+        if asked[-1]:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", by_bytes)
+    data = noise(PAGE_BYTES)
+    for file in opened:
+        os.pwrite(file.fd, data, PAGE_BYTES)
+        before = open_files()
+        LOCAL.allocate(file, 0, MIB)
+        assert open_files() == before
+        info = LOCAL.stat(file)
+        assert (info.st_size, info.st_blocks * 512 >= MIB) == (MIB, True)
+        assert (tmp_path / "file").read_bytes()[PAGE_BYTES : 2 * PAGE_BYTES] == data
+        LOCAL.truncate(file, 2 * PAGE_BYTES)
+    assert asked == [False, *([True, False] if opened[1].direct else [False])]
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: by_bytes(fd, offset, -1))
+    with pytest.raises(OSError, match="Invalid argument"):
+        LOCAL.allocate(opened[1], 0, MIB)
+
+
 @pytest.mark.parametrize("operation", ["read", "write", "sync"])
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.ECANCELED, errno.EFAULT])
 def test_what_only_the_ring_refuses_is_done_by_a_plain_call(
