@@ -516,13 +516,18 @@ class QueuedEngine(IOEngine):
 
     def _begin(self, requests: list[Request]) -> None:
         """Starts requests that are counted as under way already."""
-        if requests:
-            self._refuse(self._start(requests))
+        while requests:  # and no call in a call: all that is queued may be refused, one after the other
+            requests = self._fail(self._start(requests))
 
     def _refuse(self, refused: Sequence[Refused] | None) -> None:
         """Ends requests that could not be started, and starts the next ones."""
-        for request, error in refused or ():
-            self._begin(self._over(request, request.failed(error)))
+        self._begin(self._fail(refused))
+
+    def _fail(self, refused: Sequence[Refused] | None) -> list[Request]:
+        """Ends requests that could not be started, and returns those to start now."""
+        return [
+            following for request, error in refused or () for following in self._over(request, request.failed(error))
+        ]
 
     def _ended(self, request: Request, result: int | Exception) -> None:
         """Called once a request is not under way any more. It raises nothing.

@@ -679,6 +679,23 @@ def test_what_is_thrown_in_while_a_request_is_started_is_no_error_of_the_disk(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("count", [1, 3000])
+def test_however_many_requests_are_queued_all_of_them_end_where_none_can_be_started(
+    place: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ThreadEngine(request_bytes=PAGE_BYTES)
+    file, pages = engine.open(place), blank(count * PAGE_BYTES)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        patch.setattr(engine, "_start", lambda requests: [(request, full) for request in requests])
+        for moving in (engine.write(file, 0, pages), engine.read(file, 0, pages)):
+            with pytest.raises(TierIOError, match="Cannot allocate memory"):
+                moving.result(WAIT_S)
+    assert engine.write(file, 0, blank(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
+    engine.close()
+
+
+@pytest.mark.timeout(60)
 def test_no_memory_while_a_request_ends_fails_that_transfer_and_no_later_one(
     queued: QueuedEngine, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
