@@ -406,5 +406,6 @@ def _reap(ring: Ring, under_way: UnderWay) -> None:
 def _stop_reaping(ring: Ring, reaper: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
         return
-    ring.submit([Submission(NOP, user_data=_STOP)])
+    while not ring.submit([Submission(NOP, user_data=_STOP)]):
+        time.sleep(RETRY_S)  # the ring is full: a completion will make room
     wait_for_threads([reaper])
