@@ -185,6 +185,23 @@ def sync_directory(files: Files, directory: Path) -> None:
         files.sync_directory(directory)
 
 
+def sync_parent(files: Files, directory: Path) -> None:
+    """Makes the name of a directory durable, where the one around it can be read.
+
+    Where many users have directories side by side, often none may list them. Who may not read the directory around
+    cannot sync it, and in most cases cannot have made anything in it either.
+
+    Raises:
+        TierIOError: a disk or its file system failed. Nobody knows then what is durable, and it is not tried again.
+    """
+    with failing("sync", directory.parent):
+        try:
+            files.sync_directory(directory.parent)
+        except PermissionError as error:
+            if not is_of_system(error):
+                raise
+
+
 def read_whole(files: Files, path: Path, most: int) -> bytes | None:
     """The content of a file; None: there is no such file.
 

@@ -160,7 +160,12 @@ def names_of(manifest: Manifest, rank: int, *, has_tensors: bool) -> tuple[str, 
 
 
 def write_files(
-    directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL, check: Callable[[], None] = nothing
+    directory: Path,
+    manifest: Manifest,
+    extra: object = None,
+    files: Files = LOCAL,
+    check: Callable[[], None] = nothing,
+    sync: Callable[[Files, Path], None] = sync_directory,
 ) -> tuple[Digest, bool]:
     """Writes the rank's manifest, and what the user gives along. Both are durable when it returns.
 
@@ -170,6 +175,7 @@ def write_files(
         extra: anything that `extra.encode` takes.
         files: the file system.
         check: see `write_file`.
+        sync: syncs the directory in the end.
 
     Returns:
         What the COMMIT record has to say of the manifest, and whether there are tensors beside it.
@@ -193,7 +199,7 @@ def write_files(
         found = write_file(files, path, stream([*entries]), _spare(room, EXTRA), check=check)
     path, whole = directory / manifest_name(manifest, manifest.rank), replace(manifest, extra=structure, tensors=found)
     written = write_file(files, path, [serialise(whole)], _spare(room, MANIFEST), check=check)
-    sync_directory(files, directory)
+    sync(files, directory)
     return written, found is not None
 
 

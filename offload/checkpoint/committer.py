@@ -30,13 +30,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from offload.checkpoint.atomic_file import nothing, sync_directory
+from offload.checkpoint.atomic_file import nothing, sync_directory, sync_parent
 from offload.checkpoint.commit import (
     Commit,
     RankFiles,
@@ -84,6 +85,7 @@ from offload.errors import (
     TierIOError,
 )
 from offload.interrupts import is_of_system
+from offload.io.files import Files
 from offload.layout import MASTER
 from offload.model.master_weights import MasterWeights
 from offload.optim.new_params import NewParameters
@@ -348,8 +350,8 @@ class Commits:
         manifest = self._manifest(step, progress, groups, versions)
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
-            for path in self._paths:
-                sync_directory(self._files, path.parent)  # the directory itself may be new
+            for path in self._paths:  # the directory itself may be new
+                self._final_if_ambiguous(partial(sync_parent, self._files, path))
         carried = carried_in(extra)._replace(named=self._named)
         # Before each name that is given or taken: another run may have one of the same name.
         check = self._claims.require_ours
@@ -357,11 +359,16 @@ class Commits:
         if self._record is not None:
             for path in self._paths:  # what a commit that failed has left is room for this one
                 collect(path, self._record, (), self._files, rank=self._comm.rank)
-        written = [write_files(path, manifest, carried, self._files, check) for path in self._paths]
+        written = [write_files(path, manifest, carried, self._files, check, self._sync_names) for path in self._paths]
         slots.require_here()
         check()
         slots.make_permanent()
         return manifest, versions, *written[0]
+
+    def _sync_names(self, files: Files, directory: Path) -> None:
+        """Makes durable what a directory of the run has got. If that fails, the names of swap files may be lost, too,
+        and a second sync would not say so."""
+        self._final_if_ambiguous(lambda: sync_directory(files, directory))
 
     def _are_committed(self, versions: Sequence[Mapping[int, Version]]) -> bool:
         """Whether the last commit has the values of these versions of all chunks.
@@ -504,23 +511,26 @@ class Commits:
         return found
 
     def _snapshot_called(self, step: int, name: object) -> str | None:
-        """The directory's name of the snapshot of a commit, or of a copy of it; None: there is none.
+        """The directory's name of the snapshot of a commit, or of a copy of it, which is durable; None: there is none.
 
         Args:
             step: the step that was committed.
             name: what state dicts call the commit.
         """
         for directory, record in records_in(self._home, self._files).items():
-            if record.step != step:
-                continue
-            if name == _id_of(record):
+            if record.step == step and self._is_called(self._home / directory, record, name):
+                sync_directory(self._files, self._home / directory)  # who wrote its record may have been killed before
                 return directory
-            home = self._home / directory
-            with suppress(OffloadError):  # damaged: of some other one
-                extra = read_extra(home, read_manifest(home, record, 0, self._files), self._files)
-                if name == carried_in(extra).source:
-                    return directory
         return None
+
+    def _is_called(self, home: Path, record: Commit, name: object) -> bool:
+        """Whether the snapshot in `home` is of the commit that state dicts call `name`, or of a copy of it."""
+        if name == _id_of(record):
+            return True
+        with suppress(OffloadError):  # damaged: of some other one
+            extra = read_extra(home, read_manifest(home, record, 0, self._files), self._files)
+            return name == carried_in(extra).source
+        return False
 
     def snapshot_of(self, step: int, name: object) -> Reader:
         """Opens the snapshot of a commit. The caller closes it.
@@ -672,7 +682,8 @@ class Commits:
         def make_home() -> None:
             for path in copied.paths:
                 check_directory(path, files)
-                make_directory(path, files)
+                if make_directory(path, files):
+                    sync_parent(files, path)
 
         with together(comm):
             if comm.rank == 0:
@@ -724,6 +735,7 @@ class Commits:
         told = [
             error for error in all_gather_object(comm, "" if copying.error is None else str(copying.error)) if error
         ]
+        copying.let_go()
         if told:
             target = copying.copy.directories[0]
             warnings.warn(
@@ -754,12 +766,12 @@ class Commits:
         if not exists:
             self._make(snapshot)
 
-    def _clear(self, snapshot: Snapshot, names: Sequence[str]) -> None:
+    def _clear(self, snapshot: Snapshot, names: Sequence[str], *, are_held: bool = False) -> None:
         """Removes what all ranks have of snapshots that are dead, and their homes last."""
         if not names:
             return
         with together(self._comm):
-            snapshot.clear(names)
+            snapshot.clear(names, are_held=are_held)
         with together(self._comm):
             if self._comm.rank == 0:
                 snapshot.clear_homes(names)
@@ -811,7 +823,7 @@ class Commits:
             with together(comm):
                 if comm.rank == 0:
                     snapshot.withdraw(names)
-            self._clear(snapshot, names)
+            self._clear(snapshot, names, are_held=True)
 
     def _found_by_first(self, find: Callable[[], T]) -> T:
         """What rank 0 finds, on all ranks.

@@ -17,7 +17,14 @@ from pathlib import Path
 
 import torch
 
-from offload.checkpoint.atomic_file import atomic_replace, failing, sync_directory, temporary, write_temporary
+from offload.checkpoint.atomic_file import (
+    atomic_replace,
+    failing,
+    sync_directory,
+    sync_parent,
+    temporary,
+    write_temporary,
+)
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.manifest import ParameterFacts, canonical
 from offload.checkpoint.reader import Reader
@@ -84,7 +91,7 @@ def export(
             require_file_size(str(directory / names[0]), largest, option="directory")
             done = _write(directory, index, names, shards, total, files)
             if made:
-                sync_directory(files, directory.parent)
+                sync_parent(files, directory)
     except BaseException:
         if made:
             with contextlib.suppress(OSError):

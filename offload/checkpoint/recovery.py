@@ -376,9 +376,10 @@ class RecoveryPlan:
         replaced = set() if commit is None or commit.replaces is None else {commit.replaces}
         dead, owned = self.dead | replaced, self.target.owned
         with together(comm):
-            for path in {*owned}.intersection(self.at):
+            for path in owned:
                 # A process that was killed may not have synced the record. What it does not name goes after it.
-                sync_directory(self.files, path)
+                if COMMIT_NAME in names_in(path, self.files):
+                    sync_directory(self.files, path)
             for path in owned:
                 withdraw(path, replaced, self.files)
         collect_together(owned, commit, dead, comm, self.files, held=replaced)

@@ -10,8 +10,9 @@ The record decides, and is written last, when the parts of all ranks are durable
 tag, and each part gets its own first of all ([Note: names never change] in live.py). To remove a snapshot, its record
 goes first, durably, then what all ranks have, and the part in the home last. So a part is dead if its home has the tag
 and no record: it was never finished, or is half removed. The next snapshot clears it away, and nothing else: not where
-the home is missing, because somebody took it elsewhere. Whoever resumes in a snapshot's directory turns its record into
-that of a run, which is no snapshot any more.
+the home is missing, because somebody took it elsewhere; and not where a process holds the lock of a swap file in it,
+because another run makes it now. Whoever resumes in a snapshot's directory turns its record into that of a run, which
+is no snapshot any more.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ from offload.checkpoint.commit import (
 from offload.checkpoint.live import Tag, leave, names_in, read_tag, swaps, write_tag
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
+from offload.io.engine import IOFile
 from offload.io.files import Files
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.directories import COMMIT_NAME, TEMPORARY, file_name, swap_name, tag_name
-from offload.storage.swap_file import open_locked
+from offload.storage.swap_file import lock, open_locked
 
 PIECE_BYTES = 64 * MIB
 """Copied between two reports of progress."""
@@ -163,8 +165,11 @@ class Snapshot:
         return [name for name in snapshots_in(home, self.files) if self._is_undecided(home / name)]
 
     def _is_undecided(self, home: Path) -> bool:
-        names = self._names(home)
-        return COMMIT_NAME not in names and (any(self._marks(home).values()) or all(map(_is_tag, names)))
+        with ExitStack() as locks:
+            if not self._is_left(home, locks):
+                return False
+            names = self._names(home)
+            return COMMIT_NAME not in names and (any(self._marks(home).values()) or all(map(_is_tag, names)))
 
     def _marks(self, directory: Path) -> dict[str, bool]:
         """The files that say whose part of a snapshot a directory is, and whether they say that it is the home.
@@ -178,18 +183,22 @@ class Snapshot:
         return {name: is_home for name, run_id, is_home in marks if run_id.startswith(directory.name[-RUN_DIGITS:])}
 
     def exists(self) -> bool:
-        """For rank 0: whether this very snapshot is there.
+        """For rank 0: whether this very snapshot is there, durably.
 
         Raises:
             PathError: something else has its name.
         """
-        home = self.directories[0]
+        home, found, is_other = self.directories[0], None, False
         try:
-            if (found := read_commit(home, self.files)) is None or found == self.record:
-                return found is not None
+            found = read_commit(home, self.files)
+            is_other = found not in (None, self.record)
         except OffloadError:
-            pass
-        raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
+            is_other = True
+        if is_other:
+            raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
+        if found is not None:
+            sync_directory(self.files, home)  # who wrote its record may have been killed before
+        return found is not None
 
     def existing(self) -> dict[str, Commit]:
         """For rank 0: the records of the snapshots of this run that are there, by name."""
@@ -220,21 +229,26 @@ class Snapshot:
         existing = self.existing()
         return [name for name in names if name in existing and self._is_free(self.paths[0] / name, locks)]
 
-    def clear(self, names: Iterable[str]) -> None:
+    def clear(self, names: Iterable[str], *, are_held: bool = False) -> None:
         """Removes this rank's parts of snapshots that are dead, but for the tags in their homes.
 
         Args:
             names: the names of the snapshots.
+            are_held: whether rank 0 has their locks. Else what a process makes now stays.
         """
         for path in self.paths:
             for name in names:
-                self._clear(path / name)
+                with ExitStack() as locks:
+                    if are_held or self._is_left(path / name, locks):
+                        self._clear(path / name)
             sync_directory(self.files, path)  # before the tags in their homes go
 
     def clear_homes(self, names: Iterable[str]) -> None:
         """For rank 0, when all ranks have cleared their parts of these snapshots: removes the tags in their homes."""
         for name in names:
             home = self.paths[0] / name
+            if not self._is_undecided(home):
+                continue
             with failing("remove", home), suppress(FileNotFoundError):
                 for mark in self._marks(home):
                     self.files.remove(home / mark)
@@ -274,15 +288,22 @@ class Snapshot:
         """For rank 0: makes the home, durably, with its tag. Until `decide`, the snapshot is dead."""
         self._make_part(0)
 
-    def make(self, progress: Callable[[int], None] = lambda _: None) -> None:
+    def make(self, progress: Callable[[int], None] = lambda _: None, locks: ExitStack | None = None) -> None:
         """Makes this rank's part, durably, when the home is there. It counts only after `decide`.
 
         Args:
             progress: told how many bytes were copied, now and then; what it raises ends this.
+            locks: gets the locks of its swap files, without which another run may clear it away before `decide`; None:
+                no other run has these directories.
+
+        Raises:
+            PathInUseError: another run has cleared it away.
         """
         for number, directory in enumerate(self.directories):
             self._make_part(number)
-            self._copy_slots(number, directory / swap_name(self.manifest.run_id, self.manifest.rank), progress)
+            self._copy_slots(number, directory / swap_name(self.manifest.run_id, self.manifest.rank), progress, locks)
+            if locks is not None:
+                self._make_part(number)  # another run may have taken the tag away before there was a lock
             sync_directory(self.files, directory)
             copy_manifest(self._sources[number], directory, self.commit, self.manifest.rank, self.files)
 
@@ -328,11 +349,14 @@ class Snapshot:
                 found.append((offset, size))
         return found
 
-    def _copy_slots(self, number: int, target: Path, progress: Callable[[int], None]) -> None:
+    def _copy_slots(self, number: int, target: Path, progress: Callable[[int], None], locks: ExitStack | None) -> None:
         source = Path(self.swaps[number])
-        with failing("write", target):
-            file = self.files.create(target)
-        try:
+        with ExitStack() as undo:
+            with failing("write", target):
+                file = self.files.create(target)
+            undo.callback(self._close, file)
+            if locks is not None:
+                self._lock(file)
             for offset, length in self._ranges(number):
                 for start in range(offset, offset + length, PIECE_BYTES):
                     size = min(PIECE_BYTES, offset + length - start)
@@ -341,9 +365,20 @@ class Snapshot:
                     progress(size)
             with failing("sync", target):
                 self.files.sync(file)
-        finally:
-            with failing("sync", target):
-                self.files.close(file)
+            if locks is not None:
+                locks.push(undo.pop_all())
+
+    def _lock(self, file: IOFile) -> None:
+        try:
+            lock(file, self.files)
+        except PathInUseError:
+            raise
+        except PathError:
+            pass  # no locks there: then no run clears away what is another one's
+
+    def _close(self, file: IOFile) -> None:
+        with failing("sync", Path(file.path)):
+            self.files.close(file)
 
     def _clear(self, directory: Path) -> None:
         """Removes a part of a snapshot that is dead. What marks it goes after all else, and in its home stays."""
@@ -364,17 +399,27 @@ class Snapshot:
                 leave(directory, self.files)
             self.files.remove_directory(directory)
 
-    def _is_free(self, directory: Path, locks: ExitStack) -> bool:
+    def _is_left(self, directory: Path, locks: ExitStack) -> bool:
+        """Whether nobody makes a snapshot, or a copy of one, that has no record. Others may make theirs beside it.
+
+        Args:
+            directory: a part of it.
+            locks: gets the locks of its swap files.
+        """
+        return self._is_free(directory, locks, is_own=directory.name.endswith(self.commit.run_id[:RUN_DIGITS]))
+
+    def _is_free(self, directory: Path, locks: ExitStack, *, is_own: bool = True) -> bool:
         files = ((name, file_name(name)) for name in self._names(directory))
         names = [name for name, file in files if file is not None and file.kind in ("swap", "older")]
-        return all(self._try_lock(directory / name, locks) for name in names)
+        return all(self._try_lock(directory / name, locks, is_own=is_own) for name in names)
 
-    def _try_lock(self, swap: Path, locks: ExitStack) -> bool:
+    def _try_lock(self, swap: Path, locks: ExitStack, *, is_own: bool) -> bool:
         """Locks a swap file of a snapshot if nobody else uses it.
 
         Args:
             swap: the file.
             locks: gets the lock.
+            is_own: whether it is of this run; else it has to be locked, or gone.
 
         Returns:
             Whether nobody else uses it.
@@ -383,8 +428,8 @@ class Snapshot:
             locks.callback(open_locked(swap, self.files).close)
         except PathInUseError:
             return False
-        except PathError:  # gone or damaged: nobody can use it
-            pass
+        except PathError as error:  # damaged: nobody can use it; or there are no locks
+            return is_own or error.errno == errno.ENOENT
         return True
 
     def _names(self, directory: Path) -> list[str]:

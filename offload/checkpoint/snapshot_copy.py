@@ -12,6 +12,9 @@ machines share. In time:
 5. At the next collective call (`snapshot`, `commit`, `close`) whose ranks have all ended their copies, the snapshot in
    the run's directories is removed.
 
+Until 5 each rank holds the locks of the swap files that it has made there. So other runs may copy their snapshots to
+the same storage, and clear away there what is dead.
+
 A copy is a run's directory like any other: `resume=[DIRECTORY]` takes it, with any number of ranks.
 """
 
@@ -21,6 +24,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +105,7 @@ class SnapshotCopy:
         self._copied = 0
         self.nbytes = sum(need.nbytes for need in copy.needs())
         self._ends, self._has_part = threading.Event(), threading.Event()
+        self._locks = ExitStack()
         self._worker = Workers(1, "offload-snapshot")
         self._done = self._worker.submit(self._run)
 
@@ -122,10 +127,15 @@ class SnapshotCopy:
         """Ends it before it has copied everything, and waits until it has."""
         self._ends.set()
         self.wait()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Gives its locks back, when it has ended on all ranks."""
+        self._locks.close()
 
     def _run(self) -> None:
         try:
-            self.copy.make(self._progress)
+            self.copy.make(self._progress, self._locks)
             self._has_part.set()
             if self.copy.manifest.rank == 0:
                 decide(self.copy, self._ends, self._limit_s)

@@ -32,6 +32,7 @@ from offload.devices.copies import HostCopier
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.io import io_uring
 from offload.io.engine import IOFuture, open_file
+from offload.io.files import LOCAL
 from offload.io.select import ENGINES, Settings, remember
 from offload.io.threads import Workers
 from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes, parse_bytes
@@ -488,7 +489,7 @@ def lay_out(file: Path, size: int, memory: memoryview) -> int:
     """
     opened = open_file(str(file))
     try:
-        os.posix_fallocate(opened.fd, 0, size)
+        LOCAL.allocate(opened, 0, size)
         start, done = time.perf_counter(), 0
         while done < size and time.perf_counter() - start < 4 * WISHED_S:
             done += os.pwrite(opened.fd, memory[: min(len(memory), size - done)], done)

@@ -97,7 +97,12 @@ def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None) ->
         if error.errno != errno.EINVAL or not flags & O_DIRECT:
             raise
         fd = os.open(name, flags & ~O_DIRECT, 0o600, dir_fd=dir_fd)
-    return IOFile(name if path is None else path, fd, dir_fd)
+    file = IOFile(name if path is None else path, fd, dir_fd)
+    if flags & os.O_NONBLOCK and stat.S_ISREG(os.fstat(fd).st_mode):
+        # It was for the open alone. Older kernels' io_uring (before Linux 5.15, and later on drives that cannot say
+        # beforehand whether they would wait) fails a transfer with EAGAIN then, instead of waiting.
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    return file
 
 
 def aligned_memory(nbytes: int) -> memoryview:
@@ -511,13 +516,18 @@ class QueuedEngine(IOEngine):
 
     def _begin(self, requests: list[Request]) -> None:
         """Starts requests that are counted as under way already."""
-        if requests:
-            self._refuse(self._start(requests))
+        while requests:  # and no call in a call: all that is queued may be refused, one after the other
+            requests = self._fail(self._start(requests))
 
     def _refuse(self, refused: Sequence[Refused] | None) -> None:
         """Ends requests that could not be started, and starts the next ones."""
-        for request, error in refused or ():
-            self._begin(self._over(request, request.failed(error)))
+        self._begin(self._fail(refused))
+
+    def _fail(self, refused: Sequence[Refused] | None) -> list[Request]:
+        """Ends requests that could not be started, and returns those to start now."""
+        return [
+            following for request, error in refused or () for following in self._over(request, request.failed(error))
+        ]
 
     def _ended(self, request: Request, result: int | Exception) -> None:
         """Called once a request is not under way any more. It raises nothing.

@@ -21,7 +21,7 @@ from typing import BinaryIO, NamedTuple
 
 from offload.errors import OffloadError, PathError
 from offload.interrupts import is_of_system
-from offload.io.engine import O_DIRECT, IOFile, open_directory, open_follow, open_nofollow
+from offload.io.engine import O_DIRECT, IOFile, open_directory, open_follow, open_nofollow, reopened
 from offload.sizes import MIB
 
 BUSY = (errno.EWOULDBLOCK, errno.EACCES)
@@ -236,7 +236,15 @@ class Files:
 
     def allocate(self, file: IOFile, offset: int, length: int) -> None:
         """Reserves blocks of the disk for a range of the file. A file that is shorter grows to the range's end."""
-        os.posix_fallocate(file.fd, offset, length)
+        try:
+            os.posix_fallocate(file.fd, offset, length)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not file.direct:
+                raise
+            # Where the file system cannot, the C library writes a byte to each block, and O_DIRECT takes whole ones.
+            with reopened(file) as plain:
+                os.posix_fallocate(plain.fd, offset, length)
+                os.fsync(plain.fd)  # some give blocks out only now
 
     def truncate(self, file: IOFile, size: int) -> None:
         os.ftruncate(file.fd, size)

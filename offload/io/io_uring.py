@@ -20,6 +20,7 @@ from offload import native
 from offload.errors import ClosedError
 from offload.interrupts import uninterrupted
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request, address_of
+from offload.io.threads import move
 from offload.native.threads import start_threads, wait_for_threads
 from offload.sizes import GIB
 
@@ -253,6 +254,10 @@ def _require(status: int) -> int:
 
 ENTRIES = 256
 _OPERATIONS = {"read": READ, "write": WRITE, "sync": FDATASYNC}
+_OF_THE_RING = (errno.EINTR, errno.EAGAIN, errno.ECANCELED, errno.EFAULT)
+"""Errors that say nothing of the file. The thread that submitted was sent a signal (EINTR: a request cannot be begun
+again as a call can); the request could have waited (EAGAIN, seen with SCSI); or the thread has ended, and with it its
+part in what has not begun, or waits for the page cache (ECANCELED, EFAULT)."""
 RETRY_S = 0.01
 _STOP = 0
 _log = logging.getLogger("offload")
@@ -333,6 +338,9 @@ class UringEngine(QueuedEngine):
         return []
 
     def _ended(self, request: Request, result: int | Exception) -> None:
+        if isinstance(result, int) and -result in _OF_THE_RING:
+            # It has ended, so it can be done anew. A plain call says what of it the system really refuses.
+            result = move(request)
         super()._ended(request, result)
         if self._waiting:
             with self._room:
@@ -398,5 +406,6 @@ def _reap(ring: Ring, under_way: UnderWay) -> None:
 def _stop_reaping(ring: Ring, reaper: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
         return
-    ring.submit([Submission(NOP, user_data=_STOP)])
+    while not ring.submit([Submission(NOP, user_data=_STOP)]):
+        time.sleep(RETRY_S)  # the ring is full: a completion will make room
     wait_for_threads([reaper])

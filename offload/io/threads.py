@@ -126,13 +126,13 @@ class ThreadEngine(QueuedEngine):
         return refused
 
     def _run(self, request: Request) -> None:
-        self._ended(request, _move(request))
+        self._ended(request, move(request))
 
     def _stop(self) -> None:
         self._pool.shutdown(wait=True)
 
 
-def _move(request: Request) -> int:
+def move(request: Request) -> int:
     """Moves the bytes of a request, and returns how many, or -errno."""
     try:
         if request.operation == "read":

@@ -35,8 +35,9 @@ from offload.io.files import BUSY, LOCAL, Files, Host, unusable
 from offload.storage.directories import LOCK_NAME, file_name
 from offload.storage.swap_file import IN_USE, any_is_held
 
-PATIENCE_S = 2.0
-"""For how long the id of whoever has the lock alone is waited for, which it writes at once."""
+PATIENCE_S = 60.0
+"""For how long the id of whoever has the lock alone is waited for. It writes it at once, but a disk that has much else
+to write may take its time to sync it."""
 _ID_BYTES = 16
 _MAX_BYTES = 1 << 16
 _POLL_S, _SAY_S = 0.2, 15.0

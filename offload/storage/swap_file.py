@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -39,6 +40,10 @@ from offload.storage.swap_format import (
     parse_header,
     parse_superblock,
 )
+
+_NO_MODES = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What `fchmod` says of another user's file, and where files have no modes."""
+_log = logging.getLogger("offload")
 
 IN_USE = "a live run holds this path: close it, or give each run a path of its own"
 
@@ -165,9 +170,11 @@ def reserve(
         BudgetError: the disk has no room for it.
         PathError: the file system refuses for another reason.
     """
-    info = files.stat(file)
-    files.make_private(file)
-    available = files.available(file) + info.st_blocks * 512
+    with unusable("cannot be looked at", file.path):
+        info = files.stat(file)
+        available = files.available(file) + info.st_blocks * 512
+    with unusable("cannot be made private", file.path):
+        _make_private(file, files)
     try:
         if needed + beside > available:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -190,6 +197,16 @@ def reserve(
             available=available,
             option="commit_every" if fits else "path",
         ) from error
+
+
+def _make_private(file: IOFile, files: Files) -> None:
+    """Lets only the file's owner open it, where that can be said."""
+    try:
+        files.make_private(file)
+    except OSError as error:
+        if not is_of_system(error) or error.errno not in _NO_MODES:
+            raise
+        _log.warning("%s: its mode cannot be set (%s): others may be able to read it", file.path, error.strerror)
 
 
 def new_run_id() -> bytes:

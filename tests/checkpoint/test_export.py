@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from offload.checkpoint.export import export
@@ -186,6 +187,17 @@ def test_a_directory_that_was_made_is_durable_too(tmp_path: Path, is_new: bool) 
         out.mkdir()
     export(out, [entry("a", torch.ones(3))], files=Noted())
     assert synced == [out, tmp_path][: 1 + is_new]
+
+
+def test_a_directory_whose_neighbours_nobody_may_list_is_exported_to(tmp_path: Path) -> None:
+    class Unreadable(Files):
+        def sync_directory(self, path: Path) -> None:
+            if path == tmp_path:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            super().sync_directory(path)
+
+    export(out := tmp_path / "out", [entry("a", torch.ones(3))], files=Unreadable())
+    assert load_file(out / "model.safetensors")["a"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["file", "no parent", "dangling symlink"])

@@ -116,6 +116,55 @@ def test_nothing_is_decided_before_all_that_it_names_is_durable(
         ]  # fmt: skip
 
 
+class Unreadable(Files):
+    """Attributes: directory: one that cannot be opened to be synced; code: why."""
+
+    def __init__(self, directory: Path, code: int) -> None:
+        super().__init__()
+        self.directory, self.code = directory, code
+
+    def sync_directory(self, path: Path) -> None:
+        if path == self.directory and self.code:
+            raise OSError(self.code, os.strerror(self.code), str(path))
+        super().sync_directory(path)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_directory_whose_neighbours_nobody_may_list_is_committed_in(make: Make, path: Path, exists: bool) -> None:
+    """As on a cluster whose /scratch is a directory of mode 711 with one of each user in it."""
+    if exists:
+        path.mkdir()
+    with on_disk(Unreadable(path.parent, errno.EACCES)):
+        model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    optimizer.close()
+    again = Tiny()
+    assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))
+
+
+@pytest.mark.parametrize("which", ["around it", "the run's", "the run's, later"])
+def test_a_directory_that_was_not_synced_is_final(make: Make, path: Path, which: str) -> None:
+    """A second sync may not say that names are lost. The kernel says it once."""
+    files = Unreadable(path, 0)
+    with on_disk(files):
+        optimizer = make(model := Tiny(), commit_every=0)
+    one_step(model, optimizer, 0)
+    if which.endswith("later"):
+        optimizer.commit()
+        one_step(model, optimizer, 1)
+    files.code, files.directory = errno.EIO, path.parent if which == "around it" else path
+    with pytest.raises(TierIOError) as caught:
+        optimizer.commit()
+    assert (caught.value.operation, caught.value.filename) == ("sync", str(files.directory))
+    files.code = 0
+    for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):
+        with pytest.raises(TierIOError) as again:
+            call()
+        assert again.value is caught.value
+    found = read_commit(path)
+    assert (None if found is None else found.step) == (1 if which.endswith("later") else None)
+
+
 def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path: Path, files: Logged) -> None:
     model, optimizer = committed(make)
     files.fails = "rename spare manifest"
@@ -142,6 +191,54 @@ def test_a_record_is_durable_before_what_it_does_not_name_goes(make: Make, path:
         make(Tiny(), commit_every=0, resume=True, **options).close()
         changes = [what for what in files.log if what.startswith(("rename", "remove", "sync"))]
         assert changes[:2] == ["sync offload.lock", "sync directory run"]
+
+
+def test_so_it_is_where_a_snapshot_outside_is_resumed(make: Make, path: Path, tmp_path: Path, files: Logged) -> None:
+    """Its run has committed later in this one's directory. What that commit superseded goes, and then the commit."""
+    model, optimizer = committed(make)
+    (directory,) = optimizer.snapshot()
+    kept = directory.rename(tmp_path / directory.name)
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    optimizer.close()
+    found = read_commit(path)
+    assert found is not None
+    (path / f"manifest-{found.run_id}-2-rank0.json").touch()
+    files.log.clear()
+    again = make(Tiny(), commit_every=0, resume=[kept], cpu_memory="1MiB")
+    changes = [what for what in files.log if what.startswith(("rename", "remove", "sync"))]
+    assert changes[:2] == ["sync offload.lock", "sync directory run"]
+    assert again.resumed is not None
+    assert again.resumed.step == 3
+
+
+@pytest.mark.parametrize("way", ["snapshot", "state dict"])
+def test_a_snapshot_that_is_found_is_durable_before_it_counts(make: Make, path: Path, files: Logged, way: str) -> None:
+    """Who wrote its record may have been killed before that."""
+    model, optimizer = committed(make)
+    (directory,) = optimizer.snapshot()
+    files.log.clear()
+    if way == "state dict":
+        optimizer.state_dict()
+        one_step(model, optimizer, 3)
+        optimizer.commit()
+        synced = files.log.index(f"sync directory {directory.name}")
+        assert synced < files.log.index("sync spare manifest")
+    else:
+        assert optimizer.snapshot() == (directory,)
+        assert files.log[-1] == f"sync directory {directory.name}"
+
+
+def test_a_new_directory_for_copies_is_durable_before_a_copy_counts(make: Make, tmp_path: Path, files: Logged) -> None:
+    """The snapshot that it is made of is removed then."""
+    _, optimizer = committed(make)
+    (tmp_path / "others").mkdir()
+    files.log.clear()
+    optimizer.snapshot(path=tmp_path / "others" / "new")
+    optimizer.close()
+    assert files.log.count(f"rename {COMMIT_NAME}") == 2
+    last = len(files.log) - 1 - files.log[::-1].index(f"rename {COMMIT_NAME}")
+    assert "sync directory others" in files.log[:last]
 
 
 def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path) -> None:

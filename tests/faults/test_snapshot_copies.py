@@ -24,6 +24,7 @@ from offload.checkpoint.snapshot import Snapshot
 from offload.checkpoint.snapshot_copy import decide
 from offload.errors import OffloadError, PathError
 from offload.io.engine import IOFile
+from offload.io.files import Files
 from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
@@ -210,6 +211,125 @@ def test_what_a_copy_has_left_is_cleared_away_by_the_next(make: Make, path: Path
     optimizer.close()
     assert local_snapshots(target) == [second.name]
     assert local_snapshots(path) == [first.name]  # which is the user's to remove
+
+
+class Halting(CopyingFiles):
+    """Attributes: at: the end of the name of the file whose sync by a copying thread is followed by a halt, until
+    `goes_on`; halted: whether that came."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+        self.halted, self.goes_on = threading.Event(), threading.Event()
+
+    def copies(self) -> None:
+        """Every operation works."""
+
+    def sync(self, file: IOFile) -> None:
+        super().sync(file)
+        if threading.current_thread().name.startswith("offload-snapshot") and self.at in file.path:
+            self.halted.set()
+            assert self.goes_on.wait(30)
+
+
+@pytest.mark.parametrize("at", ["swap-", "manifest-"])
+@pytest.mark.parametrize("places", [["one"], ["one", "second"]])
+def test_what_another_run_copies_to_the_same_storage_stays(
+    make: Make, tmp_path: Path, at: str, places: list[str]
+) -> None:
+    target, files = tmp_path / "shared", Halting(at)
+    with on_disk(files):
+        model, one = committed(make, KEPT, path=[tmp_path / name for name in places])
+    expected = bits(model, one)
+    directories = one.snapshot(path=target)
+    assert files.halted.wait(30)
+    _, two = committed(make, KEPT, path=tmp_path / "two")
+    (other,) = two.snapshot(path=target)
+    two.close()
+    files.goes_on.set()
+    one.close()
+    assert {directories[0].name, other.name} == {*local_snapshots(target)}
+    assert not local_snapshots(tmp_path / "one")
+    assert_same(expected, resumed(make, tmp_path / "new", [*directories]))
+
+
+@pytest.mark.parametrize("looked", range(3))
+def test_a_copy_that_gets_its_record_while_another_run_clears_up_stays(make: Make, tmp_path: Path, looked: int) -> None:
+    """It has looked into so many of its files before, and saw no record."""
+    target, files = tmp_path / "shared", Halting("manifest-")
+    with on_disk(files):
+        model, one = committed(make, KEPT, path=tmp_path / "one")
+    expected = bits(model, one)
+    directories = one.snapshot(path=target)
+    assert files.halted.wait(30)
+    opened: list[str] = []
+
+    def goes_on() -> None:
+        files.goes_on.set()
+        one.close()
+
+    class Slow(Files):
+        def open(self, path: Path, flags: int) -> IOFile:
+            if path.parent == directories[0]:
+                opened.append(path.name)
+                if len(opened) == looked + 1:
+                    goes_on()
+            return super().open(path, flags)
+
+    with on_disk(Slow()):
+        _, two = committed(make, KEPT, path=tmp_path / "two")
+    two.snapshot(path=target)
+    two.close()
+    assert opened
+    goes_on()
+    assert not local_snapshots(tmp_path / "one")
+    assert_same(expected, resumed(make, tmp_path / "new", [*directories]))
+
+
+def test_what_another_run_has_left_half_copied_goes(make: Make, tmp_path: Path) -> None:
+    files, target = Watched(left=3), tmp_path / "shared"
+    with on_disk(files):
+        _, one = committed(make, EARLY, path=tmp_path / "one")
+    (left,) = one.snapshot(path=target)
+    with pytest.warns(UserWarning, match="was not copied"):
+        one.close()
+    assert [*left.glob("swap-*")]
+    _, two = committed(make, KEPT, path=tmp_path / "two")
+    (other,) = two.snapshot(path=target)
+    two.close()
+    assert local_snapshots(target) == [other.name]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_where_the_storage_has_no_locks_only_what_the_run_itself_has_left_goes(
+    make: Make, tmp_path: Path, code: int
+) -> None:
+    """A copy needs no lock. Without any nobody can tell whether another run is at work."""
+    target = tmp_path / "shared"
+
+    class Lockless(Watched):
+        def lock(self, file: IOFile, *, exclusive: bool) -> None:
+            if "shared" in Path(file.path).parts:
+                raise OSError(code, os.strerror(code))
+            super().lock(file, exclusive=exclusive)
+
+    files = Lockless(left=3)
+    with on_disk(files):
+        model, one = committed(make, EARLY, path=tmp_path / "one")
+    (first,) = one.snapshot(path=target)
+    one._commits._copying.wait()  # type: ignore[union-attr]
+    go_to(model, one, KEPT)
+    with pytest.warns(UserWarning, match="was not copied"):
+        one.commit()
+    files.left = -1
+    with on_disk(Lockless()):
+        _, two = committed(make, KEPT, path=tmp_path / "two")
+    (other,) = two.snapshot(path=target)
+    two.close()
+    assert local_snapshots(target) == sorted([first.name, other.name])
+    (second,) = one.snapshot(path=target)
+    one.close()
+    assert local_snapshots(target) == sorted([second.name, other.name])
 
 
 def test_a_run_that_ends_with_an_error_leaves_a_copy_that_does_not_count(make: Make, tmp_path: Path) -> None:

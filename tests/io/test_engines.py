@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from offload.errors import PathError, TierIOError
+from offload.io import engine as engine_module
 from offload.io import io_uring
-from offload.io.engine import REQUEST_BYTES, IOEngine, QueuedEngine, Request
+from offload.io.engine import REQUEST_BYTES, IOEngine, IOFile, IOFuture, QueuedEngine, Request, open_file
+from offload.io.files import LOCAL
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
@@ -510,6 +512,96 @@ def test_more_requests_than_the_ring_holds_wait_for_room(tmp_path: Path) -> None
     engine.close()
 
 
+def test_space_is_reserved_where_the_c_library_writes_a_byte_to_each_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ext4 without extents, which has no fallocate, and takes O_DIRECT. What is there stays."""
+    opened = LOCAL.open_or_create(tmp_path / "file"), open_file(str(tmp_path / "file"))
+    real, asked = os.posix_fallocate, []
+
+    def by_bytes(fd: int, offset: int, length: int) -> None:
+        asked.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & engine_module.O_DIRECT))
+        if asked[-1]:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", by_bytes)
+    data = noise(PAGE_BYTES)
+    for file in opened:
+        os.pwrite(file.fd, data, PAGE_BYTES)
+        before = open_files()
+        LOCAL.allocate(file, 0, MIB)
+        assert open_files() == before
+        info = LOCAL.stat(file)
+        assert (info.st_size, info.st_blocks * 512 >= MIB) == (MIB, True)
+        assert (tmp_path / "file").read_bytes()[PAGE_BYTES : 2 * PAGE_BYTES] == data
+        LOCAL.truncate(file, 2 * PAGE_BYTES)
+    assert asked == [False, *([True, False] if opened[1].direct else [False])]
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: by_bytes(fd, offset, -1))
+    with pytest.raises(OSError, match="Invalid argument"):
+        LOCAL.allocate(opened[1], 0, MIB)
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "sync"])
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.ECANCELED, errno.EFAULT])
+def test_what_only_the_ring_refuses_is_done_by_a_plain_call(
+    place: str, operation: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the thread that submits, or its end, is no failure of the disk."""
+    if not io_uring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine = UringEngine()
+    file, data = engine.open(place), noise(3 * REQUEST_BYTES)
+    Path(place).write_bytes(data if operation == "read" else bytes(len(data)))
+    memory = blank(len(data)) if operation == "read" else data
+    called: list[int] = []
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (called.append(fd), fdatasync(fd))[1])
+    seen = answer(engine, monkeypatch, lambda request: -code if request.offset != REQUEST_BYTES else None)
+    moving = engine.sync(file) if operation == "sync" else getattr(engine, operation)(file, 0, memory)
+    assert moving.result(WAIT_S) == (0 if operation == "sync" else len(data))
+    assert len(seen) == (1 if operation == "sync" else 3)
+    assert called == ([file.fd] if operation == "sync" else [])
+    assert operation == "sync" or (memory == data and Path(place).read_bytes() == data)
+    engine.close()
+
+
+@pytest.mark.timeout(60)
+def test_reads_of_a_thread_that_has_ended_go_on(tmp_path: Path) -> None:
+    """The kernel ends what a thread has submitted, and what waits for the page cache, with the thread."""
+    if not io_uring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine, data = UringEngine(), noise(8 * REQUEST_BYTES)
+    futures: list[IOFuture] = []
+    into = [blank(REQUEST_BYTES) for _ in range(8)]
+    for trial in range(4):
+        place = tmp_path / str(trial)
+        with place.open("wb") as cold:
+            cold.write(data)
+            os.fsync(cold.fileno())
+            os.posix_fadvise(cold.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file = engine.adopt(open_file(str(place), buffered=True))
+
+        def begin(file: IOFile = file) -> None:
+            futures[:] = [engine.read(file, n * REQUEST_BYTES, part) for n, part in enumerate(into)]
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        assert [future.result(WAIT_S) for future in futures] == [REQUEST_BYTES] * 8
+        assert b"".join(into) == data
+    engine.close()
+
+
+def test_a_file_is_not_left_in_the_mode_that_kept_its_opening_from_blocking(engine: IOEngine, tmp_path: Path) -> None:
+    """io_uring may fail a transfer with EAGAIN instead of waiting where O_NONBLOCK is on."""
+    opened = [engine.open(str(tmp_path / "a")), LOCAL.create(tmp_path / "b"), LOCAL.open_followed(tmp_path / "a")]
+    assert all(os.get_blocking(file.fd) for file in opened)
+    assert [bool(fcntl.fcntl(file.fd, fcntl.F_GETFL) & engine_module.O_DIRECT) for file in opened] == [
+        file.direct for file in opened
+    ]
+
+
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_an_interrupt_while_requests_are_started_leaves_none_that_never_ends(
     queued: QueuedEngine, place: str, operation: str, monkeypatch: pytest.MonkeyPatch
@@ -587,6 +679,23 @@ def test_what_is_thrown_in_while_a_request_is_started_is_no_error_of_the_disk(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("count", [1, 3000])
+def test_however_many_requests_are_queued_all_of_them_end_where_none_can_be_started(
+    place: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ThreadEngine(request_bytes=PAGE_BYTES)
+    file, pages = engine.open(place), blank(count * PAGE_BYTES)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        patch.setattr(engine, "_start", lambda requests: [(request, full) for request in requests])
+        for moving in (engine.write(file, 0, pages), engine.read(file, 0, pages)):
+            with pytest.raises(TierIOError, match="Cannot allocate memory"):
+                moving.result(WAIT_S)
+    assert engine.write(file, 0, blank(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
+    engine.close()
+
+
+@pytest.mark.timeout(60)
 def test_no_memory_while_a_request_ends_fails_that_transfer_and_no_later_one(
     queued: QueuedEngine, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -625,7 +734,8 @@ def test_what_a_ring_does_not_take_at_once_is_submitted_after_a_completion(
         pytest.skip("no io_uring here")
     engine = UringEngine(request_bytes=PAGE_BYTES)
     file = engine.open(place)
-    real, taken = engine._ring.submit, []
+    real: Callable[[Sequence[io_uring.Submission]], int] = engine._ring.submit
+    taken: list[int] = []
 
     def submit(batch: Sequence[io_uring.Submission]) -> int:
         taken.append(real(batch[: most or len(taken) % 2]))
@@ -635,8 +745,9 @@ def test_what_a_ring_does_not_take_at_once_is_submitted_after_a_completion(
     data = noise(20 * PAGE_BYTES)
     assert engine.write(file, 0, data).result(WAIT_S) == len(data)
     assert Path(place).read_bytes() == data
-    monkeypatch.undo()
-    engine.close()
+    taken[:] = [0] * (len(taken) // 2 * 2)  # next comes 0, if ever
+    engine.close()  # the end of the thread that waits is a request, too
+    assert not engine._reaper.is_alive()
 
 
 @pytest.mark.timeout(60)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -114,6 +115,46 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path:
 
     with claim(tmp_path, ONE, Removing()), pytest.raises(PathInUseError):
         claim(tmp_path, OTHER, Files())
+
+
+@pytest.mark.parametrize(("start", "is_let_in"), [(ONE, True), (OTHER, False)])
+def test_who_writes_its_id_on_a_busy_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, is_let_in: bool
+) -> None:
+    """Here 40 seconds pass in a tenth of one."""
+    began, synced, slept = time.monotonic(), Event(), 0
+
+    class Busy(Files):
+        def sync(self, file: IOFile) -> None:
+            began_to_write.set()
+            assert synced.wait(30)
+            super().sync(file)
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept == 100:
+            synced.set()
+        real_sleep(seconds / 10)
+
+    began_to_write, real_sleep, taken = Event(), time.sleep, ExitStack()
+    first = Thread(target=lambda: taken.enter_context(claim(tmp_path, ONE, Busy())))
+    first.start()
+    assert began_to_write.wait(30)
+    monkeypatch.setattr("offload.storage.directory_lock.time.monotonic", lambda: began + slept * 0.4)
+    monkeypatch.setattr("offload.storage.directory_lock.time.sleep", sleep)
+    try:
+        if is_let_in:
+            claim(tmp_path, start, Files()).close()
+        else:
+            with pytest.raises(PathInUseError):
+                claim(tmp_path, start, Files())
+    finally:
+        monkeypatch.undo()
+        synced.set()
+        first.join()
+        taken.close()
+    assert slept >= 100
 
 
 def test_who_has_it_alone_for_good_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.devices.copies import HostCopier
-from offload.errors import BudgetError, PathInUseError
+from offload.errors import BudgetError, PathError, PathInUseError
 from offload.io.engine import IOFile
 from offload.io.files import Files
 from offload.io.threads import ThreadEngine
@@ -102,3 +102,33 @@ def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(engine: T
     assert str(tmp_path / "b") in str(caught.value)
     assert caught.value.option == "path"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == []
+
+
+class Modeless(Files):
+    """Attributes: code: of the error where a mode is to be set."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def make_private(self, file: IOFile) -> None:
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_whose_mode_cannot_be_set_is_used_and_that_is_said(
+    engine: ThreadEngine, tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a group shares a run, or a disk keeps no modes."""
+    stripes = Stripes(engine, [tmp_path], [1.0], slots_of(NUMELS), RunFiles(files=Modeless(code)))
+    assert f"{swap_in(tmp_path)}: its mode cannot be set ({os.strerror(code)})" in caplog.text
+    stripes.close()
+
+
+def test_another_error_of_setting_a_mode_is_said_and_nothing_is_left_behind(
+    engine: ThreadEngine, tmp_path: Path
+) -> None:
+    with pytest.raises(PathError, match="cannot be made private") as caught:
+        Stripes(engine, [tmp_path / "a"], [1.0], slots_of(NUMELS), RunFiles(files=Modeless(errno.EIO)))
+    assert caught.value.errno == errno.EIO
+    assert [*tmp_path.iterdir()] == []

@@ -165,6 +165,10 @@ class SimulatedFiles(Files):
     def close(self, file: IOFile) -> None:
         del self._open[file]
 
+    def lock(self, file: IOFile, *, exclusive: bool) -> None:
+        if file not in self._open:  # nobody else has what is only simulated
+            super().lock(file, exclusive=exclusive)
+
     def rename(self, old: Path, new: Path) -> None:
         self._operation("rename", new)
         if old.name in self._real(old.parent):
