@@ -363,8 +363,8 @@ def test_what_was_cut_off_while_one_took_the_place_of_another_is_done_by_the_nex
         train(model, optimizer, 1)
         work = getattr(snapshots.Snapshot, moment)
 
-        def cut_off(self: snapshots.Snapshot, *args: Any) -> None:
-            work(self, *args)
+        def cut_off(self: snapshots.Snapshot, *args: Any, **options: Any) -> None:
+            work(self, *args, **options)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
