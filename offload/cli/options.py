@@ -299,7 +299,7 @@ class TrainOptions(RunOptions):
 
     accumulation: int
     steps: int
-    lr: float
+    lr: float | None
     path: Path
     keep: bool
     threads: int | None
@@ -326,7 +326,7 @@ class TrainOptions(RunOptions):
         self._require_least(0, "sample")
         if self.resume and self.commit_every is None:
             raise ConfigError("--resume needs --commit-every: give the steps between commits")
-        if not (math.isfinite(self.lr) and self.lr > 0):
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")

@@ -27,7 +27,12 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 4,
     seq: Annotated[int, typer.Option(help="Bytes of text a sequence.")] = 256,
-    lr: Annotated[float, typer.Option(help="Learning rate at its peak: warm-up, then cosine.")] = 1e-3,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate at its peak: warm-up, then cosine. Default: 0.001, or that of the run resumed."
+        ),
+    ] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     dtype: Annotated[
         str | None,

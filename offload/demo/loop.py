@@ -23,6 +23,7 @@ from offload.demo.workspace import Workspace, removed_at_end
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP = 1.0
+LR = 1e-3
 WARM_UP = 0.05
 """Part of the steps in which the learning rate rises; then a cosine takes it down to LAST_LR of the peak."""
 LAST_LR = 0.1
@@ -43,7 +44,7 @@ class Recipe:
         steps: how many steps the optimizer takes.
         batch: how many sequences a micro-batch has.
         seq: how many bytes a sequence has.
-        lr: the learning rate at its peak.
+        lr: the learning rate at its peak; None: LR, or that of the run which is resumed.
         accumulation: how many micro-batches a step has.
         seed: the seed of the initial values, the batches and the sample.
         validation: how many sequences to validate with.
@@ -54,7 +55,7 @@ class Recipe:
     steps: int
     batch: int
     seq: int
-    lr: float
+    lr: float | None
     accumulation: int
     seed: int
     validation: int
@@ -111,7 +112,7 @@ class Clock:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-def build_adamw(model: GPT, lr: float) -> torch.optim.AdamW:
+def build_adamw(model: GPT, lr: float | None = None) -> torch.optim.AdamW:
     """Makes an AdamW that decays matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -119,7 +120,7 @@ def build_adamw(model: GPT, lr: float) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS)
+    return torch.optim.AdamW(groups, lr=LR if lr is None else lr, betas=BETAS)
 
 
 def build_optimizer(model: GPT, recipe: Recipe, **options: Any) -> OffloadZero:
@@ -215,7 +216,8 @@ def train_loop(
         on_step: called after each step with the number of steps that are done.
 
     Raises:
-        ConfigError: the run that is resumed is at the last step already, or is none of `offload train`.
+        ConfigError: the run that is resumed is at the last step already, has another learning rate, or is none of
+            `offload train`.
         SystemExit: with status 143, after a SIGTERM in a run that commits. The step under way is made and committed
             first.
     """
@@ -237,7 +239,7 @@ def train_loop(
         with clock("evaluate"):
             measured.validation.append((done, evaluate(model, held_out, at_once)))
 
-    measured.begun = _continue(optimizer, scheduler, batches, recipe.steps)
+    measured.begun = _continue(optimizer, scheduler, batches, recipe)
     recorded_from = max(1, recipe.steps - TIMELINE_STEPS + 1) if recipe.timeline else math.inf
     validate(measured.begun)
     with contextlib.ExitStack() as recording:
@@ -269,7 +271,7 @@ def train_loop(
 
 
 def _continue(
-    optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, steps: int
+    optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, recipe: Recipe
 ) -> int:
     """Continues the schedule and the batches of the run that this one resumes.
 
@@ -277,16 +279,21 @@ def _continue(
         How many steps that run has done; 0 if none is resumed.
 
     Raises:
-        ConfigError: it has done all steps already, or is none of `offload train`.
+        ConfigError: it has done all steps already, has another learning rate, or is none of `offload train`.
     """
     if optimizer.resumed is None:
         return 0
     step, extra = optimizer.resumed
-    if step >= steps:
+    if step >= recipe.steps:
         raise ConfigError(f"the run is at step {step} already: give --steps above that, or leave --resume out")
     if not isinstance(extra, dict) or extra.keys() != {"scheduler", "batches"}:
         raise ConfigError("what is committed here was not trained by `offload train`: choose another --path")
     scheduler.load_state_dict(extra["scheduler"])
+    begun_with = scheduler.base_lrs[0]
+    if recipe.lr not in (None, begun_with):
+        raise ConfigError(
+            f"the run was begun with --lr {begun_with}: leave --lr out, or begin anew with another --path"
+        )
     for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
     batches.restore(extra["batches"])

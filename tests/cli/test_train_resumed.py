@@ -56,6 +56,18 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_through() -> None:
     assert "--resume" in refused.stderr
 
 
+def test_a_resumed_run_keeps_its_learning_rate_and_refuses_another_one() -> None:
+    """The schedule of it is committed, so another one would do nothing."""
+    base = ["train", "--preset", "1m", "--tier", "nvme", "--lr", "0.002"]
+    assert CliRunner().invoke(app, [*base, "--steps", "1", *COMMITTING]).exit_code == 0
+    other = CliRunner().invoke(app, [*base, "--steps", "3", *COMMITTING, "--resume", "--lr", "0.004"])
+    assert other.exit_code == 2
+    assert "begun with --lr 0.002" in other.stderr
+    same = CliRunner().invoke(app, [*base, "--steps", "2", *COMMITTING, "--resume"])
+    left_out = CliRunner().invoke(app, [*base[:-2], "--steps", "3", *COMMITTING, "--resume"])
+    assert [json.loads(one.stdout)["steps_before"] for one in (same, left_out)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("at", "words"),
     [(2, "nothing was committed yet: that comes every 2 steps"), (4, "go on with --resume, from step 2")],
