@@ -73,7 +73,7 @@ def test_what_is_measured_in_a_directory(odd: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(io_speed, "SWEEP_ROUNDS", 1)
     found = CliRunner().invoke(app, ["bench", "io", str(odd), "--quick", "--size", "16MiB", "--rounds", "1"])
     assert found.exit_code == 0, found.output
-    assert f"{odd}: " in found.stdout
+    assert f"{odd}:" in found.stdout
     assert f"{odd}: 1/2" in found.stderr
 
 
