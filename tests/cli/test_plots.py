@@ -31,5 +31,5 @@ def test_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install matplotlib$"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib$"):
         loss_curve(tmp_path / "a.png", "one", [5.5], [(0, 5.6), (1, 5.0)])
