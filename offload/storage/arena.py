@@ -8,12 +8,17 @@ forks: a data-loading child neither doubles it nor can touch it.
 What a driver locks has to be there. It gets pages that are not one after the other, in one thread, under a lock that
 all of its calls wait for: 0.49 s a GiB on a machine where several threads get them, by huge pages, in 0.10 s
 (https://github.com/rapidsai/cudf/issues/23457).
+
+[Note: addresses that a child does not inherit]
+In a forked child nothing lies at the slab's addresses, and the next thing that the child maps, such as a thread's stack
+or the memory of a batch, may lie there. Python's `mmap` would unmap that when it is collected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -26,7 +31,7 @@ from offload.devices.copies import Copier
 from offload.errors import BudgetError
 from offload.interrupts import uninterrupted, wait_for_all
 from offload.io.threads import Workers
-from offload.native.memory import populate
+from offload.native.memory import immortalise, populate
 from offload.native.threads import start_threads, usable_cpus
 from offload.regions import Region
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
@@ -114,6 +119,18 @@ class Reserved:
         return [what for what, pieces in self._pieces.items() if pieces]
 
 
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """See [Note: addresses that a child does not inherit]. What an arena has left to be collected is in here, too."""
+    for one in _maps:
+        immortalise(one)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
+
 class Arena(Lender):
     """The one slab of RAM; see the top of this file.
 
@@ -138,6 +155,7 @@ class Arena(Lender):
                 available=0,
                 option="cpu_memory",
             ) from error
+        _maps.add(self._map)
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             # A kernel built without huge pages refuses the second; both are absent off Linux.
             with contextlib.suppress(OSError, AttributeError):

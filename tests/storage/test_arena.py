@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import gc
 import mmap
 import re
 import threading
@@ -66,6 +68,38 @@ def test_a_forked_child_does_not_inherit_it() -> None:
     assert "dc" in re.search(r"(?m)^VmFlags:(.*)$", region_of(address))[1].split()
     assert holds_in_child(lambda: region_of(address) == "")
     assert buffer.eq(1).all()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux")
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_an_arena_collected_in_a_forked_child_unmaps_nothing_of_its(is_closed: bool) -> None:
+    arenas = [Arena(8 * MIB, HostCopier())]
+    arenas.append(arenas)  # garbage that waits for a collection
+    address = arenas[0]._slab.data_ptr()
+    if is_closed:
+        arenas[0].close()
+
+    def keeps_what_lies_there() -> bool:
+        mine = map_at(address, 8 * MIB)
+        mine[:5] = b"batch"
+        arenas.clear()
+        gc.collect()
+        return mine[:5] == b"batch"
+
+    try:
+        assert holds_in_child(keeps_what_lies_there)
+    finally:
+        arenas.clear()
+
+
+def map_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """New memory of this process at an address where there is none."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+    assert libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+    return (ctypes.c_char * nbytes).from_address(address)
 
 
 def test_close_gives_the_memory_back() -> None:
