@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from bench.report import Json, Out, Report, Rounds, Save, Table, run
+from offload.cli.console import plain_console
 from offload.cli.io_speed import (
     HEADINGS,
     HUGE_PAGES,
@@ -159,7 +159,7 @@ def main(
     """Measure, print the tables, draw the speeds."""
     with child_of(deepspeed) as child:
         results = measure_all(
-            paths, size, rounds, quick=quick, console=Console(stderr=True), peers=partial(peers, child)
+            paths, size, rounds, quick=quick, console=plain_console(stderr=True), peers=partial(peers, child)
         )
     Report(
         name="io",

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor
 
 if __name__ == "__main__":
@@ -31,6 +30,7 @@ if __name__ == "__main__":
 from bench.pretrained import cgroup
 from bench.report import Folder, Json, Out, Report, Save, Table, note, run, scratch
 from offload import OffloadZero, Tuning
+from offload.cli.console import plain_console
 from offload.cli.machine import fast_dtype
 from offload.cli.plan import default_options
 from offload.cli.plan_search import Candidate, searched
@@ -150,7 +150,7 @@ def contestants(preset: str, machine: Path, ram: int, others: int, seed: int) ->
     options = default_options(
         preset=preset, machine=find(str(machine)), ram=str(ram), dtype=dtype, search=True, goal="fastest", **GIVEN
     )
-    found = searched(options, frozenset(GIVEN), Console(stderr=True))
+    found = searched(options, frozenset(GIVEN), plain_console(stderr=True))
     best = found.front.rows[0][0]
     rest = [one for one in found.fitting if one is not best]
     drawn = random.Random(seed).sample(rest, min(others, len(rest)))

@@ -97,8 +97,11 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 def say(console: Console, line: str) -> None:
-    """Prints a sentence. At a terminal it is wrapped between words, elsewhere it is one line."""
-    console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=False, emoji=False)
+    """Prints a sentence. At a terminal it is wrapped between words, elsewhere it is one line.
+
+    The console is one of `plain_console`.
+    """
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def show_table(console: Console, table: Table) -> None:

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
@@ -55,7 +54,7 @@ def test_sentences_tables_and_bars(text: str, is_terminal: bool, monkeypatch: py
     table.add_row(f"{text}cell")
     show_table(console, table)
     say(console, f"{text}sentence")
-    with progress(Console(file=file, force_terminal=is_terminal, width=200), f"{text}bar", 1) as tell:
+    with progress(console, f"{text}bar", 1) as tell:
         tell(1, f"{text}status")
     for name in ("heading", "title", "caption", "cell", "sentence", "bar", "status"):
         assert text + name in file.getvalue()
