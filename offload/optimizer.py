@@ -49,6 +49,7 @@ from offload.checkpoint.tensors import Entry
 from offload.devices.copies import DOWN, UP, require_not_recorded
 from offload.entries import Entries, entry, exclusive_entry, not_compiled, training_entry
 from offload.errors import (
+    AccumulationError,
     BudgetError,
     ConfigError,
     NonFiniteGradientError,
@@ -968,6 +969,7 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises:
             ConfigError: on all ranks, if one of them cannot step, or they would step differently.
+            AccumulationError: if this rank has dropped a gradient by hand that ranks have averaged.
             PathInUseError: if another run has taken a directory of this rank.
             RankError: another rank failed, or cannot be reached.
         """
@@ -975,6 +977,8 @@ class OffloadZero(torch.optim.Optimizer):
         fault: Exception | None = None
         try:
             self._parts.run.claims.require_ours()
+            if self._everyone.size > 1:
+                self._require_kept(active)
             require_sound(self._plan.rules, self.param_groups)
             changes = self._advanced(active)
             if self._choice.commits.every is not None:
@@ -997,6 +1001,25 @@ class OffloadZero(torch.optim.Optimizer):
         if fault is not None:
             raise fault
         return None if skips else update
+
+    def _require_kept(self, active: Sequence[int]) -> None:
+        """Requires that no gradient of this rank which ranks have averaged was dropped by hand.
+
+        Args:
+            active: the numbers of the parameters that have a gradient on any rank, as they were when that was asked.
+
+        Raises:
+            AccumulationError: naming the parameter. Nothing is changed.
+        """
+        answers = self._held.answers
+        for number in active:
+            if answers.is_live(number) and not answers.has(number):
+                raise AccumulationError(
+                    f"the gradient of {self._layout.specs[number].name} was dropped by hand and is a part of the "
+                    "average over the ranks: drop it on every rank, after the last backward and before "
+                    "clip_grad_norm_(), a norm or grad() is asked for, or all of them with optimizer.zero_grad(); "
+                    "nothing was changed"
+                )
 
     @property
     def _agreed_options(self) -> list[Hashable]:

@@ -28,6 +28,10 @@ ALWAYS = "nothing to set: always so"
 YOURS = "stays in your script"
 DEVICES = {"none": "device", None: "device", "cpu": "cpu", "nvme": "nvme"}
 """The tier of what a section offloads, by its `device`."""
+TIER_ORDER = ('"device"', '"cpu"', '"nvme"')
+"""The expressions of tiers, the fastest first."""
+STATE_TIER = ("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
+"""Options that say where states are."""
 COLUMNS = 80
 """Of the script, but for long strings."""
 MOST_BYTES = 16 * MIB
@@ -485,12 +489,22 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
         rows = [
             _with_accumulation(one, batch, micro_batch) if one.option == "train_batch_size" else one for one in rows
         ]
-    # Streamed parameters bring their states with them: those stay in RAM at most.
-    call.options.setdefault("tier", '"cpu"' if "param_tier" in call.options else '"device"')
+    rows = _with_states_below(call, rows)
     call.options.setdefault("compute_dtype", "torch.float32")
     if '"nvme"' in call.options.values() and "path" not in call.options:
         raise ConfigError("a section offloads to nvme and names no nvme_path: add one, the directory for swap files")
     return call, rows
+
+
+def _with_states_below(call: Call, rows: list[Row]) -> list[Row]:
+    """Puts states on no faster tier than parameters, which bring them along, and says so in the row of their tier."""
+    params, states = call.options.get("param_tier", '"device"'), call.options.get("tier", '"device"')
+    tier = max(params, states, key=TIER_ORDER.index)
+    call.options["tier"] = tier
+    if tier == states:
+        return rows
+    said = f"tier={tier}: trained parameters are on no slower tier than their states"
+    return [replace(one, becomes=said) if one.option in STATE_TIER else one for one in rows]
 
 
 def _with_accumulation(row: Row, batch: int, micro_batch: int) -> Row:

@@ -111,6 +111,33 @@ def test_the_script_trains_as_the_configuration_says(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("states", "params", "tier"),
+    [
+        (None, "nvme", "nvme"),
+        (None, "cpu", "cpu"),
+        ("none", "cpu", "cpu"),
+        ("cpu", "nvme", "nvme"),
+        ("nvme", "cpu", "nvme"),
+    ],
+)
+def test_parameters_may_be_on_another_tier_than_states(
+    states: str | None, params: str, tier: str, tmp_path: Path
+) -> None:
+    """OffloadZero refuses a slower tier for trained parameters: their states come along."""
+    zero: dict[str, Any] = {"stage": 3, "offload_param": {"device": params, "nvme_path": str(tmp_path)}}
+    if states is not None:
+        zero["offload_optimizer"] = {"device": states, "nvme_path": str(tmp_path)}
+    found = converted(tmp_path, {"optimizer": {"type": "AdamW", "params": ADAM}, "zero_optimization": zero})
+    weights, _ = trained(found["script"])
+    for ours, theirs in zip(weights, plain(torch.optim.AdamW, 1, 1e9), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert f'    tier="{tier}",' in found["script"]
+    told = {row["option"]: row["becomes"] for row in found["options"]}
+    if states is not None:
+        assert f'tier="{tier}"' in told["zero_optimization.offload_optimizer.device"]
+
+
 OTHERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
     "SGD": ({"lr": 0.1, "momentum": 0.9, "nesterov": True}, lambda ps: torch.optim.SGD(ps, 0.1, 0.9, nesterov=True)),
     "sgd": ({"lr": "auto"}, torch.optim.SGD),

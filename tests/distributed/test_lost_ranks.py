@@ -446,6 +446,53 @@ def test_gradients_are_dropped_on_all_ranks_or_not_at_all(worlds: Worlds) -> Non
     assert first[2] > 0
 
 
+def _drop_one(stage: int, when: str, ranks: tuple[int, ...]) -> tuple[str, bool, int]:
+    """What `step()` says, whether the parameter without its gradient is what it was, and the steps after one more."""
+    torch.manual_seed(0)
+    model, rank = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), dist.get_rank()
+    weight, inputs = model[1].weight, torch.full((2, 8), 1.0 + rank)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OffloadZero(model, sgd, stage=stage, compute_dtype=torch.float32, tuning=Tuning(threads=1)) as optimizer:
+        before = optimizer.state_of(weight)["master"]
+        model(inputs).square().mean().backward()
+        if when == "after a norm":
+            optimizer.clip_grad_norm_(1e9)
+        if rank in ranks:
+            weight.grad = None
+        said = "nothing"
+        try:
+            optimizer.step()
+        except OffloadError as error:
+            said = f"{type(error).__name__}: {error}"
+        is_kept = torch.equal(optimizer.state_of(weight)["master"], before)
+        optimizer.zero_grad()
+        take_step(optimizer, model(inputs).square().mean())
+        return said, is_kept, optimizer.stats()["step"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "when", "ranks"),
+    products(
+        [1, 2, 3],
+        ["before", "after a norm"],
+        [(0,), (0, 1)],
+        often=[(1, "before", (0,)), (2, "after a norm", (0, 1)), (3, "before", (0, 1)), (3, "after a norm", (0,))],
+    ),
+)
+def test_a_gradient_that_is_dropped_by_hand_is_left_out_or_refused(
+    worlds: Worlds, stage: int, when: str, ranks: tuple[int, ...]
+) -> None:
+    """Left out, as in plain torch, where all ranks do so before it was averaged for a norm."""
+    for rank, (said, is_kept, steps) in enumerate(worlds(2).run(_drop_one, stage, when, ranks, timeout_s=40)):
+        assert is_kept
+        if (when, ranks) == ("before", (0, 1)):
+            assert (said, steps) == ("nothing", 2)
+        else:
+            expected = "AccumulationError: the gradient of 1.weight" if rank in ranks else "ConfigError"
+            assert said.startswith(expected), said
+            assert steps == 1
+
+
 def _drop_on_some(stage: int, accumulation: int, way: str | None) -> tuple[list[str], list[torch.Tensor]]:
     """What is said where not all ranks drop their gradients, and what a training that goes on after it makes."""
     model = models.build("gpt")
