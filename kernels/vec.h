@@ -130,7 +130,7 @@ INLINE v16 v16_max(v16 a, v16 b) { return _mm512_max_epu16(a, b); }
 INLINE unsigned v16_largest(v16 x) {
     __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
     __m128i last = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    return 0xffff ^ (unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))) & 0xffff;
+    return 0xffff ^ ((unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))) & 0xffff);
 }
 INLINE int any_nan(vpair x) { return _mm512_cmp_ps_mask(x.a, x.a, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(x.b, x.b, _CMP_UNORD_Q); }
 
@@ -210,7 +210,7 @@ INLINE v16 v16_subs(v16 a, v16 b) { return _mm256_subs_epu16(a, b); }
 INLINE v16 v16_max(v16 a, v16 b) { return _mm256_max_epu16(a, b); }
 INLINE unsigned v16_largest(v16 x) {
     __m128i last = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    return 0xffff ^ (unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))) & 0xffff;
+    return 0xffff ^ ((unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))) & 0xffff);
 }
 INLINE int any_nan(vpair x) {
     __m256 a = _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), b = _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q);

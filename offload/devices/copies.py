@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -114,6 +115,8 @@ UP, DOWN = "up", "down"
 """The directions of copies: to a device, and to RAM."""
 SAMPLED = 16
 """See [Note: how long copies take]."""
+ENDING_S = 30.0
+"""The longest that freeing memory waits for copies. They may never end where another rank is gone."""
 _KEPT = 0.9
 """What the copies before a sample count beside it: so the last ten or so are what counts."""
 
@@ -266,7 +269,10 @@ class Copier(ABC):
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
-        """Undoes `pin`."""
+        """Undoes `pin`, for memory that is about to be freed. Waits for copies under way, also where `pins` is False.
+
+        Memory of which copies do not end, since what the device does before them does not, is kept for good.
+        """
 
 
 class _Done(Copy):
@@ -624,13 +630,30 @@ class DeviceCopier(Copier):
                 option="cpu_memory",
             )
 
+    @uninterrupted_entry  # where a garbage collector calls it, Python drops what is raised
     def unpin(self, memory: Tensor) -> None:
         # The child of a fork has not locked it, and must not call the driver.
-        if self._runtime is not None and os.getpid() == self._process:
+        if os.getpid() != self._process:
+            return
+        # Who drops a run, and does not close it, has waited for nothing. Of copies that were waited for on the device
+        # nobody keeps the source.
+        if not self._have_ended():
+            immortalise(memory)
+        elif self._runtime is not None:
             with torch.accelerator.device_index(self._device.index):
                 error = int(self._runtime.cudaHostUnregister(memory.data_ptr()))
             if error:
                 self._forget_error()
+
+    def _have_ended(self) -> bool:
+        """Whether all copies have ended, for which it waits. A device that has failed makes no more."""
+        ends = time.monotonic() + ENDING_S
+        with suppress(RuntimeError):
+            while not (self._up.query() and self._down.query()):
+                if time.monotonic() > ends:
+                    return False
+                time.sleep(1e-3)
+        return True
 
     def _forget_error(self) -> None:
         """Clears this thread's last error of the driver, which the next launch of a kernel would take for its own."""

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from offload import BudgetError, DeviceError, OffloadZero, Tuning
+from offload.devices import copies
 from offload.devices.copies import DeviceCopier
 from offload.model.transfer import UnitTransfers
+from offload.storage.arena import Arena
 from tests import simulated_device
 from tests.support import models
 from tests.support.cases import often
@@ -89,6 +91,61 @@ def test_a_model_on_the_second_device_leaves_the_first_alone(tiers: str, tmp_pat
     done = run_code(SECOND, tiers, *([str(tmp_path / "run")] if "nvme" in tiers else []))
     errors = [line for line in done.stderr.splitlines() if not line.startswith("offload: ")]
     assert (done.stdout, errors) == ("[1]\n", [])
+
+
+DROPPED = """
+import sys
+
+import torch
+
+from tests import simulated_device
+
+simulated_device.load()
+from offload.devices.copies import DeviceCopier
+from offload.storage.arena import Arena
+
+way, ending, nbytes = sys.argv[1], sys.argv[2], 4 << 20
+copier = DeviceCopier(torch.device("simulated:0"))
+arena = Arena(nbytes, copier)
+host, there = arena.carve(nbytes).fill_(7), torch.full((nbytes,), 5, dtype=torch.uint8, device="simulated:0")
+with simulated_device.slow_link(nbytes / 0.5):
+    copy = copier.to_device(host, there) if way == "up" else copier.to_host(there, host)
+copy.wait_on_device()
+del copy, host
+if ending == "is closed":
+    arena.close()
+del arena
+print(there.cpu().unique().tolist())
+"""
+
+
+@pytest.mark.parametrize("ending", ["is closed", "is dropped"])
+@pytest.mark.parametrize(("way", "found"), [("up", 7), ("down", 5)])
+def test_memory_is_not_freed_under_a_copy_that_only_the_device_has_waited_for(
+    way: str, found: int, ending: str
+) -> None:
+    done = run_code(DROPPED, way, ending)
+    assert (done.stdout, done.stderr) == (f"[{found}]\n", "")
+
+
+def test_memory_of_copies_that_do_not_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "ENDING_S", 0.05)
+    copier = DeviceCopier(DEVICE)
+    arena = Arena(1 << 20, copier)
+    memory = arena.carve(1 << 20).fill_(7)
+    there = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
+    with simulated_device.slow_link(1e6):
+        copier.to_device(memory, there).wait_on_device()
+    address = memory.data_ptr()
+    del arena, memory
+    assert is_mapped(address)
+    assert there.cpu().eq(7).all()
+
+
+def is_mapped(address: int) -> bool:
+    """Whether the process has memory at an address."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
 
 
 def test_what_is_computed_after_a_refused_pin_is_right() -> None:
