@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.io.engine import IOEngine, IOFile
+from offload.io.engine import PRIVATE, IOEngine, IOFile
 from offload.io.files import Files
 from offload.run import DISK
 from offload.sizes import PAGE_BYTES, round_up
@@ -62,9 +62,9 @@ class FullFiles(Files):
         super().__init__()
         self.is_full = False
 
-    def create(self, path: Path) -> IOFile:
+    def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
         self._require(-1)
-        return super().create(path)
+        return super().create(path, mode)
 
     def open_or_create(self, path: Path) -> IOFile:
         if path.name not in self.names(path.parent):
