@@ -48,6 +48,8 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 """0 where the system has no such thing."""
 PRIVATE = 0o600
 """The mode of the files that a run has for itself."""
+_STDERR = 2
+"""The last descriptor of a standard stream."""
 
 
 def open_nofollow(
@@ -102,12 +104,27 @@ def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None, mo
         if error.errno != errno.EINVAL or not flags & O_DIRECT:
             raise
         fd = os.open(name, flags & ~O_DIRECT, mode, dir_fd=dir_fd)
+    fd = _beyond_standard_streams(fd)
     file = IOFile(name if path is None else path, fd, dir_fd)
     if flags & os.O_NONBLOCK and stat.S_ISREG(os.fstat(fd).st_mode):
         # It was for the open alone. Older kernels' io_uring (before Linux 5.15, and later on drives that cannot say
         # beforehand whether they would wait) fails a transfer with EAGAIN then, instead of waiting.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     return file
+
+
+def _beyond_standard_streams(fd: int) -> int:
+    """A descriptor of the same file above those of stdin, stdout and stderr; `fd` is closed if it is another.
+
+    Where a process began without these streams, the system gives their numbers to the files it opens. Whatever prints
+    then, a library in C or the interpreter itself, would write into a swap file or a lock.
+    """
+    if fd > _STDERR:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+    finally:
+        os.close(fd)
 
 
 def aligned_memory(nbytes: int) -> memoryview:
