@@ -343,6 +343,10 @@ class OffloadZero(torch.optim.Optimizer):
         Returns:
             The optimizers to take over, where the values of the model come from, and the commit to resume, if any.
         """
+        if torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "OffloadZero was made inside torch.inference_mode(), where autograd takes no hooks: make it outside"
+            )
         model, disk = self._model, DISK.get()
         files = disk.files()
         self._comm = in_order_of_shards(self._comm, commits_of(options), files)

@@ -475,6 +475,12 @@ def test_a_disk_with_free_bytes_that_gives_none_is_told_as_one(code: int, model:
         make(model)
 
 
+@pytest.mark.usefixtures("unchanged")
+def test_inside_inference_mode_it_is_refused(model: Tiny, make: Make) -> None:
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"torch\.inference_mode"):
+        make(model)
+
+
 def test_a_relative_path_where_the_working_directory_is_gone_is_refused(
     model: Tiny, unchanged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
