@@ -2193,9 +2193,9 @@ def _require_path(method: str, given: object) -> None:
     """Requires that a method was given the name of a directory.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: it is of another type, or empty.
     """
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ConfigError(f"{method}({given!r}): give the name of a directory, a string or a Path")
 
 
