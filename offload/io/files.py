@@ -464,9 +464,12 @@ class Files:
             return self.stat(directory).st_dev, self.available(directory)
 
     def kernel_text(self, path: Path) -> str:
-        """The text of a file in /proc or /sys, whose size is not known before it is read. A link is followed."""
+        """The text of a file in /proc or /sys, whose size is not known before it is read. A link is followed.
+
+        Names of processes, groups and mount points are in it, and have any bytes.
+        """
         with self.open_followed(path) as file, self.stream(file) as lines:
-            return lines.read().decode()
+            return os.fsdecode(lines.read())
 
     def copy_in_kernel(self, source: int, target: int, offset: int, length: int) -> int:
         """Copies a range in the kernel, which may share the blocks instead.
