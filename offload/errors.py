@@ -48,6 +48,18 @@ DISK_FULL = ": free some space there, and go on"
 """What to do about ENOSPC and EDQUOT in training. The last commit stays."""
 
 
+FEW_FILES = ": raise the limit of open files (ulimit -n)"
+"""What to do about EMFILE."""
+
+
+_WAYS_OUT = {
+    errno.EFBIG: FILE_TOO_LARGE,
+    errno.ENOSPC: DISK_FULL,
+    errno.EDQUOT: DISK_FULL,
+    errno.EMFILE: f"{FEW_FILES}, or close some, and go on",
+}
+
+
 def explained(error: OSError) -> str:
     """What an error of the system says, and what to do about it if its words do not tell."""
     return f"{error.strerror}{FILE_TOO_LARGE if error.errno == errno.EFBIG else ''}"
@@ -135,8 +147,9 @@ class TierIOError(OffloadError, OSError):
 
     def __init__(self, operation: str, code: int, file: str, offset: int, length: int, detail: str = "") -> None:
         text = detail or os.strerror(code)
-        text += {errno.EFBIG: FILE_TOO_LARGE, errno.ENOSPC: DISK_FULL, errno.EDQUOT: DISK_FULL}.get(code, "")
-        OSError.__init__(self, code, f"{operation} of {length} bytes at offset {offset} failed: {text}", file)
+        text += _WAYS_OUT.get(code, "")
+        where = f" of {length} bytes at offset {offset}" if length else ""
+        OSError.__init__(self, code, f"{operation}{where} failed: {text}", file)
         self.operation = operation
         self.offset = offset
         self.length = length

@@ -17,8 +17,10 @@ and their scalers stay alike.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import resource
 import sys
 import warnings
 import weakref
@@ -49,6 +51,7 @@ from offload.checkpoint.tensors import Entry
 from offload.devices.copies import DOWN, UP, require_not_recorded
 from offload.entries import Entries, entry, exclusive_entry, not_compiled, training_entry
 from offload.errors import (
+    FEW_FILES,
     AccumulationError,
     BudgetError,
     ConfigError,
@@ -59,6 +62,7 @@ from offload.errors import (
 from offload.health import Health
 from offload.held_model import HeldModel, Values
 from offload.interrupts import uninterrupted
+from offload.io.files import unusable
 from offload.layout import is_dithered
 from offload.model import written_frozen
 from offload.model.aliases import aliases_of
@@ -314,6 +318,14 @@ class OffloadZero(torch.optim.Optimizer):
             original.kept = None  # the last instruction: no interrupt comes between it and the end
         except BaseException as error:
             self._give_back(error)
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:  # whatever it was opened for
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise BudgetError(
+                    f"this process may have {limit} files open, and more are needed{FEW_FILES}, or close some",
+                    needed=limit + 1,
+                    available=limit,
+                    option="ulimit -n",
+                ) from error
             raise
 
     def _reserve(
@@ -332,6 +344,10 @@ class OffloadZero(torch.optim.Optimizer):
         Returns:
             The optimizers to take over, where the values of the model come from, and the commit to resume, if any.
         """
+        if torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "OffloadZero was made inside torch.inference_mode(), where autograd takes no hooks: make it outside"
+            )
         model, disk = self._model, DISK.get()
         files = disk.files()
         self._comm = in_order_of_shards(self._comm, commits_of(options), files)
@@ -359,7 +375,11 @@ class OffloadZero(torch.optim.Optimizer):
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
         require_alike(self._comm, self._plan.held, self._choice)
-        start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, files, frozen)
+        commits = self._choice.commits
+        # What nobody foresaw of a file system still is an error of these directories. No code of the user's runs here.
+        no_use = partial(unusable, "cannot be used", " or ".join(map(str, commits.paths)))
+        with no_use():
+            start = recovery.find_together(undo, commits, self._everyone, self._layout, wanted, files, frozen)
         found = start.found
         self._plan = settle_trials(self._plan, start, self._everyone)
         self._choice = self._plan.choice
@@ -368,7 +388,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._plan = keep_base(self._plan, model, source, self._comm, disk, start.files)
         if (base := self._plan.base) is not None:
             wanted = replace(wanted, base=(spelled(base.directory), base.path.name))
-        with together(self._everyone):
+        with no_use(), together(self._everyone):
             self._parts = parts = build(
                 undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine, self._health
             )
@@ -2196,9 +2216,9 @@ def _require_path(method: str, given: object) -> None:
     """Requires that a method was given the name of a directory.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: it is of another type, or empty.
     """
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ConfigError(f"{method}({given!r}): give the name of a directory, a string or a Path")
 
 

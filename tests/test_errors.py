@@ -64,6 +64,11 @@ def test_a_file_that_is_too_large_is_told_with_the_limit_that_may_be_it() -> Non
     assert "ulimit -f" in str(TierIOError("write", errno.EFBIG, "/scratch/swap", 8192, 4096))
 
 
+def test_what_moves_no_bytes_is_told_without_any_and_too_many_files_with_their_limit() -> None:
+    error = TierIOError("rename", errno.EMFILE, "/scratch/COMMIT", 0, 0)
+    assert "rename failed: Too many open files: raise the limit of open files (ulimit -n)" in str(error)
+
+
 def test_a_corruption_error_names_chunk_file_and_offset() -> None:
     error = CorruptionError("damaged", chunk=3, file="/scratch/swap", offset=8192)
     assert (error.chunk, error.file, error.offset) == (3, "/scratch/swap", 8192)

@@ -132,6 +132,11 @@ MISTAKES: dict[str, tuple[Callable[[Given], object], type[Exception], str]] = {
         ConfigError,
         r"export\(3\): give the name of a directory",
     ),
+    "an export to the empty name": (
+        lambda given: given.optimizer.export(""),
+        ConfigError,
+        r"export\(''\): give the name of a directory",
+    ),
     "a snapshot in a number": (
         lambda given: given.optimizer.snapshot(path=3),  # type: ignore[arg-type]
         ConfigError,

@@ -18,7 +18,7 @@ import xxhash
 from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
 from offload.interrupts import is_of_system
-from offload.io.engine import IOFile
+from offload.io.engine import PRIVATE, IOFile
 from offload.io.files import Files
 from offload.sizes import format_bytes
 from offload.storage.directories import TEMPORARY
@@ -58,7 +58,13 @@ def write_file(
 
 
 def write_temporary(
-    files: Files, path: Path, pieces: Iterable[bytes | memoryview], spare: Path | None = None, *, is_exact: bool = False
+    files: Files,
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    spare: Path | None = None,
+    *,
+    is_exact: bool = False,
+    mode: int = PRIVATE,
 ) -> Digest:
     """Writes the temporary file of `path`, and syncs it. `atomic_replace` makes it the file.
 
@@ -71,6 +77,7 @@ def write_temporary(
         pieces: what is written, one after the other.
         spare: the file that is written to; None: a new one.
         is_exact: whether the file ends where `pieces` do. If not, a longer spare has a zero byte there.
+        mode: of a new file, less what the umask takes.
 
     Returns:
         The digest of what was written.
@@ -90,7 +97,7 @@ def write_temporary(
             size += len(data)
         return size
 
-    return Digest(_make_temporary(files, path, write, spare, is_exact=is_exact), hasher.hexdigest())
+    return Digest(_make_temporary(files, path, write, spare, is_exact=is_exact, mode=mode), hasher.hexdigest())
 
 
 def copy_file(files: Files, source: Path, path: Path, size: int) -> None:
@@ -116,7 +123,13 @@ def copy_file(files: Files, source: Path, path: Path, size: int) -> None:
 
 
 def _make_temporary(
-    files: Files, path: Path, fill: Callable[[IOFile], int], spare: Path | None = None, *, is_exact: bool = False
+    files: Files,
+    path: Path,
+    fill: Callable[[IOFile], int],
+    spare: Path | None = None,
+    *,
+    is_exact: bool = False,
+    mode: int = PRIVATE,
 ) -> int:
     """Makes the temporary file of `path`, and syncs it. Removes it if that fails, unless it is a spare.
 
@@ -126,6 +139,7 @@ def _make_temporary(
         fill: writes to the temporary file, and returns its size.
         spare: see `write_temporary`.
         is_exact: see `write_temporary`.
+        mode: see `write_temporary`.
 
     Returns:
         The size.
@@ -138,7 +152,7 @@ def _make_temporary(
         with failing("remove", made):
             files.remove(made)
     with failing("write", made):
-        file = files.create(made) if spare is None else files.open(made, os.O_WRONLY)
+        file = files.create(made, mode) if spare is None else files.open(made, os.O_WRONLY)
     try:
         try:
             size = fill(file)

@@ -37,6 +37,8 @@ from offload.storage.directories import require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}
+MODE = 0o666
+"""Of what is exported, less what the umask takes: it is for others, as what `safetensors` and `torch.save` write."""
 COMPARED_BYTES = 4 * MIB
 
 
@@ -110,10 +112,10 @@ def _write(
         # One shard's tensors are streamed before the next one's are asked for.
         for name, shard in zip(names, shards, strict=True):
             done.append(directory / name)
-            write_temporary(files, directory / name, stream(aligned(shard), METADATA))
+            write_temporary(files, directory / name, stream(aligned(shard), METADATA), mode=MODE)
         if len(shards) > 1:
             done.append(directory / index)
-            write_temporary(files, directory / index, [_index(total, names, shards)])
+            write_temporary(files, directory / index, [_index(total, names, shards)], mode=MODE)
         for path in done:
             atomic_replace(files, path)
             replaced.append(path)

@@ -592,13 +592,15 @@ def _enter(undo: ExitStack, directories: RunDirectories, claims: Claims, files: 
         PathError: one cannot be used.
     """
     for path in directories.own:
-        check_directory(path, files)
+        with unusable("cannot be used", path):
+            check_directory(path, files)
     for path in directories.own:
-        if make_directory(path, files):
-            undo.callback(remove_if_empty, path, files)
-        files.hold(path)
-        _take(undo, path, claims, files)
-        remove_marks(path, claims.claimant.start, files)
+        with unusable("cannot be used", path):
+            if make_directory(path, files):
+                undo.callback(remove_if_empty, path, files)
+            files.hold(path)
+            _take(undo, path, claims, files)
+            remove_marks(path, claims.claimant.start, files)
     for path in directories.origins:
         if files.is_directory(path, follows=True):
             files.hold(path)

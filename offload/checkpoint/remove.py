@@ -30,7 +30,7 @@ from offload.storage.directories import (
 )
 from offload.storage.directory_lock import Claimant, Claims
 from offload.storage.kept_base import is_base_name, is_in_use
-from offload.storage.swap_file import new_run_id, open_locked
+from offload.storage.swap_file import new_run_id, open_locked, remove_if_empty
 from offload.storage.swap_format import MAGIC, parse_superblock
 
 _NOT_KNOWN = "is not a file of this library, or is damaged"
@@ -118,7 +118,9 @@ def _locked(files: Sequence[Path]) -> Iterator[None]:
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Deletes files of a run, and their directories if nothing else is in them.
+    """Deletes files of a run, and their directories if nothing else is in them and they can be removed.
+
+    The working directory named ".", a mount point, and what is in a directory of another user cannot.
 
     Args:
         files: what `find` found.
@@ -139,8 +141,7 @@ def remove(files: Sequence[Path]) -> None:
             for directory in dict.fromkeys(path.parent for path in those):
                 sync_directory(LOCAL, directory)
     for directory in dict.fromkeys(path.parent for path in files):
-        with failing("remove", directory):
-            LOCAL.remove_directory(directory)
+        remove_if_empty(directory, LOCAL)
 
 
 def _named(directory: Path) -> Iterator[Path]:

@@ -41,7 +41,7 @@ from offload.checkpoint.live import Tag, leave, names_in, read_tag, swaps, write
 from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.io.engine import IOFile
-from offload.io.files import Files
+from offload.io.files import Files, unusable
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.directories import COMMIT_NAME, TEMPORARY, file_name, swap_name, tag_name
 from offload.storage.swap_file import lock, open_locked
@@ -64,7 +64,9 @@ def is_snapshot_name(name: str) -> bool:
 
 def snapshots_in(path: Path, files: Files) -> list[str]:
     """The names in `path` of directories that are called as snapshots are."""
-    return [name for name in names_in(path, files) if is_snapshot_name(name) and files.is_directory(path / name)]
+    called_so = [name for name in names_in(path, files) if is_snapshot_name(name)]
+    with unusable("cannot be looked at", path):
+        return [name for name in called_so if files.is_directory(path / name)]
 
 
 def records_in(path: Path, files: Files) -> dict[str, Commit]:

@@ -29,6 +29,9 @@ _FOLDED = 24
 """To so many columns paths and names are folded, if the terminal is narrow."""
 
 
+_EMPTY_OPTION = re.compile("--[a-z0-9-]+=")
+
+
 class Commands(TyperGroup):
     """A group of commands that print errors of this library as one message, without a traceback."""
 
@@ -41,6 +44,9 @@ class Commands(TyperGroup):
             near = get_close_matches(args[0], self.commands, 1, cutoff=0.75)
             hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(self.commands)}"
             ctx.fail(f"No such command {args[0]!r}; {hint}")
+        # As a path it would be the working directory, which may hold a run to remove.
+        if empty := [arg for arg in args if not arg or _EMPTY_OPTION.fullmatch(arg)]:
+            ctx.fail(f"{empty[0] or 'an argument'} is empty: is a variable of the shell not set?")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import secrets
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,7 @@ def package_version() -> str:
 
 def read_text(file: str | Path) -> str | None:
     try:
-        return Path(file).read_text().strip()
+        return os.fsdecode(Path(file).read_bytes()).strip()  # names in it have any bytes
     except OSError:
         return None
 
@@ -56,7 +57,7 @@ def file_system(path: Path) -> str | None:
     for line in (read_text("/proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
         # Spaces in a mount point are written in octal. Later lines hide earlier ones of the same point.
-        point = Path(left.split()[4].encode().decode("unicode_escape"))
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4]))
         if real.is_relative_to(point) and len(point.parts) >= found[0]:
             found = (len(point.parts), right.split()[0])
     return found[1] or None

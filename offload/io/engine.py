@@ -46,10 +46,16 @@ _log = logging.getLogger("offload")
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 """0 where the system has no such thing."""
+PRIVATE = 0o600
+"""The mode of the files that a run has for itself."""
+_STDERR = 2
+"""The last descriptor of a standard stream."""
 
 
-def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str | None = None) -> IOFile:
-    """Opens a file, and makes it with mode 0600 if `flags` say so. Every file of this library's own is opened here.
+def open_nofollow(
+    name: str, flags: int, *, dir_fd: int | None = None, path: str | None = None, mode: int = PRIVATE
+) -> IOFile:
+    """Opens a file, and makes it if `flags` say so. Every file of this library's own is opened here.
 
     A link as last component is refused. The call never blocks, not even on a FIFO in the file's place. O_DIRECT in
     `flags` is left out where the file system cannot do that.
@@ -59,11 +65,12 @@ def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str
         flags: of `os.open`.
         dir_fd: the directory to which `name` is relative.
         path: what the file is called in errors; None: `name`.
+        mode: of a file that is made, less what the umask takes.
 
     Raises:
         OSError: the operating system refused.
     """
-    return _open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd, path)
+    return _open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd, path, mode)
 
 
 def open_follow(name: str) -> IOFile:
@@ -89,20 +96,35 @@ def open_directory(name: str, *, dir_fd: int | None = None) -> IOFile:
 
 
 @uninterrupted  # or nobody would know of it, and close it
-def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None) -> IOFile:
+def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None, mode: int = PRIVATE) -> IOFile:
     flags |= os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+        fd = os.open(name, flags, mode, dir_fd=dir_fd)
     except OSError as error:
         if error.errno != errno.EINVAL or not flags & O_DIRECT:
             raise
-        fd = os.open(name, flags & ~O_DIRECT, 0o600, dir_fd=dir_fd)
+        fd = os.open(name, flags & ~O_DIRECT, mode, dir_fd=dir_fd)
+    fd = _beyond_standard_streams(fd)
     file = IOFile(name if path is None else path, fd, dir_fd)
     if flags & os.O_NONBLOCK and stat.S_ISREG(os.fstat(fd).st_mode):
         # It was for the open alone. Older kernels' io_uring (before Linux 5.15, and later on drives that cannot say
         # beforehand whether they would wait) fails a transfer with EAGAIN then, instead of waiting.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     return file
+
+
+def _beyond_standard_streams(fd: int) -> int:
+    """A descriptor of the same file above those of stdin, stdout and stderr; `fd` is closed if it is another.
+
+    Where a process began without these streams, the system gives their numbers to the files it opens. Whatever prints
+    then, a library in C or the interpreter itself, would write into a swap file or a lock.
+    """
+    if fd > _STDERR:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+    finally:
+        os.close(fd)
 
 
 def aligned_memory(nbytes: int) -> memoryview:

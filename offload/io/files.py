@@ -21,7 +21,7 @@ from typing import BinaryIO, NamedTuple
 
 from offload.errors import OffloadError, PathError
 from offload.interrupts import is_of_system
-from offload.io.engine import O_DIRECT, IOFile, open_directory, open_follow, open_nofollow, reopened
+from offload.io.engine import O_DIRECT, PRIVATE, IOFile, open_directory, open_follow, open_nofollow, reopened
 from offload.sizes import MIB
 
 BUSY = (errno.EWOULDBLOCK, errno.EACCES)
@@ -154,10 +154,15 @@ class Files:
         name, within = self._in(path)
         return open_directory(name, dir_fd=within)
 
-    def create(self, path: Path) -> IOFile:
-        """Makes a file of mode 0600 to write to. It is an error if there is one of this name."""
+    def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
+        """Makes a file to write to. It is an error if there is one of this name.
+
+        Args:
+            path: the file.
+            mode: its mode, less what the umask takes.
+        """
         name, within = self._at(path)
-        return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path))
+        return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path), mode=mode)
 
     def open_or_create(self, path: Path) -> IOFile:
         """Opens a file to read and write, and makes it, with mode 0600, if it is not there. The call never blocks."""
@@ -459,9 +464,12 @@ class Files:
             return self.stat(directory).st_dev, self.available(directory)
 
     def kernel_text(self, path: Path) -> str:
-        """The text of a file in /proc or /sys, whose size is not known before it is read. A link is followed."""
+        """The text of a file in /proc or /sys, whose size is not known before it is read. A link is followed.
+
+        Names of processes, groups and mount points are in it, and have any bytes.
+        """
         with self.open_followed(path) as file, self.stream(file) as lines:
-            return lines.read().decode()
+            return os.fsdecode(lines.read())
 
     def copy_in_kernel(self, source: int, target: int, offset: int, length: int) -> int:
         """Copies a range in the kernel, which may share the blocks instead.

@@ -212,14 +212,14 @@ def is_available() -> tuple[bool, str]:
     """Whether a ring opens and answers here; if not, a sentence says why."""
     try:
         ring = Ring(1)
-    except OSError as error:
+        try:
+            ring.submit([Submission(NOP)])
+            ring.wait()
+        finally:
+            ring.close()
+    except OSError as error:  # also where a ring opens, and a filter of system calls lets nothing into it
         code = error.errno or 0
         return False, f"{_HINTS.get(code, 'io_uring cannot be used')} ({errno.errorcode.get(code, code)})"
-    try:
-        ring.submit([Submission(NOP)])
-        ring.wait()
-    finally:
-        ring.close()
     return True, "io_uring works"
 
 

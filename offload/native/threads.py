@@ -209,7 +209,7 @@ def _cgroup_quotas(membership: Path, root: Path) -> list[float]:
     """The CPUs that each cgroup of this process allows, from its own up to the root's, v1 and v2."""
     quotas: list[float | None] = []
     try:
-        lines = membership.read_text().splitlines()
+        lines = os.fsdecode(membership.read_bytes()).splitlines()
     except OSError:
         return []
     for line in lines:

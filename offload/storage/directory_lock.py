@@ -117,9 +117,11 @@ class Claims:
 
         Raises:
             PathInUseError: one has.
+            PathError: the lock cannot be read.
         """
         for directory, file in self._taken.items():
-            found = _read(file, self._files)
+            with unusable("cannot be read", file.path):
+                found = _read(file, self._files)
             if found.start != self._claimant.start:
                 raise PathInUseError(
                     errno.EBUSY,
@@ -176,7 +178,7 @@ def _claim(directory: Path, claimant: Claimant, files: Files) -> IOFile:
     path, ends = directory / LOCK_NAME, time.monotonic() + PATIENCE_S
     _require_no_older(directory, files)
     while True:
-        with unusable("cannot be locked", path, but=BUSY):
+        with unusable("cannot be locked", path):
             file = files.open_or_create(path)
         try:
             with unusable("cannot be locked", path, but=BUSY):
@@ -217,13 +219,19 @@ def _share(file: IOFile, claimant: Claimant, files: Files) -> bool:
     Raises:
         OSError: the file system cannot lock it.
     """
-    with suppress(BlockingIOError, PermissionError):
+    try:
         files.lock(file, exclusive=True)
+    except OSError as error:
+        if error.errno not in BUSY:
+            raise
+    else:
         files.set_content(file, claimant.encode())
         files.sync(file)
     try:
         files.lock(file, exclusive=False)
-    except (BlockingIOError, PermissionError):
+    except OSError as error:
+        if error.errno not in BUSY:
+            raise
         return False
     return True
 

@@ -188,11 +188,14 @@ def reserve(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise PathError(error.errno, f"cannot reserve space: {explained(error)}", file.path) from error
         needed += beside
+        refused, what = "", "some"
+        if needed <= available:
+            refused, what = f", but {error.strerror!r} came", "some of your quota, or of the inodes (df -i)"
         fits = uncommitted <= available < needed
         other = f", or give commit_every=None, which takes {format_bytes(uncommitted)} and commits nothing"
         raise BudgetError(
-            f"{file.path} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: "
-            f"free some, or choose another path{other if fits else ''}",
+            f"{file.path} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free{refused}: "
+            f"free {what}, or choose another path{other if fits else ''}",
             needed=needed,
             available=available,
             option="commit_every" if fits else "path",
@@ -622,7 +625,9 @@ class SwapFile(WrittenSlots):
                 "start again",
                 file,
             )
-        if (size := self._disk.size(self._file)) < self._table.nbytes:
+        with unusable("cannot be looked at", file):
+            size = self._disk.size(self._file)
+        if size < self._table.nbytes:
             raise PathError(
                 errno.ESTALE,
                 f"was cut off at {size} of {self._table.nbytes} bytes while this run used it: start again",
@@ -803,7 +808,8 @@ class Stripes:
                 numbers = [slot for slot, path in enumerate(chosen) if path == number]
                 numbers.sort(key=lambda slot: slot in resident)
                 stripe = (number, len(directories))
-                file = SwapFile(engine, directory, slots, run, numbers=numbers, stripe=stripe, timeline=timeline)
+                with unusable("cannot be used", directory):
+                    file = SwapFile(engine, directory, slots, run, numbers=numbers, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._stripes.append(file)
                 self._files |= dict.fromkeys(numbers, file)

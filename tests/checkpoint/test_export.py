@@ -86,6 +86,20 @@ def test_what_is_exported_loads_with_safetensors(tmp_path: Path, shard_bytes: in
             assert len(keys) == 1 or sum(tensors()[key].nbytes for key in keys) <= shard_bytes
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_what_is_exported_is_for_whom_the_umask_lets_read_it(tmp_path: Path, umask: int) -> None:
+    entries = [entry(name, tensor) for name, tensor in tensors().items()]
+    before = os.umask(umask)
+    try:
+        export(tmp_path / "ours", entries, shard_bytes=100)
+        torch.save(tensors(), tmp_path / "theirs")
+        (tmp_path / "folder").mkdir()
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode for file in (tmp_path / "ours").iterdir()} == {(tmp_path / "theirs").stat().st_mode}
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "folder").stat().st_mode
+
+
 def test_the_names_are_those_that_transformers_looks_for(tmp_path: Path) -> None:
     entries = [entry(str(number), torch.ones(10)) for number in range(3)]
     shards = export(tmp_path / "three", entries, shard_bytes=40)

@@ -117,11 +117,17 @@ def test_file_system_is_that_of_the_deepest_mount_point(monkeypatch: pytest.Monk
     mounts = (
         "22 1 8:1 / / rw - ext4 /dev/a rw\n"
         "23 22 8:2 / /data\\040disk rw,x shared:1 - xfs /dev/b rw\n"
-        "24 22 8:3 / /data rw - btrfs /dev/c rw"
+        "24 22 8:3 / /data rw - btrfs /dev/c rw\n"
+        "25 22 8:4 / /dätä rw - f2fs /dev/d rw"
     )
     monkeypatch.setattr(machine, "read_text", lambda file: mounts)
-    found = [machine.file_system(Path(path)) for path in ("/data disk/runs", "/data/runs", "/database", "/")]
-    assert found == ["xfs", "btrfs", "ext4", "ext4"]
+    paths = ("/data disk/runs", "/data/runs", "/database", "/", "/dätä/runs")
+    assert [machine.file_system(Path(path)) for path in paths] == ["xfs", "btrfs", "ext4", "ext4", "f2fs"]
+
+
+def test_names_in_proc_have_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_bytes(b"22 1 8:1 / /d\xe4ta rw - ext4 /dev/a rw\n")
+    assert machine.read_text(tmp_path / "mountinfo") == "22 1 8:1 / /d\udce4ta rw - ext4 /dev/a rw"
 
 
 @pytest.mark.parametrize(

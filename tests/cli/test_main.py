@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import offload
+from offload import OffloadZero
 from offload.cli.console import Commands, in_options, print_json
 from offload.cli.main import app, run
 from offload.errors import BudgetError, OffloadError, TierIOError
@@ -112,6 +113,23 @@ def test_an_unknown_command_is_answered_with_the_near_one_or_with_all(given: str
     assert result.exit_code == 2
     assert f"No such command '{given}'; {hint}" in result.output
     assert "remove?" not in result.output  # which deletes
+
+
+@pytest.mark.parametrize(
+    "arguments", [["remove", "", "--yes"], ["export", ".", ""], ["bench", "io", ""], ["doctor", "--path="]]
+)
+def test_an_empty_argument_is_not_the_working_directory(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(4, 4)
+    with OffloadZero(model, path=".", cpu_memory="1MiB", commit_every=0) as optimizer:
+        optimizer.commit()
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "is empty: is a variable of the shell not set?" in result.output
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_version_is_that_of_the_package_and_of_torch() -> None:

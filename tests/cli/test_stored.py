@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.main import app
 from offload.errors import CorruptionError, PathError, ResumeError
+from offload.io.files import LOCAL
 from offload.sizes import PAGE_BYTES
 from offload.storage.directories import older_swap_name
 from tests.support.run_files import swap_in
@@ -221,6 +223,24 @@ def test_remove_takes_only_its_own_and_asks_first(run: tuple[Path, dict[str, Ten
     assert sorted(path.iterdir()) == before
     assert call("remove", path, typed="y\n").exit_code == 0
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "notes.txt"]
+
+
+@pytest.mark.parametrize("code", [None, errno.EBUSY, errno.EACCES], ids=["named .", "EBUSY", "EACCES"])
+def test_a_directory_that_cannot_be_removed_stays_empty(
+    code: int | None, run: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount point, and one that lies in a directory of another user."""
+    path, _ = run
+
+    def refuse(path: Path) -> None:
+        raise OSError(code, "refused", str(path))
+
+    monkeypatch.chdir(path)
+    if code is not None:
+        monkeypatch.setattr(LOCAL, "remove_directory", refuse)
+    result = call("remove", "." if code is None else path, "--yes")
+    assert result.exit_code == 0, result.output
+    assert [*path.iterdir()] == []
 
 
 STRANGE: dict[str, bytes] = {

@@ -14,7 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from offload import (
     BudgetError,
     ConfigError,
     GradientMovedError,
+    OffloadError,
     OffloadZero,
     PathError,
     PathInUseError,
@@ -32,13 +33,14 @@ from offload import (
     TierIOError,
     Tuning,
 )
+from offload.io.files import Files
 from offload.native.library import open_library
 from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
 from offload.storage.directories import COMMIT_NAME, older_swap_name
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.before import Before
-from tests.support.disks import FreeFiles, on_disk
+from tests.support.disks import FailingFiles, FreeFiles, on_disk
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import CopiedBy, LateCopier
 from tests.support.processes import Forked, arena_bytes, open_files
@@ -414,6 +416,69 @@ def test_a_limit_of_file_sizes_is_told_as_one(model: Tiny, unchanged: None, make
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.available == 8192 < caught.value.needed
     assert not path.exists()
+
+
+def test_too_few_descriptors_are_told_with_their_limit(model: Tiny, make: Make, path: Path) -> None:
+    """Each start with one more than the one before, until there are enough."""
+    before, files = resource.getrlimit(resource.RLIMIT_NOFILE), open_files()
+    (free := os.open(os.devnull, os.O_RDONLY), os.close(free))
+    errors: list[BudgetError] = []
+    while True:
+        limit = free + len(errors)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            make(model).close()
+            break
+        except BudgetError as error:
+            errors.append(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        if path.exists():
+            shutil.rmtree(path)  # looking into it takes a descriptor, too
+    assert len(errors) > 5
+    assert [error.available for error in errors] == [*range(free, limit)]
+    assert open_files() == files
+    assert all("ulimit -n" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "code", [pytest.param(errno.EIO, id="EIO"), pytest.param(errno.ENOENT, id="ENOENT", marks=pytest.mark.slow)]
+)
+def test_whatever_the_file_system_refuses_is_an_error_of_the_path(code: int, path: Path) -> None:
+    """Each start gets one call further than the one before, until none fails."""
+    errors: list[OffloadError] = []
+    for nth in range(1, 1000):
+        files = FailingFiles(nth, code)
+        try:
+            with on_disk(files):
+                OffloadZero(Tiny(), path=path, cpu_memory="200KiB", tuning=SMALL).close()
+        except OffloadError as error:
+            errors.append(error)
+        if not files.failed:
+            break
+        if path.exists():
+            shutil.rmtree(path)  # what could not be removed
+    assert len(errors) > 80
+    assert all(isinstance(error, PathError | TierIOError) for error in errors)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
+def test_a_disk_with_free_bytes_that_gives_none_is_told_as_one(code: int, model: Tiny, make: Make) -> None:
+    files = Files()
+
+    def refuse(*_: object) -> Never:
+        raise OSError(code, os.strerror(code))
+
+    files.allocate = refuse  # type: ignore[method-assign]
+    with on_disk(files), pytest.raises(BudgetError, match=rf"are free, but '{os.strerror(code)}' came: .*quota.*df -i"):
+        make(model)
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_inside_inference_mode_it_is_refused(model: Tiny, make: Make) -> None:
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"torch\.inference_mode"):
+        make(model)
 
 
 def test_a_relative_path_where_the_working_directory_is_gone_is_refused(

@@ -1,4 +1,7 @@
-"""A run with 64 descriptors at most, on two paths, on every engine: close() gives back all that it took."""
+"""A run with 64 descriptors at most, on two paths, on every engine: close() gives back all that it took.
+
+And one in a process without standard streams, as a daemon may be.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from offload import OffloadZero, Tuning
+from tests.support.scripts import run_code
 
 SCRIPT = """
 import os, resource, sys, threading
@@ -50,3 +58,43 @@ def test_a_run_with_few_descriptors_leaves_none_and_no_thread(engine: str, tmp_p
         pytest.skip("no io_uring here")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "nothing left\n"
+
+
+WITHOUT_STREAMS = """
+import contextlib, os, sys
+import torch
+from torch import nn
+from offload import OffloadZero, Tuning
+
+def print_all():
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            os.write(number, b"what a library prints")
+
+for number in range(3):
+    os.close(number)
+torch.manual_seed(0)
+model = nn.Linear(64, 64)
+optimizer = OffloadZero(model, path=sys.argv[1], cpu_memory="1MiB", commit_every=1,
+                        tuning=Tuning(chunk="4KiB", io_engine=sys.argv[2]))
+for step in range(2):
+    print_all()
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+print_all()
+optimizer.close()
+torch.save(model.state_dict(), sys.argv[1] + ".pt")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads", "portable"])
+def test_what_is_printed_where_no_standard_streams_are_is_written_to_no_file(engine: str, tmp_path: Path) -> None:
+    assert run_code(WITHOUT_STREAMS, str(tmp_path / "run"), engine, limit_s=100).returncode == 0
+    model = nn.Linear(64, 64)
+    options = {"cpu_memory": "1MiB", "tuning": Tuning(chunk="4KiB")}
+    with OffloadZero(model, path=tmp_path / "run", resume=True, **options) as optimizer:  # type: ignore[arg-type]
+        assert optimizer.resumed is not None
+        assert optimizer.resumed.step == 2
+        whole = torch.load(tmp_path / "run.pt")
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,12 @@ from torch import Tensor
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
-from offload.errors import CorruptionError, PathError
+from offload.errors import CorruptionError, OffloadError, PathError
 from offload.io.files import Files
 from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
-from tests.support.disks import SwitchedFiles, on_disk
+from tests.support.disks import FailingFiles, SwitchedFiles, on_disk
 from tests.support.run_files import swap_in, swaps_in
 
 
@@ -32,6 +34,43 @@ def require_commit(make: Make, path: Path, step: int, expected: dict[str, Tensor
         assert optimizer.resumed is not None
         assert optimizer.resumed.step == step
         assert_same(expected, bits(model, optimizer))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", [1, *(pytest.param(nth, marks=pytest.mark.slow) for nth in range(2, 14))])
+def test_whatever_call_fails_in_a_run_is_an_error_of_ours_and_a_commit_is_what_it_was(
+    first: int, make: Make, tmp_path: Path
+) -> None:
+    model, optimizer = committed(make, path=tmp_path / "whole")
+    expected = {3: bits(model, optimizer)}
+    for seed in (3, 4):
+        one_step(model, optimizer, seed)
+        expected[seed + 1] = bits(model, optimizer)
+    for nth in range(first, 1000, 13):
+        path, files = tmp_path / str(nth), FailingFiles(nth, errno.EIO)
+        files.is_on = False
+        with on_disk(files):
+            model, optimizer = committed(make, path=path)
+        files.is_on = True
+        with suppress(OffloadError):
+            optimizer.snapshot(keep=1)
+            one_step(model, optimizer, 3)
+            optimizer.commit()
+            optimizer.snapshot(keep=1)
+            one_step(model, optimizer, 9)
+            optimizer.rollback()
+            one_step(model, optimizer, 4)
+            optimizer.commit()
+        files.is_on = False
+        with suppress(OffloadError):
+            optimizer.close()
+        model = Tiny()
+        with make(model, path=path, resume=True, commit_every=0) as optimizer:
+            assert optimizer.resumed is not None
+            assert_same(expected[optimizer.resumed.step], bits(model, optimizer))
+        if not files.failed:
+            break
+    assert nth > 150
 
 
 @pytest.mark.parametrize("is_list", [False, True])

@@ -16,7 +16,7 @@ from offload.checkpoint import reader as reading
 from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import BudgetError, CorruptionError, OffloadError, PathInUseError, ResumeError
-from offload.io.engine import IOFile, IOFuture
+from offload.io.engine import PRIVATE, IOFile, IOFuture
 from offload.io.files import Files
 from offload.planner import least_cpu_memory
 from offload.storage.directories import COMMIT_NAME, LOCK_NAME, file_name, older_swap_name
@@ -65,9 +65,9 @@ class Counted(Files):
         if self.left < 0:
             raise PowerCut
 
-    def create(self, path: Path) -> IOFile:
+    def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
         self.spend()
-        return super().create(path)
+        return super().create(path, mode)
 
     def sync(self, file: IOFile) -> None:
         self.spend()

@@ -23,7 +23,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Snapshot
 from offload.checkpoint.snapshot_copy import decide
 from offload.errors import OffloadError, PathError
-from offload.io.engine import IOFile
+from offload.io.engine import PRIVATE, IOFile
 from offload.io.files import Files
 from offload.storage.directories import COMMIT_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
@@ -364,10 +364,10 @@ def test_the_manifest_comes_last_so_that_whoever_sees_it_finds_all_else(make: Ma
     made: list[str] = []
 
     class Seen(Watched):
-        def create(self, path: Path) -> IOFile:
+        def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
             if "shared" in path.parts:
                 made.append(path.name.split("-")[0])
-            return super().create(path)
+            return super().create(path, mode)
 
     with on_disk(Seen()):
         model, optimizer = committed(make, EARLY)

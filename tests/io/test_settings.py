@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import pytest
 
@@ -57,6 +58,20 @@ def test_io_uring_asked_for_by_name_where_it_cannot_run_is_refused(
 ) -> None:
     without_io_uring(monkeypatch)
     with pytest.raises(ConfigError, match=r'io_engine="uring" cannot run here: the sysctl.*"threads"'):
+        open_engine("uring", [tmp_path])
+
+
+def test_a_ring_that_opens_and_takes_nothing_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a filter of system calls that knows io_uring_setup alone."""
+
+    def refused(*_: object) -> Never:
+        raise PermissionError(errno.EPERM, "io_uring: Operation not permitted")
+
+    if not io_uring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    monkeypatch.setattr(io_uring.Ring, "submit", refused)
+    assert chosen("auto", tmp_path)[0] == "threads"
+    with pytest.raises(ConfigError, match=r'io_engine="uring" cannot run here: .*seccomp.*EPERM'):
         open_engine("uring", [tmp_path])
 
 

@@ -380,6 +380,15 @@ def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:
     assert threads._cgroup_quotas(membership, tmp_path / "fs") == [1.5]
 
 
+def test_quota_of_a_cgroup_whose_name_is_no_text_is_read(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_bytes(b"0::/tr\xe4ner\n")
+    folder = tmp_path / "fs" / os.fsdecode(b"tr\xe4ner")
+    folder.mkdir(parents=True)
+    (folder / "cpu.max").write_text("150000 100000")
+    assert threads._cgroup_quotas(membership, tmp_path / "fs") == [1.5]
+
+
 def test_quota_of_cgroup_v1_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "fs" / "cpu" / "job"
     folder.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -9,7 +10,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Barrier, Event, Thread
-from typing import Any
+from typing import Any, Never
 
 import pytest
 
@@ -44,6 +45,18 @@ class OnHost(Files):
         return []
 
 
+class Refusing(Files):
+    """The system refuses one of the calls. Args: method: its name; code: the number of its error."""
+
+    def __init__(self, method: str, code: int) -> None:
+        super().__init__()
+
+        def refuse(*_: object, **__: object) -> Never:
+            raise OSError(code, os.strerror(code), "name")
+
+        setattr(self, method, refuse)
+
+
 def test_ranks_of_one_start_share_it_and_another_start_is_refused(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for _ in range(3):
@@ -55,6 +68,22 @@ def test_ranks_of_one_start_share_it_and_another_start_is_refused(tmp_path: Path
     claim(tmp_path, OTHER, Files()).close()
     claim(tmp_path, ONE, Files()).close()
     assert os.listdir(tmp_path) == [LOCK_NAME]
+
+
+@pytest.mark.parametrize("method", ["open_or_create", "lock"])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EIO])
+def test_a_lock_that_cannot_be_opened_or_taken_is_told_as_one(method: str, code: int, tmp_path: Path) -> None:
+    """Not as that of a live run."""
+    files = Refusing(method, code)
+    with pytest.raises(PathError, match="cannot be locked") as caught:
+        claim(tmp_path, ONE, files)
+    assert not isinstance(caught.value, PathInUseError)
+    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / LOCK_NAME))
+
+
+def test_a_lock_of_another_user_is_told_as_one_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="cannot be locked: Permission denied"):
+        claim(tmp_path, ONE, Refusing("open_or_create", errno.EACCES))
 
 
 def test_of_simultaneous_starts_one_wins_with_all_of_its_ranks(tmp_path: Path) -> None:

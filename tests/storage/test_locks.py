@@ -85,6 +85,16 @@ def test_readers_share_and_a_dead_ones_lock_is_not_a_live_ones(path: Path, file:
     assert not busy(file)
 
 
+def test_a_process_lives_whatever_bytes_its_name_has() -> None:
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    try:
+        comm.write_bytes(b"tr\xe4ner")
+        assert LOCAL.lives(os.getpid())
+    finally:
+        comm.write_bytes(before.rstrip(b"\n"))
+
+
 def test_a_holder_that_is_not_seen_counts_as_alive(path: Path, file: IOFile) -> None:
     class Blind(Patient):
         def holders(self, file: IOFile) -> list[int]:

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from pathlib import Path
 
-from offload.io.engine import IOFile
+from offload.io.engine import PRIVATE, IOFile
 from offload.io.files import Files
 
 
@@ -25,9 +25,9 @@ class CopyingFiles(Files):
         self._spend()
         super().copy(source, target, offset, length)
 
-    def create(self, path: Path) -> IOFile:
+    def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
         self._spend()
-        return super().create(path)
+        return super().create(path, mode)
 
     def sync(self, file: IOFile) -> None:
         self._spend()

@@ -11,12 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.io.engine import IOEngine, IOFile
+from offload.io.engine import PRIVATE, IOEngine, IOFile
 from offload.io.files import Files
 from offload.run import DISK
 from offload.sizes import PAGE_BYTES, round_up
 
 T = TypeVar("T")
+_NEVER_FAIL = {
+    "hold",
+    "holds",
+    "require_here",
+    "leads_to",
+    "let_go",
+    "close",
+    "real",
+    "may_write",
+    "host",
+    "holders",
+    "lives",
+}
+"""Methods of `Files` that raise no error of the system's as it is."""
 
 
 @contextmanager
@@ -52,6 +66,29 @@ class FreeFiles(Files):
         return self._free
 
 
+class FailingFiles(Files):
+    """A file system of which one call fails; a call that another one makes counts, too.
+
+    Args: nth: which call, from 1 on; code: the number of the error. Attributes: failed: the method, once it has; is_on:
+    whether calls count.
+    """
+
+    def __init__(self, nth: int, code: int) -> None:
+        super().__init__()
+        self.failed, self.is_on = "", True
+        self._left, self._code = nth, code
+        for name, value in vars(Files).items():
+            if callable(value) and not name.startswith("_") and name not in _NEVER_FAIL:
+                setattr(self, name, partial(self._call, name, getattr(self, name)))
+
+    def _call(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self._left -= self.is_on
+        if self.is_on and not self._left:
+            self.failed = name
+            raise OSError(self._code, os.strerror(self._code), "name")
+        return method(*args, **kwargs)
+
+
 class FullFiles(Files):
     """A disk that another program fills, and on which that takes whatever is freed at once.
 
@@ -62,9 +99,9 @@ class FullFiles(Files):
         super().__init__()
         self.is_full = False
 
-    def create(self, path: Path) -> IOFile:
+    def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
         self._require(-1)
-        return super().create(path)
+        return super().create(path, mode)
 
     def open_or_create(self, path: Path) -> IOFile:
         if path.name not in self.names(path.parent):

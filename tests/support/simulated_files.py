@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload.checkpoint.snapshot import is_snapshot_name
-from offload.io.engine import IOFile
+from offload.io.engine import PRIVATE, IOFile
 from offload.io.files import Files
 from tests.support.simulated_disk import SECTOR_BYTES
 
@@ -93,7 +93,7 @@ class SimulatedFiles(Files):
 
     # What commits use.
 
-    def create(self, path: Path) -> IOFile:
+    def create(self, path: Path, mode: int = PRIVATE) -> IOFile:
         self._operation("create", path)
         if path.name in self._names(path.parent):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
