@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
 from tests.support.cases import often
@@ -318,6 +318,20 @@ def test_checkpoints_of_the_model_recompute_alone(pair: Make, reentrant: bool, n
     if (store := both.optimizer._parts.activations) is not None:
         # What enters each of the three checkpoints: (300, 12) in fp32, in whole pages.
         assert store.peak_bytes == 3 * 16384
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_a_checkpoint_around_the_model_recomputes_alone(pair: Make, reentrant: bool, stops_early: bool) -> None:
+    """One that a loop makes of the whole model: what the units compute is saved when it runs them again."""
+
+    def run(model: nn.Module) -> None:
+        with set_checkpoint_early_stop(stops_early):
+            squares(lambda x: checkpoint(model, x, use_reentrant=reentrant), rows(1).requires_grad_()).backward()
+
+    both = pair(Net)
+    for _ in range(2):
+        both.same(run)
 
 
 def test_lengths_that_change(pair: Make) -> None:
