@@ -51,7 +51,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload import torch_private
 from offload.choices import ActivationChoice
 from offload.errors import ClosedError, ConfigError, StaleActivationError
-from offload.model.compiled import Compiler, Forward, forward_of_class
+from offload.model.compiled import Compiler, Forward, call_uncompiled, forward_of_class, runs_as_it_is
 from offload.model.dense import is_dense
 from offload.model.fetch import HeldUnits
 from offload.model.partition import Partition, Partitions
@@ -153,7 +153,10 @@ class _Passed:
 
 
 def _unpack(packed: Any) -> Any:
-    return packed.get()
+    return call_uncompiled(packed.get)
+
+
+runs_as_it_is(_unpack)
 
 
 class _Unit:
