@@ -520,15 +520,17 @@ class FlatParameters:
             if not moved:
                 return
             # Others may lie in the memory that is written here (`a.data, b.data = b.data, a.data`).
-            lies = {one for one in self.held if self._is_repointed(one) and self._lies_in_flat(one.local)}
+            flats = [self.flats[index] for index in {one.flat for one in self.held if one.is_here}]
+            lies = {one for one in self.held if self._is_repointed(one) and _lies_in(one.local, flats)}
             both = [*moved, *(one for one in lies if one not in moved)]
             values = [DATA.__get__(one.local) for one in both]
             values = [found.clone() if one in lies else found for one, found in zip(both, values, strict=True)]
             for one, found in zip(both, values, strict=True):
                 memory = self.flats[one.flat]
                 DATA.__set__(one.local, one.view_for(memory[one.offset : one.offset + one.spec.numel]))
-                one.local.copy_(found)
                 one.forget_data()
+                # A graph may have saved the parameter since `p.data = x`, which moves no version in torch either.
+                (one.local if one.is_sharded else one.data()).copy_(found)
 
     def _is_repointed(self, one: HeldParam) -> bool:
         """Whether a parameter that is here lies elsewhere than in its flat parameter. Raises: see return_repointed."""
@@ -547,11 +549,6 @@ class FlatParameters:
                 "torch.no_grad()"
             )
         return True
-
-    def _lies_in_flat(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of a flat parameter."""
-        flats = (flat for flat in self.flats if flat.device == tensor.device and flat.untyped_storage().nbytes())
-        return any(0 <= tensor.data_ptr() - flat.data_ptr() < flat.numel() * flat.element_size() for flat in flats)
 
     def _held_of(self, numbers: Iterable[int] | None) -> Iterable[HeldParam]:
         return self.held if numbers is None else (self.held[number] for number in numbers)
@@ -669,3 +666,9 @@ def _leaf(inner: Inner, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tile of an inner tensor without memory. Integers, as codes are, cannot need a gradient."""
     empty = torch.empty(0, dtype=dtype, device=device)
     return empty if inner.key else nn.Parameter(empty, requires_grad=dtype.is_floating_point)
+
+
+def _lies_in(tensor: Tensor, flats: Iterable[Tensor]) -> bool:
+    """Whether a tensor begins in the memory of one of these, which have memory."""
+    there = (flat for flat in flats if flat.device == tensor.device)
+    return any(0 <= tensor.data_ptr() - flat.data_ptr() < flat.numel() * flat.element_size() for flat in there)

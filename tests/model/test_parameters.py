@@ -168,6 +168,19 @@ def test_parameters_that_exchanged_their_memory_keep_their_values(numbers: list[
     assert parameters.find_outside_writes() == [0, 1, 2]
 
 
+def test_what_was_pointed_elsewhere_comes_back_without_a_new_version() -> None:
+    """A graph may have saved the parameter since, and torch moves no version there."""
+    parameters = taken(torch.zeros(3))
+    (param,) = parameters.params
+    param.data = torch.ones(3).bfloat16()
+    product = (param * param).sum()
+    parameters.return_repointed()
+    assert parameters.find_outside_writes() == [0]
+    product.backward()
+    assert param.grad is not None
+    assert param.grad.tolist() == [2, 2, 2]
+
+
 def channels_last(model: nn.Sequential) -> None:
     model.to(memory_format=torch.channels_last)
 
