@@ -335,7 +335,7 @@ class Activations:
             return compiler.call(call, positional, named)
 
         # A recomputation would change it again.
-        buffers = unit.buffers()
+        buffers, writes = unit.buffers(), self._data_writes(unit)
         result = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=False)
         again.forward_ended()
         if not _is_same(unit.buffers(), buffers):
@@ -343,7 +343,15 @@ class Activations:
                 f"the forward of {unit.name} changes a buffer, and would change it again when it is recomputed in the "
                 "backward: give Tuning(recompute=False)"
             )
+        if self._data_writes(unit) != writes:  # which moves no version
+            raise StaleActivationError(
+                f"the forward of {unit.name} writes to a parameter by p.data, and would write again when it is "
+                "recomputed in the backward: give Tuning(recompute=False)"
+            )
         return result
+
+    def _data_writes(self, unit: _Unit) -> list[int]:
+        return [] if self._units is None else self._units.data_writes(unit.params)
 
     def recompute(
         self, unit: _Unit, compiler: Compiler, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any

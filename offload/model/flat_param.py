@@ -321,8 +321,10 @@ class FlatParameters:
     @torch.no_grad()
     def repoint(self, number: int, value: Tensor) -> None:
         """Does `p.data = value`: the parameter lies there until the next step, which copies the values back."""
+        one = self.held[number]
+        one.pointed += 1
         torch_private.past_subclasses(DATA.__set__, self.params[number], value)
-        self.held[number].forget_data()
+        one.forget_data()
 
     @torch_private.goes_past_subclasses
     def version_of(self, number: int) -> int:

@@ -505,6 +505,43 @@ def test_a_unit_that_moves_the_version_of_a_weight_names_the_way_out(tmp_path: P
     both.optimizer.close()
 
 
+class Shrinks(nn.Linear):
+    """Writes to its weight in its forward, by an alias that moves no version."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "written":
+            self.weight.data.mul_(0.5)
+        elif self.how == "assigned":
+            self.weight.data = self.weight.data * 0.5
+        else:  # for the forward only
+            kept = self.weight.data
+            self.weight.data = kept.round()
+            found = super().forward(x)
+            self.weight.data = kept
+            return found
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("where", ["nvme", "small, streamed"])
+@pytest.mark.parametrize("how", ["written", "assigned", "for a while"])
+def test_a_unit_that_writes_by_data_in_its_forward_is_not_recomputed(where: str, how: str, tmp_path: Path) -> None:
+    """Its weights would be halved twice, and nothing would say so."""
+    both = Pair(lambda: Norms(lambda: Shrinks(how)), options_of(where, tmp_path / "one"))
+    with pytest.raises(StaleActivationError, match=r"blocks\.0 writes to a parameter by p\.data.*recompute=False"):
+        both.model(rows(0))
+    both.optimizer.close()
+    both = Pair(lambda: Norms(lambda: Shrinks(how)), options_of(f"all saved, {where}", tmp_path / "other"))
+    for _ in range(2):
+        both.same(lambda model: squares(model, rows(0)).backward())
+    for plain, param in zip(both.plain.parameters(), both.model.parameters(), strict=True):
+        assert torch.equal(plain, param)
+    both.optimizer.close()
+
+
 class Norms(nn.Module):
     """Args: norm: the kind of module in each block that changes its buffers."""
 
