@@ -535,7 +535,11 @@ class FlatParameters:
                 (one.local if one.is_sharded else one.data()).copy_(found)
 
     def _is_repointed(self, one: HeldParam) -> bool:
-        """Whether a parameter that is here lies elsewhere than in its flat parameter. Raises: see return_repointed."""
+        """Whether a parameter that is here lies elsewhere than in its flat parameter.
+
+        Raises:
+            ConfigError: as from `return_repointed`.
+        """
         param, spec = one.local, one.spec
         if one.is_swapped or not one.is_here or not param.numel():
             return False
