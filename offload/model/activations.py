@@ -18,10 +18,10 @@ around the forward of the whole model. They put it into the store, and take it f
 With tensor parallelism and `partition_activations`, each rank keeps a part of what checkpoints keep: [Note: partitioned
 checkpoints] in partition.py.
 
-A unit inside a checkpoint of the model's own is recomputed by that checkpoint alone. So is a unit whose forward is such
-a checkpoint: our recomputation stops as soon as it has again what enters that one. A recomputation puts nothing into
-the store. A saved tensor that stays where it is has a version, as in torch: a change in place is an error, not a wrong
-number. What went to the store was copied, and the original may be changed.
+A unit inside a checkpoint of the model's own, or in one around the whole model, is recomputed by that checkpoint alone.
+So is a unit whose forward is such a checkpoint: our recomputation stops as soon as it has again what enters that one. A
+recomputation puts nothing into the store. A saved tensor that stays where it is has a version, as in torch: a change in
+place is an error, not a wrong number. What went to the store was copied, and the original may be changed.
 
 A recomputation must do what the forward did. So it is refused if parameters, buffers, the mode or a class of the unit
 have changed since. Units whose forward changes their buffers (batch norm) are not recomputed, nor are units with
@@ -51,7 +51,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload import torch_private
 from offload.choices import ActivationChoice
 from offload.errors import ClosedError, ConfigError, StaleActivationError
-from offload.model.compiled import Compiler, Forward, forward_of_class
+from offload.model.compiled import Compiler, Forward, call_uncompiled, forward_of_class, runs_as_it_is
 from offload.model.dense import is_dense
 from offload.model.fetch import HeldUnits
 from offload.model.partition import Partition, Partitions
@@ -153,7 +153,10 @@ class _Passed:
 
 
 def _unpack(packed: Any) -> Any:
-    return packed.get()
+    return call_uncompiled(packed.get)
+
+
+runs_as_it_is(_unpack)
 
 
 class _Unit:
@@ -255,10 +258,11 @@ class Activations:
     # Forwards.
 
     def _run_model(self, compiler: Compiler, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not _is_recorded():
+        outside = torch_private.saved_tensors_hooks(False)
+        if not _is_recorded() or _are_of_checkpoint(outside):
             return compiler.call(forward, args, kwargs)
         self._last, self._running = self._running, None
-        before, self._outside = self._outside, torch_private.saved_tensors_hooks(False)
+        before, self._outside = self._outside, outside
         self._pass_begins()
         try:
             with saved_tensors_hooks(*self._hooks):
@@ -331,7 +335,7 @@ class Activations:
             return compiler.call(call, positional, named)
 
         # A recomputation would change it again.
-        buffers = unit.buffers()
+        buffers, writes = unit.buffers(), self._data_writes(unit)
         result = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=False)
         again.forward_ended()
         if not _is_same(unit.buffers(), buffers):
@@ -339,7 +343,15 @@ class Activations:
                 f"the forward of {unit.name} changes a buffer, and would change it again when it is recomputed in the "
                 "backward: give Tuning(recompute=False)"
             )
+        if self._data_writes(unit) != writes:  # which moves no version
+            raise StaleActivationError(
+                f"the forward of {unit.name} writes to a parameter by p.data, and would write again when it is "
+                "recomputed in the backward: give Tuning(recompute=False)"
+            )
         return result
+
+    def _data_writes(self, unit: _Unit) -> list[int]:
+        return [] if self._units is None else self._units.data_writes(unit.params)
 
     def recompute(
         self, unit: _Unit, compiler: Compiler, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any
@@ -550,6 +562,11 @@ def _is_from_checkpoint() -> bool:
                 return True
             frame = frame.f_back
     return False
+
+
+def _are_of_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
+    """Whether hooks for saved tensors are those of torch.utils.checkpoint: it recomputes what runs now."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINT
 
 
 def _can_wait(tensor: Tensor, buffers: Container[int]) -> bool:

@@ -165,6 +165,11 @@ class HeldUnits:
             if number is not None:
                 self._pending.apply(self._parameters.unit_of(number))
 
+    def data_writes(self, params: Iterable[Tensor | None]) -> list[int]:
+        """How often `p.data` of each that is held was assigned or written to; see HeldParam."""
+        numbers = (None if param is None else self._parameters.number_of(param) for param in params)
+        return [self._parameters.held[number].data_writes for number in numbers if number is not None]
+
     def is_current(self, unit: Unit) -> bool:
         """Whether the current values of a unit are on the device, and no update of it is pending."""
         return not self._pending.is_pending(unit)

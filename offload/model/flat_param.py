@@ -321,8 +321,10 @@ class FlatParameters:
     @torch.no_grad()
     def repoint(self, number: int, value: Tensor) -> None:
         """Does `p.data = value`: the parameter lies there until the next step, which copies the values back."""
+        one = self.held[number]
+        one.pointed += 1
         torch_private.past_subclasses(DATA.__set__, self.params[number], value)
-        self.held[number].forget_data()
+        one.forget_data()
 
     @torch_private.goes_past_subclasses
     def version_of(self, number: int) -> int:
@@ -516,26 +518,43 @@ class FlatParameters:
             ConfigError: if one has another shape, dtype or device now, since it was moved or cast.
         """
         with torch_private.PastSubclasses():
-            for one in self._held_of(numbers):
-                param, spec = one.local, one.spec
-                if one.is_swapped or not one.is_here or not param.numel():
-                    continue
+            moved = [one for one in self._held_of(numbers) if self._is_repointed(one)]
+            if not moved:
+                return
+            # Others may lie in the memory that is written here (`a.data, b.data = b.data, a.data`).
+            flats = [self.flats[index] for index in {one.flat for one in self.held if one.is_here}]
+            lies = {one for one in self.held if self._is_repointed(one) and _lies_in(one.local, flats)}
+            both = [*moved, *(one for one in lies if one not in moved)]
+            values = [DATA.__get__(one.local) for one in both]
+            values = [found.clone() if one in lies else found for one, found in zip(both, values, strict=True)]
+            for one, found in zip(both, values, strict=True):
                 memory = self.flats[one.flat]
-                is_there = param.data_ptr() == memory.data_ptr() + one.offset * memory.element_size()
-                is_whole = param.dtype is memory.dtype and param.numel() == spec.numel
-                if is_there and is_whole and param.stride() == one.strides:
-                    continue
-                if (param.numel(), param.dtype, param.device) != (spec.numel, memory.dtype, memory.device):
-                    raise ConfigError(
-                        f"{spec.name} was moved, cast or replaced by another shape after OffloadZero took the model "
-                        "(model.to(), .float(), p.data = ...): do that before, or write into it with p.copy_() under "
-                        "torch.no_grad()"
-                    )
-                values = DATA.__get__(param)
-                values = values.clone() if is_there else values  # p.data = p.data.t()
-                DATA.__set__(param, one.view_for(memory[one.offset : one.offset + spec.numel]))
-                param.copy_(values)
+                DATA.__set__(one.local, one.view_for(memory[one.offset : one.offset + one.spec.numel]))
                 one.forget_data()
+                # A graph may have saved the parameter since `p.data = x`, which moves no version in torch either.
+                (one.local if one.is_sharded else one.data()).copy_(found)
+
+    def _is_repointed(self, one: HeldParam) -> bool:
+        """Whether a parameter that is here lies elsewhere than in its flat parameter.
+
+        Raises:
+            ConfigError: as from `return_repointed`.
+        """
+        param, spec = one.local, one.spec
+        if one.is_swapped or not one.is_here or not param.numel():
+            return False
+        memory = self.flats[one.flat]
+        is_there = param.data_ptr() == memory.data_ptr() + one.offset * memory.element_size()
+        is_whole = param.dtype is memory.dtype and param.numel() == spec.numel
+        if is_there and is_whole and param.stride() == one.strides:
+            return False
+        if (param.numel(), param.dtype, param.device) != (spec.numel, memory.dtype, memory.device):
+            raise ConfigError(
+                f"{spec.name} was moved, cast or replaced by another shape after OffloadZero took the model "
+                "(model.to(), .float(), p.data = ...): do that before, or write into it with p.copy_() under "
+                "torch.no_grad()"
+            )
+        return True
 
     def _held_of(self, numbers: Iterable[int] | None) -> Iterable[HeldParam]:
         return self.held if numbers is None else (self.held[number] for number in numbers)
@@ -653,3 +672,9 @@ def _leaf(inner: Inner, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tile of an inner tensor without memory. Integers, as codes are, cannot need a gradient."""
     empty = torch.empty(0, dtype=dtype, device=device)
     return empty if inner.key else nn.Parameter(empty, requires_grad=dtype.is_floating_point)
+
+
+def _lies_in(tensor: Tensor, flats: Iterable[Tensor]) -> bool:
+    """Whether a tensor begins in the memory of one of these, which have memory."""
+    there = (flat for flat in flats if flat.device == tensor.device)
+    return any(0 <= tensor.data_ptr() - flat.data_ptr() < flat.numel() * flat.element_size() for flat in there)

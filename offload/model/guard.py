@@ -142,6 +142,13 @@ class _Held:
 
         return str(formatted(self) if self._is_plain else self._plainly(formatted))
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch's `set_`, which does not pass `__torch_function__`."""
+        set_memory: Any = Tensor.set_
+        if self._is_plain:
+            return set_memory(self, *args, **kwargs)
+        return self.guard(set_memory, (), (self, *args), kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _copied(self, memo) if self._is_plain else self._plainly(lambda tensor: _copied(tensor, memo))
 
@@ -529,8 +536,18 @@ class Guards:
         return self.plainly(value, lambda one: one.detach().clone()) if self._is_ours(value) else value
 
     def _give_memory(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        number = self._parameters.number_of(args[0]) if self._is_ours(args[0]) else None
         if not self._has_streamed(args):
-            return NotImplemented
+            result = self._run(func, args, kwargs)
+            if number is not None:
+                self._parameters.held[number].forget_data()
+            return result
+        if func is Tensor.set_ and number is not None:
+            raise ReleasedParameterError(
+                f"{self._names[number]} is streamed, and set_(...), by which torch also assigns a parametrized weight, "
+                "would point it elsewhere than where it is streamed to: write into it with p.copy_(...) under "
+                "torch.no_grad()"
+            )
         raise ReleasedParameterError(
             f"{func.__name__} on a streamed parameter would take it from where it is streamed to: use "
             "p.detach().clone(), or the model after optimizer.close()"

@@ -123,6 +123,7 @@ class HeldParam:
         was_written: whether others wrote to it since then, as far as that was looked for.
         changed_after: the step after whose end its values changed last; see [Note: changed after] in weights.py.
         is_shared: whether it is in a kept base, which other runs read, so that nobody may write to it.
+        pointed: how often it was pointed elsewhere (`p.data = x`), and written to by aliases that are forgotten.
     """
 
     __slots__ = (
@@ -144,6 +145,7 @@ class HeldParam:
         "number",
         "offset",
         "param",
+        "pointed",
         "progress",
         "spec",
         "streams",
@@ -181,6 +183,7 @@ class HeldParam:
         self.was_written = False
         self.changed_after = -1
         self.is_shared = False
+        self.pointed = 0
         self._identity = 0
         self._kind: type[Tensor] = type(tensor)
         self._guarded: type[Tensor] = self._kind
@@ -290,6 +293,11 @@ class HeldParam:
         return self._alias[0].detach()
 
     @property
+    def data_writes(self) -> int:
+        """How often `p.data` was assigned or written to. It is counted while a forward of the unit runs."""
+        return self.pointed + (0 if self._alias is None else self._alias[0]._version)
+
+    @property
     def is_under_adapter(self) -> bool:
         """Whether it is a frozen weight to which adapters of peft are merged."""
         return self.spec.is_frozen and ".base_layer." in f".{self.spec.name}"
@@ -301,7 +309,7 @@ class HeldParam:
 
     def forget_data(self) -> None:
         """Forgets what `p.data` gave: the parameter lies elsewhere from now on."""
-        self._alias = None
+        self.pointed, self._alias = self.data_writes, None
 
     def forget_writes(self) -> None:
         """Forgets what others wrote to it until now."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
 from tests.support.cases import often
@@ -320,6 +320,20 @@ def test_checkpoints_of_the_model_recompute_alone(pair: Make, reentrant: bool, n
         assert store.peak_bytes == 3 * 16384
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_a_checkpoint_around_the_model_recomputes_alone(pair: Make, reentrant: bool, stops_early: bool) -> None:
+    """One that a loop makes of the whole model: what the units compute is saved when it runs them again."""
+
+    def run(model: nn.Module) -> None:
+        with set_checkpoint_early_stop(stops_early):
+            squares(lambda x: checkpoint(model, x, use_reentrant=reentrant), rows(1).requires_grad_()).backward()
+
+    both = pair(Net)
+    for _ in range(2):
+        both.same(run)
+
+
 def test_lengths_that_change(pair: Make) -> None:
     both = pair(Net)
     for length in (3, 700, 1, 250, 9000, 8):
@@ -488,6 +502,43 @@ def test_a_unit_that_moves_the_version_of_a_weight_names_the_way_out(tmp_path: P
         squares(model, rows(0)).backward()
     for plain, param in zip(both.plain.parameters(), both.model.parameters(), strict=True):
         assert plain.grad is None or torch.equal(plain.grad, both.optimizer.grad(param))
+    both.optimizer.close()
+
+
+class Shrinks(nn.Linear):
+    """Writes to its weight in its forward, by an alias that moves no version."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "written":
+            self.weight.data.mul_(0.5)
+        elif self.how == "assigned":
+            self.weight.data = self.weight.data * 0.5
+        else:  # for the forward only
+            kept = self.weight.data
+            self.weight.data = kept.round()
+            found = super().forward(x)
+            self.weight.data = kept
+            return found
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("where", ["nvme", "small, streamed"])
+@pytest.mark.parametrize("how", ["written", "assigned", "for a while"])
+def test_a_unit_that_writes_by_data_in_its_forward_is_not_recomputed(where: str, how: str, tmp_path: Path) -> None:
+    """Its weights would be halved twice, and nothing would say so."""
+    both = Pair(lambda: Norms(lambda: Shrinks(how)), options_of(where, tmp_path / "one"))
+    with pytest.raises(StaleActivationError, match=r"blocks\.0 writes to a parameter by p\.data.*recompute=False"):
+        both.model(rows(0))
+    both.optimizer.close()
+    both = Pair(lambda: Norms(lambda: Shrinks(how)), options_of(f"all saved, {where}", tmp_path / "other"))
+    for _ in range(2):
+        both.same(lambda model: squares(model, rows(0)).backward())
+    for plain, param in zip(both.plain.parameters(), both.model.parameters(), strict=True):
+        assert torch.equal(plain, param)
     both.optimizer.close()
 
 

@@ -156,6 +156,31 @@ def test_what_was_pointed_elsewhere_is_taken_back_with_its_new_values() -> None:
     assert parameters.find_outside_writes() == [1]
 
 
+@pytest.mark.parametrize("numbers", [None, [0], [1]])
+def test_parameters_that_exchanged_their_memory_keep_their_values(numbers: list[int] | None) -> None:
+    parameters = taken(torch.zeros(3), torch.ones(3), torch.full((3,), 2.0))
+    zeros, ones, twos = parameters.params
+    addresses = [param.data_ptr() for param in parameters.params]
+    zeros.data, ones.data, twos.data = ones.data, twos.data, zeros.data
+    parameters.return_repointed(numbers)
+    assert [param.data_ptr() for param in parameters.params] == addresses
+    assert [param[0].item() for param in parameters.params] == [1, 2, 0]
+    assert parameters.find_outside_writes() == [0, 1, 2]
+
+
+def test_what_was_pointed_elsewhere_comes_back_without_a_new_version() -> None:
+    """A graph may have saved the parameter since, and torch moves no version there."""
+    parameters = taken(torch.zeros(3))
+    (param,) = parameters.params
+    param.data = torch.ones(3).bfloat16()
+    product = (param * param).sum()
+    parameters.return_repointed()
+    assert parameters.find_outside_writes() == [0]
+    product.backward()
+    assert param.grad is not None
+    assert param.grad.tolist() == [2, 2, 2]
+
+
 def channels_last(model: nn.Sequential) -> None:
     model.to(memory_format=torch.channels_last)
 
@@ -165,12 +190,18 @@ def transposed(model: nn.Sequential) -> None:
     model[3].weight.data = model[3].weight.data.t()
 
 
+def exchanged(model: nn.Sequential) -> None:
+    """Each in the memory of the other."""
+    one, other = model[0].bias, model[3].bias
+    one.data, other.data = other.data, one.data
+
+
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize("change", [channels_last, transposed])
-def test_a_model_of_other_strides_trains_as_in_torch(
+@pytest.mark.parametrize("change", [channels_last, transposed, exchanged])
+def test_a_model_whose_memory_is_in_another_order_trains_as_in_torch(
     change: Callable[[nn.Sequential], None], tier: str, tmp_path: Path
 ) -> None:
-    """The strides change before a backward, and between a backward and its step. Losses, gradients and values count."""
+    """The order changes before a backward, and between a backward and its step. Losses, gradients and values count."""
 
     def train(hold: Callable[[nn.Module], torch.optim.Optimizer]) -> list[Tensor]:
         torch.manual_seed(0)

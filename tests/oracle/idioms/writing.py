@@ -222,6 +222,7 @@ class _Binarized(nn.Linear):
 @idiom(
     "trains real weights behind binary ones, kept in an attribute of the parameter",
     source="itayhubara/BinaryNet.pytorch main_mnist.py:115",
+    refused=dict.fromkeys(RECOMPUTED, WRITTEN_AGAIN),
 )
 def binary_weights(run: Run) -> None:
     model = nn.Sequential(_Binarized(6, 12), nn.Hardtanh(), _Binarized(12, 12), nn.Hardtanh(), nn.Linear(12, 3))
