@@ -114,13 +114,17 @@ def show_table(console: Console, table: Table) -> None:
     """Prints a table without cutting words. The console is one of `plain_console`.
 
     At a terminal that is too narrow for its lines, columns are narrowed to their longest words, the widest first. Paths
-    and names are folded, in columns that say so. Elsewhere each row has a line of its own.
+    and names are folded, in columns that say so. Elsewhere the title and each row have a line of their own.
     """
+    from rich.cells import cell_len
     from rich.measure import Measurement
+    from rich.text import Text
 
     width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
     if not console.is_terminal:
-        console.width = max(console.width, width)
+        title = str(table.title or "")
+        table.title = Text(title, no_wrap=True, overflow="ignore") if title else None
+        console.width = max(console.width, width, cell_len(title))
     elif width > console.width:
         _narrow(table, width - console.width)
     console.print(table)

@@ -60,6 +60,13 @@ def test_sentences_tables_and_bars(text: str, is_terminal: bool, monkeypatch: py
         assert text + name in file.getvalue()
 
 
+def test_a_title_is_not_cut_where_nobody_sees_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, title = io.StringIO(), "/a/path/" * 40
+    monkeypatch.setattr(sys, "stdout", file)
+    show_table(plain_console(), Table("narrow", title=title, title_justify="left"))
+    assert title in file.getvalue().splitlines()[0]
+
+
 def test_what_doctor_says_of_a_directory(odd: Path) -> None:
     found = CliRunner().invoke(app, ["doctor", "--path", str(odd)])
     assert found.exit_code == 0, found.output

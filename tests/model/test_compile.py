@@ -341,7 +341,7 @@ def test_a_model_with_an_embedding_in_tiles_in_one_graph_names_the_way_out(tmp_p
 
 
 @pytest.mark.parametrize("placement", ["resident", "streamed", "recomputed", "saved in a tier"])
-def test_a_training_step_is_compiled_as_a_whole_without_what_this_library_does(placement: str) -> None:
+def test_a_training_step_is_compiled_as_a_whole_without_what_this_library_does(placement: str, tmp_path: Path) -> None:
     def losses(*, compiled: bool) -> list[float]:
         torch.manual_seed(0)
         model = TinyLm()
@@ -350,7 +350,7 @@ def test_a_training_step_is_compiled_as_a_whole_without_what_this_library_does(p
             torch.optim.AdamW(model.parameters(), lr=1e-2),
             compute_dtype=torch.float32,
             commit_every=None,
-            **(PLACEMENTS | ACTIVATIONS)[placement],
+            **in_folder(placement, tmp_path),
         ) as optimizer:
 
             def step(tokens: Tensor, targets: Tensor) -> Tensor:

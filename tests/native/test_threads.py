@@ -124,9 +124,10 @@ def test_an_error_in_a_pool_thread_is_raised_by_the_call() -> None:
 
 
 def test_an_interrupted_call_waits_for_its_threads() -> None:
-    ended = []
+    ended, begun = [], threading.Barrier(3)
 
     def part(low: int, high: int) -> None:
+        begun.wait(timeout=60)  # a range that nobody has begun is not run any more
         if low == 0:
             raise KeyboardInterrupt
         time.sleep(0.1)
