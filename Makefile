@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h ker
 # Where it is set, each process that tests start compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types bytecode simulator unit device test-device test-torch test-slow test-oracle test-faults test-trials test-gpu gpu test-peers recipes docs wheel fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types bytecode simulator unit device test-device test-torch test-slow test-neon test-oracle test-faults test-trials test-gpu gpu test-peers recipes docs wheel fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -53,6 +53,10 @@ test-torch: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The NEON kernels, cross-compiled and called in an emulator: Debian's gcc-aarch64-linux-gnu and qemu-user.
+test-neon: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow -k qemu tests/native $(ARGS)
 
 # Each idiom of other people's training code in each placement, with fp32 and bf16 parameters, and on two ranks.
 test-oracle: $(VENV)/installed

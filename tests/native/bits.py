@@ -16,6 +16,8 @@ from offload.native.library import open_library
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 
+from .emulated import emulated
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 997, 4095, 10007)
 
@@ -59,6 +61,8 @@ def kernels(variant: str, threads: int = 1) -> native.Kernels:
             _loaded[key] = native.load_on(scratch)
         elif variant == "compiled":
             _loaded[key] = native.Kernels(1, CompiledKernels(scratch, HostProgram()))
+        elif variant == "qemu":
+            _loaded[key] = native.Kernels(threads, emulated())
         else:
             _loaded[key] = native.load(threads, variant)
     return _loaded[key]

@@ -22,11 +22,14 @@ from offload.optim import reference
 from offload.sizes import SUM_BLOCK
 
 from .bits import SPECIAL, assert_same_bits, at_offset, kernels, narrowed, numbers, widened
+from .emulated import QEMU
 
 VARIANTS = (*native.available_variants(), "device", *(() if native.fallback_reason() else ("compiled",)))
 FORMS: dict[str, tuple[Form, Form]] = {"bf16": (BF16, BF16), "8bit": (CODED[0], CODED[1])}
 every_variant_and_form = pytest.mark.parametrize(
-    ("variant", "form"), [(variant, form) for variant in VARIANTS for form in FORMS]
+    ("variant", "form"),
+    [(variant, form) for variant in VARIANTS for form in FORMS]
+    + [pytest.param(*QEMU.values, form, marks=QEMU.marks) for form in FORMS],
 )
 USUAL: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "scale": 0.37}
 

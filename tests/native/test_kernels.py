@@ -18,6 +18,7 @@ from offload.native.torch_kernels import _KeepDenormals
 from offload.optim import reference
 
 from .bits import DTYPES, SIZES, SPECIAL, assert_same_bits, at_offset, halves, kernels, narrowed, numbers, widened
+from .emulated import QEMU
 
 VARIANTS = native.available_variants()
 USUAL: dict[str, Any] = {
@@ -32,7 +33,7 @@ USUAL: dict[str, Any] = {
 
 COMPILED = [] if native.fallback_reason() else ["compiled"]
 """The kernels that are compiled for a device, on the CPU: tests/native/bits.py."""
-every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "device", *COMPILED])
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "device", *COMPILED, QEMU])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 whole_inputs = settings(max_examples=100, deadline=None)

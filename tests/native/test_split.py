@@ -16,6 +16,7 @@ from offload import native
 from offload.optim import reference
 
 from .bits import SPECIAL, assert_same_bits, at_offset, halves, kernels, narrowed, numbers, widened
+from .emulated import QEMU
 
 VARIANTS = native.available_variants()
 USUAL: dict[str, Any] = {
@@ -30,7 +31,7 @@ USUAL: dict[str, Any] = {
 # Twins: the same copy and the same lower half.
 TIES = [0x3F7F8000, 0x3F808000, 0x00008000, 0x00018000, 0x007F8000, 0x00808000, 0x7F7F8000]
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, QEMU])
 every_grad = pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 every_place = pytest.mark.parametrize("place", ["own", "param", "grad"])
 # An fp32 grad has no place for a bf16 param.
@@ -115,7 +116,7 @@ def test_every_lower_half_comes_back_at_the_ends_of_the_exponents(variant: str) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@every_variant
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_fp32_comes_back(variant: str) -> None:
     mine, n = kernels(variant, 2), 1 << 24
     param, low = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16)
