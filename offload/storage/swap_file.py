@@ -70,10 +70,12 @@ def lock(file: IOFile, files: Files) -> None:
 
     Raises:
         PathInUseError: another process holds it, or has just removed it.
-        PathError: the file system cannot lock it.
+        PathError: the file system cannot lock it, or look at it.
     """
     _lock(file, files)
-    if files.stat(file).st_nlink == 0:
+    with unusable("cannot be looked at", file.path):
+        links = files.stat(file).st_nlink
+    if not links:
         raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
 
 
