@@ -36,8 +36,12 @@ def require_commit(make: Make, path: Path, step: int, expected: dict[str, Tensor
         assert_same(expected, bits(model, optimizer))
 
 
+APART = 31
+"""Of the calls of a run one case lets so many apart fail."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", [1, *(pytest.param(nth, marks=pytest.mark.slow) for nth in range(2, 14))])
+@pytest.mark.parametrize("first", [1, *(pytest.param(nth, marks=pytest.mark.slow) for nth in range(2, APART + 1))])
 def test_whatever_call_fails_in_a_run_is_an_error_of_ours_and_a_commit_is_what_it_was(
     first: int, make: Make, tmp_path: Path
 ) -> None:
@@ -46,7 +50,7 @@ def test_whatever_call_fails_in_a_run_is_an_error_of_ours_and_a_commit_is_what_i
     for seed in (3, 4):
         one_step(model, optimizer, seed)
         expected[seed + 1] = bits(model, optimizer)
-    for nth in range(first, 1000, 13):
+    for nth in range(first, 1000, APART):
         path, files = tmp_path / str(nth), FailingFiles(nth, errno.EIO)
         files.is_on = False
         with on_disk(files):
